@@ -1,5 +1,7 @@
 """Benchmarks of txnbridge, each beside a yardstick that is measured in the same run.
 
-`python -m benchmarks` runs all, `python -m benchmarks.write` one; `--help` lists what can be set. Nothing here is
-installed or imported by the package. docs/performance.md has the results.
+`python -m benchmarks` lists the questions and the brokers that each takes, and `python -m benchmarks read kafka`
+answers one. A question is a module whose `measure` takes the settings and the broker's name. Each broker has a module
+that starts it and has the contenders of other clients. Nothing here is installed or imported by the package.
+docs/performance.md has the results.
 """

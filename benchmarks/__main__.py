@@ -1,54 +1,62 @@
-"""Runs all benchmarks, one after another. This takes about an hour and a quarter, half an hour of it for Kafka."""
+"""Measure a question on a broker, each contender in turn.
+
+Without arguments, list the questions and the brokers that each takes. `all` measures each question: on one broker
+(half an hour for Kafka), or on all (about an hour and a quarter).
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks._harness import machine, make_parser, opened
 
-NAMES: tuple[str, ...] = (
-    "send",
-    "imports",
-    "write",
-    "read",
-    "commit",
-    "group_commit",
-    "writers",
-    "wakeup",
-    "memory",
-    "large_file",
-)
-NAMES += ("checker", "aio")
-NAMES += (
-    "kafka_write",
-    "kafka_java",
-    "kafka_read",
-    "kafka_token",
-    "kafka_small",
-    "kafka_group_commit",
-    "kafka_aio",
-    "kafka_process",
-    "kafka_half_messages",
-    "kafka_telemetry",
-)  # these start Kafka
-NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
-NAMES += ("pulsar_half_messages", "pulsar_group_commit")
-NAMES += ("rocketmq_write", "rocketmq_small", "rocketmq_read", "rocketmq_recover")
-NAMES += ("outbox", "processor_db")  # these start PostgreSQL and Kafka
-NAMES += ("spark_write", "spark_read", "spark_recover")  # these start Kafka and Spark
+# The questions that each broker takes, and those about no broker. Those about a database start PostgreSQL as well,
+# and Spark's start Spark.
+BROKERS = {
+    "none": "overhead checker",
+    "embedded": "write read commit group_commit aio memory processes large_file telemetry",
+    "kafka": "write read process group_commit aio half_messages small token telemetry outbox processor_db "
+    "spark_write spark_read spark_recover",
+    "pulsar": "write read process commit group_commit half_messages memory spark_write",
+    "rocketmq": "write read group_commit recover",
+}
+PAIRS = [(question, broker) for broker, questions in BROKERS.items() for question in questions.split()]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("begin", nargs="?", default="", help="run only those whose names begin with this, like kafka")
-    options = parser.parse_args()
-    names = [name for name in NAMES if name.startswith(options.begin)]
-    if not names:
-        parser.error(f"no benchmark begins with {options.begin!r}: {' '.join(NAMES)}")
+    parser.add_argument("question", nargs="?", help="a question, or all")
+    parser.add_argument("broker", nargs="?", help="may be left out if the question takes only one")
+    options = parser.parse_args(arguments)
+    if options.question is None:
+        for question in questions():
+            print(f"{question:15}{' '.join(broker for name, broker in PAIRS if name == question)}")
+        return
+    pairs = chosen(options, parser)
     with opened(options) as settings:
         print(machine(settings.folder))
-        for name in names:
-            import_module(f"benchmarks.{name}").measure(settings)
+        for question, broker in pairs:
+            import_module(f"benchmarks.{question}").measure(settings, broker)
+
+
+def questions() -> list[str]:
+    return list(dict.fromkeys(question for question, _ in PAIRS))
+
+
+def chosen(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """Return the pairs of question and broker to measure. End the program if the options name no such pair."""
+    question, broker = options.question, options.broker
+    pairs = [pair for pair in PAIRS if question in (pair[0], "all")]
+    brokers = list(dict.fromkeys(one for _, one in pairs))
+    if not pairs:
+        parser.error(f"there is no question {question!r}; the questions are: all {' '.join(questions())}")
+    if broker is not None and broker not in brokers:
+        parser.error(f"{question} does not take {broker!r}, but: {' '.join(brokers)}")
+    if broker is None and question != "all" and len(brokers) > 1:
+        parser.error(f"{question} needs a broker: {' '.join(brokers)}")
+    return [pair for pair in pairs if broker in (pair[1], None)]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import platform
 import random
 import shutil
 import sqlite3
-import sys
 import tempfile
 import threading
 import time
@@ -22,11 +21,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ParamSpec
 
 Lap = Callable[[], int]  # does some work and returns its number of units
 Contender = Callable[[], AbstractContextManager[Lap]]  # sets up outside the measured time, and cleans up
 Clock = Callable[[], float]
+P = ParamSpec("P")
 
 WALL: Clock = time.perf_counter
 # For work that neither waits nor uses a disk. Other processes disturb this clock less than wall time.
@@ -62,34 +62,26 @@ class Round:
         return sum(self.laps) / self.units
 
 
-def alternate(settings: Settings, contenders: Mapping[str, Contender], clock: Clock = WALL) -> dict[str, list[Round]]:
-    """Run rounds of all contenders in turn, every second time in reverse order, so that a drift favours no one."""
-    found: dict[str, list[Round]] = {name: [] for name in contenders}
-    order = list(contenders)
-    for number in range(settings.rounds):
-        for name in order[:: -1 if number % 2 else 1]:
-            found[name].append(_run(contenders[name], settings.seconds, clock))
-    return found
-
-
-def _run(contender: Contender, seconds: float, clock: Clock) -> Round:
-    with contender() as lap:
-        lap()  # the first lap fills caches and does not count
-        laps: list[float] = []
-        units = 0
-        until = clock() + seconds
-        while not laps or clock() < until:
-            start = clock()
-            units += lap()
-            laps.append(clock() - start)
-    return Round(laps, units)
-
-
 Turn = Callable[[], Round]  # does all of its work once, and measures that itself
 
 
+def contender(set_up: Callable[P, Iterator[Lap]]) -> Callable[P, Contender]:
+    """Turn a generator, which sets up, yields a lap and cleans up, into a function that returns a contender."""
+    opened_once = contextmanager(set_up)
+
+    def make(*arguments: P.args, **named: P.kwargs) -> Contender:
+        return lambda: opened_once(*arguments, **named)
+
+    return make
+
+
+def alternate(settings: Settings, contenders: Mapping[str, Contender], clock: Clock = WALL) -> dict[str, list[Round]]:
+    """Run rounds of all contenders in turn, as `in_turn` does."""
+    return in_turn({name: as_turn(each, settings, clock) for name, each in contenders.items()}, settings.rounds)
+
+
 def in_turn(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Round]]:
-    """Run rounds as `alternate` does, of work that measures itself and is too long to be repeated within a round."""
+    """Run rounds of all turns, every second time in reverse order, so that a drift favours no one."""
     found: dict[str, list[Round]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
@@ -97,9 +89,33 @@ def in_turn(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Round]]:
     return found
 
 
-def as_turn(contender: Contender, settings: Settings) -> Turn:
-    """Return a turn that runs one round of a contender as `alternate` does."""
-    return lambda: _run(contender, settings.seconds, WALL)
+def as_turn(contender: Contender, settings: Settings, clock: Clock = WALL) -> Turn:
+    """Return a turn that runs one round of a contender."""
+
+    def turn() -> Round:
+        with contender() as lap:
+            lap()  # the first lap fills caches and does not count
+            laps: list[float] = []
+            units = 0
+            until = clock() + settings.seconds
+            while not laps or clock() < until:
+                start = clock()
+                units += lap()
+                laps.append(clock() - start)
+        return Round(laps, units)
+
+    return turn
+
+
+def timed(work: Callable[[], object], units: int) -> Turn:
+    """Return a turn that does this work once."""
+
+    def turn() -> Round:
+        begin = WALL()
+        work()
+        return Round([WALL() - begin], units)
+
+    return turn
 
 
 def by_threads(contenders: Sequence[Contender], seconds: float) -> Round:
@@ -232,6 +248,20 @@ class Report:
         interval = f"{_number(found.low)} to {_number(found.high)}" if found.low < found.high else "one value"
         print(f"| {name} | {_number(found.median)}{unit} | {interval} | {goal} | {verdict} |", flush=True)
 
+    def each(
+        self,
+        found: Mapping[str, Sequence[Round]],
+        of: str,
+        figure: Callable[[Sequence[Round]], Estimate],
+        unit: str = "",
+    ) -> None:
+        """Print the same figure of each contender; `of` says what it is of."""
+        for name, rounds in found.items():
+            self.figure(f"{name}, {of}", figure(rounds), unit)
+
+    def microseconds(self, found: Mapping[str, Sequence[Round]], of: str = "a message") -> None:
+        self.each(found, of, lambda rounds: per_unit(rounds, 1e6), "us")
+
 
 def _number(value: float) -> str:
     """Return a number as text with three significant digits."""
@@ -282,10 +312,6 @@ def _lines(path: str | Path) -> list[str]:
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def parse(arguments: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
-    return make_parser(description).parse_args(arguments)
-
-
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="only test that it works, in a second or two; no figures")
@@ -306,13 +332,6 @@ def opened(options: argparse.Namespace) -> Iterator[Settings]:
             yield Settings(options.rounds, options.seconds, folder, quick=False)
     finally:
         shutil.rmtree(folder)
-
-
-def run(measure: Callable[[Settings], None]) -> None:
-    """Run one benchmark as a program."""
-    with opened(parse(description=sys.modules[measure.__module__].__doc__)) as settings:
-        print(machine(settings.folder))
-        measure(settings)
 
 
 def unique(what: str) -> str:

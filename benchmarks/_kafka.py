@@ -1,19 +1,26 @@
-"""A real broker for the Kafka benchmarks, and their yardstick, confluent-kafka used directly (the plain client)."""
+"""Kafka for the benchmarks: a real broker, the plain client (confluent-kafka), and programs of others."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._jars import Artifact, fetch, java
 
-from benchmarks._harness import unique
+from benchmarks._harness import Lap, Round, Settings, Turn, contender, unique
+from benchmarks._ours import BODY
+from benchmarks._peers import PROGRAM, environment
 
+NAME = "Kafka"
 # The settings with which our readers fetch. By its own defaults the client pauses a second when its queue is full.
 FETCHING = {"fetch.wait.max.ms": 100, "fetch.queue.backoff.ms": 10}
 
@@ -24,7 +31,7 @@ _SILENT.propagate = False
 
 
 @contextmanager
-def broker() -> Iterator[str]:
+def broker(settings: Settings) -> Iterator[str]:
     """Yield the URL of a new broker with one node, or that of the environment variable TXNBRIDGE_URL."""
     if url := os.environ.get("TXNBRIDGE_URL"):
         yield url
@@ -100,3 +107,173 @@ def plain_consumer(url: str, group: str, settings: Mapping[str, int] | None = No
         },
         logger=_SILENT,
     )
+
+
+# --- contenders on the plain client ----------------------------------------------------------------------------------
+
+
+@contender
+def writing(url: str, topic: str, values: Sequence[bytes]) -> Iterator[Lap]:
+    """A lap is the transaction of the client's documentation: produce, poll when the queue is full, commit."""
+    producer = plain_producer(url)
+
+    def lap() -> int:
+        producer.begin_transaction()
+        for value in values:
+            while True:
+                try:
+                    producer.produce(topic, value)
+                    break
+                except BufferError:
+                    producer.poll(0.05)
+        producer.commit_transaction(30)
+        return len(values)
+
+    yield lap
+
+
+@contender
+def writing_one(url: str, topic: str) -> Iterator[Lap]:
+    producer = plain_producer(url)
+
+    def lap() -> int:
+        producer.begin_transaction()
+        producer.produce(topic, BODY)
+        producer.commit_transaction(30)
+        return 1
+
+    yield lap
+
+
+@contender
+def reading(url: str, topic: str, count: int, at_once: int) -> Iterator[Lap]:
+    """A lap takes the same seven fields of each message as `poll` does."""
+    consumer = plain_consumer(url, unique("plain"), FETCHING)
+    consumer.assign([TopicPartition(topic, 0, 0)])
+
+    def lap() -> int:
+        consumer.seek(TopicPartition(topic, 0, 0))
+        found = 0
+        while found < count:
+            for message in consumer.consume(at_once, 1):
+                (
+                    message.topic(),
+                    message.partition(),
+                    message.offset(),
+                    message.key(),
+                    message.value(),
+                    message.headers(),
+                    message.timestamp(),
+                )
+                found += 1
+        return found
+
+    yield lap
+    consumer.close()
+
+
+def passing_on(
+    url: str, source: str, target: str, count: int, batch: int, settings: Mapping[str, int] | None = None
+) -> Turn:
+    """Return a turn of a loop in a new group, by default with the client's own settings for fetching."""
+    producer = plain_producer(url)
+
+    def turn() -> Round:
+        begin = time.perf_counter()
+        consumer = plain_consumer(url, unique("plain"), settings)
+        consumer.subscribe([source])
+        found = 0
+        while found < count:
+            messages = consumer.consume(batch, 1)
+            if not messages:
+                continue
+            producer.begin_transaction()
+            for message in messages:
+                while True:
+                    try:
+                        producer.produce(target, message.value())
+                        break
+                    except BufferError:
+                        producer.poll(0.05)
+            _send_positions(producer, consumer)
+            producer.commit_transaction(30)
+            found += len(messages)
+        consumer.close()
+        return Round([time.perf_counter() - begin], count)
+
+    return turn
+
+
+@contender
+def passing_on_one(url: str, source: str, target: str) -> Iterator[Lap]:
+    """A lap reads one message and passes it on in a transaction, as a member of one group for the whole round."""
+    producer, consumer = plain_producer(url), plain_consumer(url, unique("plain"), FETCHING)
+    consumer.subscribe([source])
+
+    def lap() -> int:
+        while not (messages := consumer.consume(1, 1)):
+            pass
+        producer.begin_transaction()
+        producer.produce(target, messages[0].value())
+        _send_positions(producer, consumer)
+        producer.commit_transaction(30)
+        return 1
+
+    yield lap
+    consumer.close()
+
+
+def _send_positions(producer: Producer, consumer: Consumer) -> None:
+    positions = consumer.position(consumer.assignment())
+    producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata(), 30)
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+QUIX = "quixstreams==3.28.1"
+TOOLS = "4.3.1"
+_LOGGING = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", "2.25.4")
+
+
+def quix(url: str, source: str, target: str, count: int, batch: int) -> Turn:
+    """Return a turn of Quix Streams, exactly once, in an environment that the first call makes in the cache folder.
+
+    The program measures itself, so that its start and imports do not count.
+    """
+    python = environment(QUIX)
+
+    def turn() -> Round:
+        numbers = [str(count), str(batch)]
+        # Isolated (-I): otherwise the program would import the files beside it instead of installed modules.
+        command = [python, "-I", PROGRAM, "quix", bootstrap(url), unique("quix"), source, target, *numbers]
+        told = subprocess.run(command, capture_output=True, text=True)
+        if told.returncode:
+            raise RuntimeError(f"Quix Streams ended with {told.returncode}: {told.stderr[-2000:]}")
+        return Round([float(told.stdout.splitlines()[-1])], count)
+
+    return turn
+
+
+def producer_performance(url: str, topic: str, size: int, count: int, transaction_ms: int) -> float:
+    """Write a tenth of `count` messages to warm up, then `count`; return the seconds that these took.
+
+    Kafka's program runs in transactions of this duration, and otherwise with its defaults.
+    """
+    jars: Path = fetch(f"kafka-tools-{TOOLS}", [Artifact("org.apache.kafka", "kafka-tools", TOOLS), _LOGGING])
+    options = {
+        "--topic": topic,
+        "--num-records": count + count // 10,
+        "--warmup-records": count // 10,
+        "--record-size": size,
+        "--throughput": -1,
+        "--bootstrap-server": bootstrap(url),
+        "--transactional-id": unique("java"),
+        "--transaction-duration-ms": transaction_ms,
+    }
+    command = [java(), "-cp", f"{jars}/*", "org.apache.kafka.tools.ProducerPerformance"]
+    command += [str(each) for option in options.items() for each in option]
+    told = subprocess.run(command, capture_output=True, text=True)
+    rates = re.findall(r"([\d.]+) records/sec", told.stdout)
+    if told.returncode or not rates:
+        raise RuntimeError(f"ProducerPerformance ended with {told.returncode}: {told.stderr[-2000:]}")
+    return count / float(rates[-1])

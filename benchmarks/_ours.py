@@ -1,67 +1,91 @@
-"""The contenders with txnbridge, for the benchmarks of every broker that is a server."""
+"""The contenders with txnbridge that several questions have."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Protocol, cast
 
-from benchmarks._harness import Contender, Lap, Round, Turn, unique
+from benchmarks._harness import (
+    Contender,
+    Lap,
+    Report,
+    Round,
+    Settings,
+    Turn,
+    at_most,
+    by_threads,
+    contender,
+    estimate,
+    quantile,
+    unique,
+)
 from txnbridge import Batch, Bridge, Processor, Transaction, connect
 
 AT_ONCE = 500  # the default of `poll`
+BODY = bytes(100)  # of a small transaction
 
 
-def writing(url: str, topic: str, values: Sequence[bytes], many: bool) -> Contender:
-    """Return a contender whose lap is a transaction with all of these values, with its begin and commit."""
+class Helper(Protocol):
+    """The module of a broker, `_kafka` for example: what the questions need that are the same on every broker."""
 
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with connect(url, writers=1) as bridge:
+    NAME: str
 
-            def lap() -> int:
-                with bridge.transaction() as txn:
-                    if many:
-                        txn.send_many(topic, values)
-                    else:
-                        send = txn.send
-                        for value in values:
-                            send(topic, value)
-                return len(values)
+    def broker(self, settings: Settings) -> AbstractContextManager[str]: ...
 
-            yield lap
-
-    return contender
+    def new_topic(self, url: str, partitions: int = ...) -> str: ...
 
 
-def fill(bridge: Bridge, topic: str, size: int, count: int, batch: int) -> None:
+def helper(broker: str) -> Helper:
+    """Return the module of a broker. Only a run that needs it imports it, and with it the clients of that broker."""
+    return cast(Helper, import_module(f"benchmarks._{broker}"))
+
+
+@contender
+def writing(url: str, topic: str, values: Sequence[bytes], many: bool = True) -> Iterator[Lap]:
+    """A lap is a transaction with all of these values, with its begin and commit."""
+    with connect(url, writers=1) as bridge:
+
+        def lap() -> int:
+            with bridge.transaction() as txn:
+                if many:
+                    txn.send_many(topic, values)
+                else:
+                    send = txn.send
+                    for value in values:
+                        send(topic, value)
+            return len(values)
+
+        yield lap
+
+
+def fill(url: str, topic: str, size: int, count: int, batch: int) -> None:
     """Write `count` messages, in transactions of `batch`."""
-    for _ in range(0, count, batch):
-        with bridge.transaction() as txn:
-            txn.send_many(topic, [b"x" * size] * batch)
+    with connect(url, writers=1) as bridge:
+        for _ in range(0, count, batch):
+            with bridge.transaction() as txn:
+                txn.send_many(topic, [b"x" * size] * batch)
 
 
-def reading(url: str, topic: str, count: int) -> Contender:
-    """Return a contender that reads a topic of `count` messages from its beginning, without a group."""
+@contender
+def reading(url: str, topic: str, count: int) -> Iterator[Lap]:
+    """A lap reads a topic of `count` messages from its beginning, without a group."""
+    with connect(url) as bridge, bridge.consumer(topic) as consumer:
+        beginning = {partition: first for partition, (first, _) in bridge.admin.bounds(topic).items()}
+        consumer.poll(1)
 
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with connect(url) as bridge, bridge.consumer(topic) as consumer:
-            beginning = {partition: first for partition, (first, _) in bridge.admin.bounds(topic).items()}
-            consumer.poll(1)
+        def lap() -> int:
+            consumer.seek(beginning)
+            found = 0
+            while found < count:
+                for message in consumer.poll(AT_ONCE, 1):
+                    message.value  # noqa: B018
+                    found += 1
+            return found
 
-            def lap() -> int:
-                consumer.seek(beginning)
-                found = 0
-                while found < count:
-                    for message in consumer.poll(AT_ONCE, 1):
-                        message.value  # noqa: B018
-                        found += 1
-                return found
-
-            yield lap
-
-    return contender
+        yield lap
 
 
 def passing_on(url: str, source: str, target: str, count: int, batch: int) -> Turn:
@@ -87,3 +111,33 @@ def passing_on(url: str, source: str, target: str, count: int, batch: int) -> Tu
             return Round([time.perf_counter() - begin], count)
 
     return turn
+
+
+# --- small transactions of threads that share a bridge ---------------------------------------------------------------
+
+
+@contender
+def small(bridge: Bridge, topic: str) -> Iterator[Lap]:
+    def lap() -> int:
+        with bridge.transaction() as txn:
+            txn.send(topic, BODY)
+        return 1
+
+    yield lap
+
+
+def by_threads_of(bridge: Bridge, settings: Settings, topic: str, threads: int) -> Round:
+    contenders: list[Contender] = [small(bridge, topic)] * threads
+    return by_threads(contenders, settings.seconds)
+
+
+def by_threads_of_one_bridge(
+    settings: Settings, url: str, topic: str, threads: int, group_commit: bool | None = None
+) -> Round:
+    with connect(url, group_commit=group_commit) as bridge:
+        return by_threads_of(bridge, settings, topic, threads)
+
+
+def report_spread(report: Report, rounds: Sequence[Round]) -> None:
+    ratios = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in rounds]
+    report.figure("64 threads: p99 / p50", estimate(ratios), "", at_most(5))

@@ -13,6 +13,8 @@ from typing import Any
 
 from txnbridge_conformance.brokers._jars import cache_folder, java
 
+PROGRAM = Path(__file__).with_name("_official.py")
+
 
 def environment(requirement: str) -> Path:
     """Return the interpreter of an environment with this library; the first call makes it with pip."""
@@ -48,10 +50,10 @@ class Peer:
         return json.loads(answer)
 
 
-def peer(python: str | Path, program: str | Path, *arguments: str, home: Path) -> AbstractContextManager[Peer]:
-    """Start a program in Python, by its path or its name in this folder; see `started`."""
+def peer(python: str | Path, program: Path, *arguments: str, home: Path) -> AbstractContextManager[Peer]:
+    """Start a program in Python; see `started`."""
     # Isolated (-I): otherwise the program would import the files beside it instead of installed modules.
-    return started([python, "-I", Path(__file__).parent / program, *arguments], home)
+    return started([python, "-I", program, *arguments], home)
 
 
 def java_peer(jars: Path, program: str, *arguments: str, home: Path) -> AbstractContextManager[Peer]:

@@ -9,25 +9,28 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import java, log4j_option
 from txnbridge_conformance.brokers._pulsar import fetch_pulsar
+from txnbridge_pulsar.client import PulsarClient, Single, partition_name
 
-from benchmarks._harness import Round, Settings, Turn, unique
-from benchmarks._peers import Peer, peer
-from txnbridge import Bridge
+from benchmarks._harness import Lap, Round, Settings, Turn, contender, timed, unique
+from benchmarks._peers import PROGRAM, Peer, peer
+from txnbridge import connect
 
+NAME = "Pulsar"
 # The version of Pulsar whose distribution, with pulsar-perf, is in Maven's repository.
 _PERF = "4.0.8"
 # The seconds before the measurement, in which the speed of pulsar-perf doubles.
 _WARMING = 3.0
+_SOON = 30.0
 
 
 @contextmanager
-def broker() -> Iterator[str]:
+def broker(settings: Settings) -> Iterator[str]:
     """Yield the URL, with `admin_url`, of a new broker as in the tests, or that of the variable TXNBRIDGE_URL."""
     if url := os.environ.get("TXNBRIDGE_URL"):
         yield url
@@ -41,17 +44,69 @@ def service(url: str) -> str:
     return url.partition("?")[0].rsplit("/", 2)[0]
 
 
-def new_topic(bridge: Bridge) -> str:
+def new_topic(url: str, partitions: int = 1) -> str:
     name = unique("bench")
-    bridge.admin.create_topic(name)
+    with connect(url) as bridge:
+        bridge.admin.create_topic(name, partitions)
     return name
 
 
-@contextmanager
-def official(settings: Settings, url: str) -> Iterator[Peer]:
-    """Start the official client, with its defaults except for those that `_pulsar_official.py` changes."""
-    with peer(sys.executable, "_pulsar_official.py", service(url), home=settings.folder) as client:
-        yield client
+def official(settings: Settings, url: str) -> AbstractContextManager[Peer]:
+    """Start the official client, with its defaults except for those that `_official.py` changes."""
+    return peer(sys.executable, PROGRAM, "pulsar", service(url), home=settings.folder)
+
+
+def write(client: Peer, size: int, count: int) -> Callable[[str], None]:
+    """Return a function that writes to a topic with the official client."""
+
+    def write_to(topic: str) -> None:
+        stored = client.ask("write", topic, size, count)
+        assert stored == count
+
+    return write_to
+
+
+@contender
+def writing(client: Peer, topic: str, size: int, count: int) -> Iterator[Lap]:
+    write_to = write(client, size, count)
+
+    def lap() -> int:
+        write_to(topic)
+        return count
+
+    yield lap
+
+
+@contender
+def reading(client: Peer, topic: str, subscription: str, count: int) -> Iterator[Lap]:
+    yield lambda: int(client.ask("read", topic, subscription, count))
+
+
+def passing_on(client: Peer, source: str, target: str, count: int, batch: int) -> Turn:
+    """Return a turn of a loop that acknowledges once whenever `batch` messages are stored."""
+
+    def pass_on() -> None:
+        stored = client.ask("pass_on", source, target, unique("plain"), count, batch)
+        assert stored == count
+
+    return timed(pass_on, count)
+
+
+@contender
+def bare_requests(url: str, topic: str, size: int) -> Iterator[Lap]:
+    """A lap is the least requests of a transaction of one message: begin, add the topic, send, commit."""
+    partition = partition_name(topic, 0)
+    with PulsarClient(service(url)) as client:
+        producer = client.create_producer(partition, timeout=_SOON, transactions=True)
+
+        def lap() -> int:
+            txn = client.transactions.begin(60_000, _SOON)
+            client.transactions.register(txn, _SOON, [partition])
+            producer.send(Single(bytes(size)), txn, timeout=_SOON).result(_SOON)
+            client.transactions.end(txn, True, _SOON)
+            return 1
+
+        yield lap
 
 
 def pulsar_perf(settings: Settings, url: str, size: int, batch: int) -> Turn:

@@ -14,9 +14,9 @@ from txnbridge_conformance.brokers._rocketmq import fetch_rocketmq
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 
-from benchmarks._harness import Settings, unique
-from benchmarks._peers import Peer, environment, java_peer, peer
-from txnbridge import Bridge
+from benchmarks._harness import Lap, Settings, Turn, contender, timed, unique
+from benchmarks._peers import PROGRAM, Peer, environment, java_peer, peer
+from txnbridge import Bridge, connect
 
 OFFICIAL = "rocketmq-python-client==5.1.2"
 QUEUES = 4  # of a topic; the default of RocketMQ's tools
@@ -40,9 +40,10 @@ def broker(settings: Mapping[str, str] | None = None) -> Iterator[Address]:
         yield Address(started.url, started.grpc_address())
 
 
-def new_topic(bridge: Bridge) -> str:
+def new_topic(url: str) -> str:
     name = unique("bench")
-    bridge.admin.create_topic(name, QUEUES)
+    with connect(url) as bridge:
+        bridge.admin.create_topic(name, QUEUES)
     return name
 
 
@@ -58,14 +59,25 @@ def new_group(address: Address, topic: str) -> str:
 
 def official(settings: Settings, address: Address, topic: str, *groups: str) -> AbstractContextManager[Peer]:
     """Start the official client for Python, which writes to this topic, or reads it in these groups."""
-    python = environment(OFFICIAL)
-    return peer(python, "_rocketmq_official.py", address.grpc, topic, *groups, home=settings.folder)
+    program = "rocketmq-reader" if groups else "rocketmq-writer"
+    return peer(environment(OFFICIAL), PROGRAM, program, address.grpc, topic, *groups, home=settings.folder)
 
 
 def official_java(settings: Settings, address: Address, topic: str) -> AbstractContextManager[Peer]:
     """Start a writer with the official client for Java, which needs no proxy, as ours."""
     names = address.url.removeprefix("rocketmq://")
     return java_peer(fetch_rocketmq(), "RocketMQWriter.java", names, topic, home=settings.folder)
+
+
+@contender
+def writing(client: Peer, flying: int, each: int, size: int) -> Iterator[Lap]:
+    """A lap is `each` transactions of one message by each of `flying` threads of an official client."""
+    yield lambda: int(client.ask("write", flying, each, size))
+
+
+def reading(client: Peer, number: int, count: int, acknowledge: bool) -> Turn:
+    """Return a turn of the official client, which continues in a group where its last turn ended."""
+    return timed(lambda: client.ask("read", number, count, acknowledge), count)
 
 
 def tell_if_not_there(bridge: Bridge, topic: str, committed: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 
-from benchmarks._harness import Estimate, Report, Settings, at_most, child, estimate, run
+from benchmarks._harness import Estimate, Report, Settings, at_most, child, estimate
 
 TRANSACTIONS = 100_000
 MESSAGES = 10  # per transaction
@@ -62,7 +62,7 @@ def judge(pipe: Connection) -> None:
     pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
-def measure(settings: Settings) -> None:
+def measure(settings: Settings, broker: str) -> None:
     path = settings.folder / "history.jsonl"
     transactions = 1_000 if settings.quick else TRANSACTIONS
     write_history(path, transactions)
@@ -83,7 +83,3 @@ def measure(settings: Settings) -> None:
     report.figure("parsing the same lines as JSON", estimate(parsing), "s")
     report.figure("reading and checking / parsing", estimate([a / b for a, b in zip(seconds, parsing, strict=True)]))
     report.figure("memory of the process", Estimate.single(max(memory)), "MiB", at_most(2048))
-
-
-if __name__ == "__main__":
-    run(measure)

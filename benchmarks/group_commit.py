@@ -1,82 +1,157 @@
-"""Small transactions of many threads on one bridge of the embedded broker, with and without group commit.
+"""Small transactions of many threads on one bridge, with and without group commit.
 
-Beside 16 threads stand 16 threads of plain SQLite, as durable (`durability=full`), each with a connection of its own.
+Beside the threads on the embedded broker stand as many threads of plain SQLite, as durable (`durability=full`), each
+with a connection of its own; on Kafka the same loop by hand on one plain producer; on Pulsar one thread; on RocketMQ
+the official client, and half messages. A half message of ours and a transaction of RocketMQ's official client do the
+same: store a half, do the local work (here none), end the half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from benchmarks._files import fresh, fresh_bridge, insert, plain, rows
 from benchmarks._harness import (
-    Contender,
     Lap,
     Report,
     Round,
     Settings,
     a_second,
+    as_turn,
     at_least,
-    at_most,
     by_threads,
-    estimate,
+    contender,
     in_turn,
-    quantile,
-    run,
     speed,
 )
-from benchmarks._small import BODY, small
+from benchmarks._ours import BODY, by_threads_of, by_threads_of_one_bridge, report_spread
+from txnbridge import Decision, HalfMessages, connect
+
+Found = dict[str, list[Round]]
+TITLE = "transactions of one message of 100 B by the threads of one bridge"
 
 
-def embedded(settings: Settings, threads: int, group_commit: bool | None = None) -> Round:
-    with fresh_bridge(settings.folder, group_commit=group_commit) as bridge:
-        return by_threads([small(bridge, "topic")] * threads, settings.seconds)
+def measure(settings: Settings, broker: str) -> None:
+    {"embedded": embedded, "kafka": kafka, "pulsar": pulsar, "rocketmq": rocketmq}[broker](settings)
 
 
-def sqlite(settings: Settings, threads: int) -> Round:
-    with fresh(settings.folder) as folder, plain(folder):  # made once: SQLite locks a file to change its journal
-        return by_threads([inserting(folder)] * threads, settings.seconds)
+def turns_of(by_threads: Callable[[int, bool | None], Round], *threads: int) -> dict[str, Callable[[], Round]]:
+    """Return a turn for each number of threads, with group commit as it is by default and without."""
+    return {
+        f"{number}{name}": partial(by_threads, number, shared)
+        for number in threads
+        for name, shared in (("", None), (" off", False))
+    }
 
 
-def inserting(folder: Path) -> Contender:
-    ready = rows([BODY])
-
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with plain(folder) as connection:
-
-            def lap() -> int:
-                insert(connection, ready)
-                return 1
-
-            yield lap
-
-    return contender
+def report_one_thread(report: Report, found: Found) -> None:
+    report_spread(report, found["64"])
+    report.figure("1 thread / the same, group_commit=False", speed(found["1"], found["1 off"]), "", at_least(0.95))
 
 
-def measure(settings: Settings) -> None:
-    found = in_turn(
-        {
-            "16": lambda: embedded(settings, 16),
-            "16 off": lambda: embedded(settings, 16, False),
-            "16 sqlite": lambda: sqlite(settings, 16),
-            "64": lambda: embedded(settings, 64),
-            "1": lambda: embedded(settings, 1),
-            "1 off": lambda: embedded(settings, 1, False),
-        },
-        settings.rounds,
-    )
-    report = Report(settings, "Embedded: transactions of one message of 100 B by the threads of one bridge")
+def embedded(settings: Settings) -> None:
+    from benchmarks import _embedded as files
+
+    def ours(threads: int, group_commit: bool | None = None) -> Round:
+        with files.fresh_bridge(settings.folder, group_commit=group_commit) as bridge:
+            return by_threads_of(bridge, settings, "topic", threads)
+
+    def sqlite(threads: int) -> Round:
+        # The file is made once, before the threads: SQLite locks it to change its journal.
+        with files.fresh(settings.folder) as folder, files.plain(folder):
+            return by_threads([files.inserting_into(folder, files.rows([BODY]))] * threads, settings.seconds)
+
+    turns = turns_of(ours, 16) | {"16 sqlite": lambda: sqlite(16), "64": lambda: ours(64)} | turns_of(ours, 1)
+    found = in_turn(turns, settings.rounds)
+    report = Report(settings, f"Embedded: {TITLE}")
     report.figure("16 threads / 16 threads of plain SQLite", speed(found["16"], found["16 sqlite"]), "", at_least(1.2))
     report.figure("16 threads / the same, group_commit=False", speed(found["16"], found["16 off"]))
     for name in ("16", "16 off", "64", "1"):
         report.figure(f"{name}: transactions a second", a_second(found[name]))
     report.figure("yardstick: 16 of plain SQLite", a_second(found["16 sqlite"]))
-    ratios = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in found["64"]]
-    report.figure("64 threads: p99 / p50", estimate(ratios), "", at_most(5))
-    report.figure("1 thread / the same, group_commit=False", speed(found["1"], found["1 off"]), "", at_least(0.95))
+    report_one_thread(report, found)
 
 
-if __name__ == "__main__":
-    run(measure)
+def kafka(settings: Settings) -> None:
+    from benchmarks import _kafka as kafka
+
+    with kafka.broker(settings) as url:
+        topic = kafka.new_topic(url, 6)
+        turns = {"by hand": as_turn(kafka.writing_one(url, topic), settings)}
+        found = in_turn(
+            turns | turns_of(partial(by_threads_of_one_bridge, settings, url, topic), 64, 1), settings.rounds
+        )
+    report = Report(settings, f"Kafka: {TITLE}")
+    report.figure("64 threads / loop by hand", speed(found["64"], found["by hand"]), "", at_least(20))
+    report_shared(report, found, "by hand")
+
+
+def pulsar(settings: Settings) -> None:
+    from benchmarks import _pulsar as pulsar
+
+    with pulsar.broker(settings) as url:
+        topic = pulsar.new_topic(url)
+        found = in_turn(turns_of(partial(by_threads_of_one_bridge, settings, url, topic), 64, 1), settings.rounds)
+    report = Report(settings, f"Pulsar: {TITLE}")
+    report.figure("64 threads / 1 thread", speed(found["64"], found["1"]), "", at_least(40))
+    report_shared(report, found)
+
+
+def report_shared(report: Report, found: Found, *peers: str) -> None:
+    report.figure("64 threads / the same, group_commit=False", speed(found["64"], found["64 off"]))
+    for name in ("64", "64 off", "1", *peers):
+        report.figure(f"{name}: transactions a second", a_second(found[name]))
+    report_one_thread(report, found)
+
+
+# --- RocketMQ --------------------------------------------------------------------------------------------------------
+
+# By threads: the target as a multiple of the official client's speed, and the client's transactions per thread and lap.
+OFFICIAL = {1: (1.5, 100), 16: (3, 20), 64: (3, 10)}
+
+
+@contender
+def half_messages(halves: HalfMessages, topic: str) -> Iterator[Lap]:
+    def lap() -> int:
+        with halves.transaction() as txn:
+            txn.send(topic, BODY)
+        return 1
+
+    yield lap
+
+
+def halves_by_threads(settings: Settings, url: str, topic: str, threads: int) -> Round:
+    def commit(*_: object) -> Decision:
+        return Decision.COMMIT
+
+    with connect(url) as bridge, bridge.half_messages("benchmark", execute=commit, check=commit) as halves:
+        return by_threads([half_messages(halves, topic)] * threads, settings.seconds)
+
+
+def rocketmq(settings: Settings) -> None:
+    from benchmarks import _rocketmq as rocketmq
+
+    with rocketmq.broker() as address:
+        url, topic, foreign = address.url, rocketmq.new_topic(address.url), rocketmq.new_topic(address.url)
+        with rocketmq.official(settings, address, foreign) as client:
+            turns = {}
+            for threads, (_, each) in OFFICIAL.items():
+                for name, shared in (("ours", None), ("ours off", False)):
+                    turns[f"{name}, {threads}"] = partial(
+                        by_threads_of_one_bridge, settings, url, topic, threads, shared
+                    )
+                turns[f"half, {threads}"] = partial(halves_by_threads, settings, url, topic, threads)
+                peer = rocketmq.writing(client, threads, 2 if settings.quick else each, len(BODY))
+                turns[f"official, {threads}"] = as_turn(peer, settings)
+            found = in_turn(turns, settings.rounds)
+    report = Report(settings, f"RocketMQ: one message of {len(BODY)} B by the threads of one bridge")
+    for threads, (wanted, _) in OFFICIAL.items():
+        us, off, half, them = (found[f"{name}, {threads}"] for name in ("ours", "ours off", "half", "official"))
+        report.figure(f"{threads} threads: transactions / the official client", speed(us, them), "", at_least(wanted))
+        report.figure(f"{threads} threads: transactions / the same, group_commit=False", speed(us, off))
+        report.figure(
+            f"{threads} threads: half messages / the official client", speed(half, them), "", at_least(wanted)
+        )
+    for name, rounds in found.items():
+        report.figure(f"{name}: a second", a_second(rounds))
+    report_spread(report, found["ours, 64"])

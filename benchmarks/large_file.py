@@ -8,13 +8,13 @@ the same topics; the large file keeps the messages that the rounds add.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import txnbridge
-from benchmarks._files import KIB, bodies, bytes_in, fresh, url
-from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
+from benchmarks._embedded import KIB, bodies, fresh, url
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender, speed
 
 TOPICS = 1000
 MESSAGES = 1000  # a transaction
@@ -79,32 +79,27 @@ def writing(bridge: txnbridge.Bridge, write: Write) -> Lap:
     return lap
 
 
-def into_large(folder: Path, write: Write) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
+@contender
+def into_large(folder: Path, write: Write) -> Iterator[Lap]:
+    with txnbridge.connect(url(folder)) as bridge:
+        yield writing(bridge, write)
+
+
+@contender
+def into_empty(settings: Settings, topics: int, write: Write) -> Iterator[Lap]:
+    with fresh(settings.folder) as folder:
+        with txnbridge.connect(url(folder), embedded={"durability": "survives-process-kill-only"}) as bridge:
+            make_topics(bridge, topics)
         with txnbridge.connect(url(folder)) as bridge:
             yield writing(bridge, write)
 
-    return contender
 
-
-def into_empty(settings: Settings, topics: int, write: Write) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with fresh(settings.folder) as folder:
-            with txnbridge.connect(url(folder), embedded={"durability": "survives-process-kill-only"}) as bridge:
-                make_topics(bridge, topics)
-            with txnbridge.connect(url(folder)) as bridge:
-                yield writing(bridge, write)
-
-    return contender
-
-
-def measure(settings: Settings) -> None:
+def measure(settings: Settings, broker: str) -> None:
     topics, messages = (10, 10_000) if settings.quick else (TOPICS, 10_000_000)
     with fresh(settings.folder) as folder:
         load(folder, topics, messages)
-        report = Report(settings, f"{messages:,} messages in {topics:,} topics ({bytes_in(folder) / 1e9:.1f} GB)")
+        size = sum(entry.stat().st_size for entry in os.scandir(folder))
+        report = Report(settings, f"{messages:,} messages in {topics:,} topics ({size / 1e9:.1f} GB)")
         contenders: dict[str, Contender] = {}
         for how, write in spread(topics).items():
             contenders[f"large, {how}"] = into_large(folder, write)
@@ -116,9 +111,4 @@ def measure(settings: Settings) -> None:
             report.figure(f"{how}, large / empty", speed(large, found[f"empty, {how}"]), "", at_least(bound))
             if how != "to one topic":
                 report.figure(f"{how}, large / to one topic, empty", speed(large, one), "", at_least(bound))
-        for what, rounds in found.items():
-            report.figure(f"{what}, a message", per_unit(rounds, 1e6), "us")
-
-
-if __name__ == "__main__":
-    run(measure)
+        report.microseconds(found)

@@ -7,13 +7,15 @@ is the highest value less the lowest, without the first tenth, in which buffers 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import txnbridge
-from benchmarks._files import KIB, bodies, fresh, url
-from benchmarks._harness import Estimate, Report, Settings, at_most, child, run
+from benchmarks._embedded import KIB, bodies
+from benchmarks._harness import Estimate, Report, Settings, at_most, child
+from benchmarks._ours import helper
 
 PIECE = 1000
 LOOK_EVERY = 10
@@ -86,21 +88,16 @@ def growth(seen: Sequence[float]) -> float:
     return max(steady) - min(steady)
 
 
-def measure_on(title: str, settings: Settings, urls: Mapping[str, str]) -> None:
-    """Measure the programs on brokers; `urls` has a broker's URL for each topic."""
+def measure(settings: Settings, broker: str) -> None:
+    kit = helper(broker)
     messages = 20 * PIECE if settings.quick else 1_000_000
-    report = Report(settings, f"{title} over {messages:,} messages of 1 KiB (one run each)")
-    for name, (topic, _) in PROGRAMS.items():
-        with child(watch, name, urls[topic], messages) as pipe:
-            seen = pipe.recv()
-        report.figure(f"{name}: growth", Estimate.single(growth(seen)), "MiB", at_most(FLAT_MIB))
-        report.figure(f"{name}: at most", Estimate.single(max(seen)), "MiB")
-
-
-def measure(settings: Settings) -> None:
-    with fresh(settings.folder) as small, fresh(settings.folder) as one:
-        measure_on("Memory", settings, {"small": url(small), "one": url(one)})
-
-
-if __name__ == "__main__":
-    run(measure)
+    with kit.broker(settings) as small, ExitStack() as stack:
+        # Each topic of the embedded broker has a file of its own.
+        urls = {"small": small, "one": stack.enter_context(kit.broker(settings)) if broker == "embedded" else small}
+        title = "Memory" if broker == "embedded" else f"{kit.NAME}: memory"
+        report = Report(settings, f"{title} over {messages:,} messages of 1 KiB (one run each)")
+        for name, (topic, _) in PROGRAMS.items():
+            with child(watch, name, urls[topic], messages) as pipe:
+                seen = pipe.recv()
+            report.figure(f"{name}: growth", Estimate.single(growth(seen)), "MiB", at_most(FLAT_MIB))
+            report.figure(f"{name}: at most", Estimate.single(max(seen)), "MiB")

@@ -23,7 +23,6 @@ from confluent_kafka import TopicPartition
 from sqlalchemy import orm
 
 from benchmarks._harness import (
-    Contender,
     Estimate,
     Lap,
     Report,
@@ -34,15 +33,16 @@ from benchmarks._harness import (
     alternate,
     at_least,
     child,
+    contender,
     estimate,
     in_turn,
     lap_quantile,
     quantile,
-    run,
     speed,
     unique,
 )
-from benchmarks._kafka import FETCHING, broker, idempotent_producer, new_topic, plain_consumer
+from benchmarks._kafka import FETCHING, idempotent_producer, new_topic, plain_consumer
+from benchmarks._kafka import broker as kafka
 from tests.sql.postgres import Postgres
 from txnbridge import Bridge, connect
 from txnbridge.sql import Outbox
@@ -110,27 +110,23 @@ def session_by_hand(engine: sa.Engine, topic: str, key: str) -> None:
         session.add(Message(topic=topic, key=key.encode(), value=VALUE))
 
 
-def storing(engine: sa.Engine, store: Store, threads: int) -> Contender:
-    """Return a contender with transactions in `threads` threads at once, each with a key of its own."""
+@contender
+def storing(engine: sa.Engine, store: Store, threads: int) -> Iterator[Lap]:
+    """A lap is transactions in `threads` threads at once, each with a key of its own."""
+    empty(engine)
+    keys = itertools.count()
 
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        empty(engine)
-        keys = itertools.count()
+    def transactions(count: int) -> None:
+        for _ in range(count):
+            store(engine, "orders", str(next(keys)))
 
-        def transactions(count: int) -> None:
-            for _ in range(count):
-                store(engine, "orders", str(next(keys)))
+    with ThreadPoolExecutor(threads) as pool:
 
-        with ThreadPoolExecutor(threads) as pool:
+        def lap() -> int:
+            list(pool.map(transactions, [STORED] * threads))
+            return STORED * threads
 
-            def lap() -> int:
-                list(pool.map(transactions, [STORED] * threads))
-                return STORED * threads
-
-            yield lap
-
-    return contender
+        yield lap
 
 
 def empty(engine: sa.Engine) -> None:
@@ -147,8 +143,8 @@ def measure_storing(settings: Settings, engine: sa.Engine) -> None:
             found = alternate(settings, contenders)
             name = f"{way}, {threads} thread{'s' if threads > 1 else ''}"
             report.figure(f"{name}: ours / by hand", speed(found["ours"], found["by hand"]), "", at_least(0.9))
-            for contender, rounds in found.items():
-                report.figure(f"{name}: {contender}, transactions a second", a_second(rounds))
+            for whose, rounds in found.items():
+                report.figure(f"{name}: {whose}, transactions a second", a_second(rounds))
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------
@@ -254,8 +250,7 @@ def measure_publishing(settings: Settings, engine: sa.Engine, url: str) -> None:
     report.figure("ours / by hand", speed(found["ours"], found["by hand"]), "", at_least(1.0))
     larger = speed(found["ours, 10 times as many a batch"], found["by hand"])
     report.figure("ours, 10 times as many a batch / by hand", larger)
-    for name, rounds in found.items():
-        report.figure(f"{name}, rows a second", a_second(rounds))
+    report.each(found, "rows a second", a_second)
 
 
 # --- one message at a time -------------------------------------------------------------------------------------------
@@ -336,8 +331,8 @@ def of_all(rounds: Sequence[Round], part: float) -> Estimate:
     return Estimate.single(1e3 * quantile([lap for each in rounds for lap in each.laps], part))
 
 
-def measure(settings: Settings) -> None:
-    with Postgres() as postgres, broker() as url:
+def measure(settings: Settings, broker: str) -> None:
+    with Postgres() as postgres, kafka(settings) as url:
         engine = sa.create_engine(postgres.new_database(), pool_size=16)
         Base.metadata.create_all(engine)
         with engine.connect() as connection:
@@ -348,7 +343,3 @@ def measure(settings: Settings) -> None:
         measure_publishing(settings, engine, url)
         measure_waiting(settings, engine, url)
         engine.dispose()
-
-
-if __name__ == "__main__":
-    run(measure)

@@ -18,8 +18,9 @@ from typing import Any
 import psycopg
 import sqlalchemy as sa
 
-from benchmarks._harness import Report, Round, Settings, Turn, a_second, in_turn, run, speed, unique
-from benchmarks._kafka import FETCHING, broker, new_topic, plain_consumer
+from benchmarks._harness import Report, Round, Settings, Turn, a_second, in_turn, speed, unique
+from benchmarks._kafka import FETCHING, new_topic, plain_consumer
+from benchmarks._kafka import broker as kafka
 from benchmarks._ours import AT_ONCE, fill
 from tests.sql.postgres import Postgres
 from txnbridge import Batch, Processor, connect
@@ -116,8 +117,7 @@ def measure_with(settings: Settings, url: str, topic: str, engine: sa.Engine, wa
     turns: dict[str, Turn] = {name: partial(way, url, topic, engine, wanted, at_once) for name, way in WAYS.items()}
     found = in_turn(turns, settings.rounds)
     report.figure("processor / loop by hand", speed(found["ours"], found["by hand"]))
-    for name, rounds in found.items():
-        report.figure(f"{name}, messages a second", a_second(rounds))
+    report.each(found, "messages a second", a_second)
 
 
 def sqlite(settings: Settings) -> sa.Engine:
@@ -127,19 +127,14 @@ def sqlite(settings: Settings) -> sa.Engine:
     return engine
 
 
-def measure(settings: Settings) -> None:
+def measure(settings: Settings, broker: str) -> None:
     count, few = (2 * AT_ONCE, 5) if settings.quick else (MESSAGES, ONE_BY_ONE)
-    with Postgres() as postgres, broker() as url:
+    with Postgres() as postgres, kafka(settings) as url:
         topic = new_topic(url)
-        with connect(url, writers=1) as bridge:
-            fill(bridge, topic, SIZE, count + 10 * AT_ONCE, AT_ONCE)
+        fill(url, topic, SIZE, count + 10 * AT_ONCE, AT_ONCE)
         print(f"psycopg {version('psycopg')}, SQLAlchemy {sa.__version__}, SQLite {sqlite3.sqlite_version}")
         for engine in (sa.create_engine(postgres.new_database()), sqlite(settings)):
             metadata.create_all(engine)
             measure_with(settings, url, topic, engine, count, AT_ONCE)
             measure_with(settings, url, topic, engine, few, 1)
             engine.dispose()
-
-
-if __name__ == "__main__":
-    run(measure)

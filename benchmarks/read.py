@@ -1,42 +1,67 @@
-"""Reading from the embedded broker beside a bare SELECT of the same columns from a plain SQLite file.
+"""Reading, beside each broker's own client.
 
-Both read a file of messages from its beginning, in pieces of 1,000. There are two files of the peer: one with
-SQLite's default page size, and one with the embedded broker's. "Acknowledged" is a group that acknowledges each piece
-in a transaction; its peer stores a position in a transaction of the same durability.
-
+The embedded broker is read beside a bare SELECT of the same columns from a plain SQLite file, in pieces of 1,000. There
+are two files of the peer: one with SQLite's default page size, and one with the embedded broker's. "Acknowledged" is a
+group that acknowledges each piece in a transaction; its peer stores a position in a transaction of the same durability.
 The file is in the system's cache, so reading does not wait and is measured in processor time. Acknowledging waits for
 the disk and is measured in wall time.
+
+On Kafka and Pulsar nothing is acknowledged, and the peer is a loop on the official client that reads the same messages;
+Kafka's asks for as many messages at a time as `poll` does by default, with our settings for fetching. On RocketMQ the
+peer is the official client's SimpleConsumer, with and without acknowledging: a group of it gets each message once, so
+each of its rounds reads the next part of the topic, and a round of ours begins at the topic's first message.
 """
 
 from __future__ import annotations
 
 import itertools
-import sqlite3
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import txnbridge
-from benchmarks._files import DEFAULT_PAGE_BYTES, KIB, OUR_PAGE_BYTES, bodies, fresh, insert, plain, rows, url
-from benchmarks._harness import PROCESSOR, Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
+from benchmarks._harness import (
+    PROCESSOR,
+    Lap,
+    Report,
+    Round,
+    Settings,
+    Turn,
+    alternate,
+    at_least,
+    contender,
+    in_turn,
+    speed,
+    unique,
+)
+from benchmarks._ours import AT_ONCE, fill, reading
+from txnbridge import connect
+
+
+def measure(settings: Settings, broker: str) -> None:
+    {"embedded": embedded, "kafka": kafka, "pulsar": pulsar, "rocketmq": rocketmq}[broker](settings)
+
+
+# --- embedded --------------------------------------------------------------------------------------------------------
 
 PIECE = 1000
-SIZES = {"1 KiB": KIB, "100 B": 100}
 _names = itertools.count()
 
 
-def fill(folder: Path, messages: int, size: int) -> None:
+def fill_files(folder: Path, messages: int, size: int) -> None:
     """Write the same messages into a file of the embedded broker and into two plain SQLite files."""
-    values = bodies(PIECE, size)
-    ready = rows(values)
-    with txnbridge.connect(url(folder)) as bridge:
+    from benchmarks import _embedded as files
+
+    values = files.bodies(PIECE, size)
+    ready = files.rows(values)
+    with connect(files.url(folder)) as bridge:
         for _ in range(messages // PIECE):
             with bridge.transaction() as txn:
                 txn.send_many("topic", values)
-    for page_bytes in (DEFAULT_PAGE_BYTES, OUR_PAGE_BYTES):
-        with plain(folder, page_bytes) as connection:
+    for page_bytes in (files.DEFAULT_PAGE_BYTES, files.OUR_PAGE_BYTES):
+        with files.plain(folder, page_bytes) as connection:
             for _ in range(messages // PIECE):
-                insert(connection, ready)
+                files.insert(connection, ready)
 
 
 def consume(consumer: txnbridge.Consumer, messages: int) -> None:
@@ -46,121 +71,162 @@ def consume(consumer: txnbridge.Consumer, messages: int) -> None:
         messages -= len(batch)
 
 
-def reading(folder: Path, messages: int, in_group: bool) -> Contender:
-    """Return a contender whose lap is a new consumer that reads everything, in a new group or without one."""
+@contender
+def reading_all(url: str, messages: int, in_group: bool) -> Iterator[Lap]:
+    """A lap is a new consumer that reads everything, in a new group or without one."""
+    with connect(url) as bridge:
 
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with txnbridge.connect(url(folder)) as bridge:
+        def lap() -> int:
+            group = f"group-{next(_names)}" if in_group else None
+            with bridge.consumer("topic", group=group) as consumer:
+                consume(consumer, messages)
+            return messages
 
-            def lap() -> int:
-                group = f"group-{next(_names)}" if in_group else None
-                with bridge.consumer("topic", group=group) as consumer:
-                    consume(consumer, messages)
-                return messages
-
-            yield lap
-
-    return contender
+        yield lap
 
 
-def acknowledging(folder: Path, messages: int) -> Contender:
-    """Return a contender whose lap reads and acknowledges one piece; after the last piece a new group begins."""
+@contender
+def acknowledging(url: str, messages: int) -> Iterator[Lap]:
+    """A lap reads and acknowledges one piece; after the last piece a new group begins."""
+    with connect(url) as bridge:
+        consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
+        left = messages
 
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with txnbridge.connect(url(folder)) as bridge:
-            consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
-            left = messages
+        def lap() -> int:
+            nonlocal consumer, left
+            if not left:
+                consumer.close()
+                consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
+                left = messages
+            with bridge.transaction() as txn:
+                batch = consumer.poll(PIECE)
+                txn.ack(batch)
+            left -= len(batch)
+            return len(batch)
 
-            def lap() -> int:
-                nonlocal consumer, left
-                if not left:
-                    consumer.close()
-                    consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
-                    left = messages
-                with bridge.transaction() as txn:
-                    batch = consumer.poll(PIECE)
-                    txn.ack(batch)
-                left -= len(batch)
-                return len(batch)
-
-            yield lap
-
-    return contender
+        yield lap
 
 
-def select(connection: sqlite3.Connection, first: int, last: int) -> int:
-    count = 0
-    found = connection.execute(
-        "SELECT id, timestamp, key, headers, value FROM messages WHERE id BETWEEN ? AND ? ORDER BY id", (first, last)
-    )
-    while piece := found.fetchmany(PIECE):
-        for _ in piece:
-            pass
-        count += len(piece)
-    return count
+def embedded(settings: Settings) -> None:
+    from benchmarks import _embedded as files
 
-
-def selecting(folder: Path, messages: int, page_bytes: int) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with plain(folder, page_bytes) as connection:
-            yield lambda: select(connection, 1, messages)
-
-    return contender
-
-
-def storing_a_position(folder: Path, messages: int) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with plain(folder, OUR_PAGE_BYTES) as connection:
-            connection.execute("CREATE TABLE IF NOT EXISTS positions(id INTEGER PRIMARY KEY, next INTEGER)")
-            at = 1
-
-            def lap() -> int:
-                nonlocal at
-                connection.execute("BEGIN IMMEDIATE")
-                count = select(connection, at, at + PIECE - 1)
-                at = at + count if at + count <= messages else 1
-                connection.execute("INSERT OR REPLACE INTO positions VALUES (1, ?)", (at,))
-                connection.execute("COMMIT")
-                return count
-
-            yield lap
-
-    return contender
-
-
-def measure(settings: Settings) -> None:
     messages = PIECE if settings.quick else 200 * PIECE
-    for name, size in SIZES.items():
-        with fresh(settings.folder) as folder:
-            fill(folder, messages, size)
+    for name, size in {"1 KiB": 1024, "100 B": 100}.items():
+        with files.fresh(settings.folder) as folder:
+            fill_files(folder, messages, size)
+            url = files.url(folder)
             report = Report(settings, f"Reading, {name}")
             found = alternate(
                 settings,
                 {
-                    "alone": reading(folder, messages, in_group=False),
-                    "SELECT": selecting(folder, messages, DEFAULT_PAGE_BYTES),
-                    "SELECT, our pages": selecting(folder, messages, OUR_PAGE_BYTES),
-                    "in a group": reading(folder, messages, in_group=True),
+                    "alone": reading_all(url, messages, in_group=False),
+                    "SELECT": files.selecting(folder, messages, files.DEFAULT_PAGE_BYTES, PIECE),
+                    "SELECT, our pages": files.selecting(folder, messages, files.OUR_PAGE_BYTES, PIECE),
+                    "in a group": reading_all(url, messages, in_group=True),
                 },
                 PROCESSOR,
             )
-            target = at_least(0.7) if size == KIB else None
+            target = at_least(0.7) if size == 1024 else None
             for ours in ("alone", "in a group"):
                 for peer in ("SELECT", "SELECT, our pages"):
                     report.figure(f"{ours} / {peer}", speed(found[ours], found[peer]), "", target)
             acknowledged = {
-                "acknowledged": acknowledging(folder, messages),
-                "SELECT, our pages, and a position": storing_a_position(folder, messages),
+                "acknowledged": acknowledging(url, messages),
+                "SELECT, our pages, and a position": files.storing_a_position(folder, messages, PIECE),
             }
             found |= alternate(settings, acknowledged)
             report.figure(" / ".join(acknowledged), speed(*(found[name] for name in acknowledged)))
-            for what, rounds in found.items():
-                report.figure(f"{what}, a message", per_unit(rounds, 1e6), "us")
+            report.microseconds(found)
 
 
-if __name__ == "__main__":
-    run(measure)
+# --- Kafka and Pulsar ------------------------------------------------------------------------------------------------
+
+BATCH = 10_000  # written in one transaction
+
+
+def kafka(settings: Settings) -> None:
+    from benchmarks import _kafka as kafka
+
+    count = BATCH if settings.quick else 200_000
+    with kafka.broker(settings) as url:
+        for size in (100, 1024):
+            topic = kafka.new_topic(url)
+            fill(url, topic, size, count, BATCH)
+            report = Report(settings, f"Kafka: reading, {size} B")
+            contenders = {"plain": kafka.reading(url, topic, count, AT_ONCE), "ours": reading(url, topic, count)}
+            found = alternate(settings, contenders)
+            report.figure("`poll` / plain loop", speed(found["ours"], found["plain"]), "", at_least(0.75))
+            report.microseconds(found)
+
+
+def pulsar(settings: Settings) -> None:
+    from benchmarks import _pulsar as pulsar
+
+    count = BATCH if settings.quick else 100_000
+    with pulsar.broker(settings) as url, pulsar.official(settings, url) as client:
+        for size in (100, 1024):
+            topic = pulsar.new_topic(url)
+            fill(url, topic, size, count, BATCH)
+            report = Report(settings, f"Pulsar: reading, {size} B")
+            theirs = pulsar.reading(client, topic, unique("plain"), count)
+            found = alternate(settings, {"the official client": theirs, "ours": reading(url, topic, count)})
+            ratio = speed(found["ours"], found["the official client"])
+            report.figure("`poll` / the official client's `receive`", ratio, "", at_least(3))
+            report.microseconds(found)
+
+
+# --- RocketMQ --------------------------------------------------------------------------------------------------------
+
+ROCKETMQ_SIZE, ROCKETMQ_MESSAGES, ROCKETMQ_BATCH = 1024, 40_000, 1_000
+# Messages per round, so that it lasts a second or more: ours, the official client, and that with acknowledgements.
+OURS, RECEIVED, ACKNOWLEDGED = 20_000, 3_000, 1_000
+# The part of all messages that the official client's rounds read at most: at an empty queue it waits for seconds.
+TAKEN = 0.8
+
+
+def reading_anew(url: str, topic: str, count: int, acknowledge: bool) -> Turn:
+    """Return a turn of a new consumer, measured after its first batch; in a group it acknowledges each batch."""
+
+    def turn() -> Round:
+        group = unique("ours") if acknowledge else None
+        with connect(url, writers=1, application="reading") as bridge, bridge.consumer(topic, group=group) as consumer:
+            batch = consumer.poll(AT_ONCE, 10)
+            first = found = len(batch)
+            begin = time.perf_counter()
+            while found < count:
+                if acknowledge and batch:
+                    with bridge.transaction() as txn:
+                        txn.ack(batch)
+                batch = consumer.poll(AT_ONCE, 1)
+                for message in batch:
+                    message.value  # noqa: B018
+                found += len(batch)
+            return Round([time.perf_counter() - begin], found - first)
+
+    return turn
+
+
+def rocketmq(settings: Settings) -> None:
+    from benchmarks import _rocketmq as rocketmq
+
+    count = 2 * ROCKETMQ_BATCH if settings.quick else ROCKETMQ_MESSAGES
+    most = int(TAKEN * count / settings.rounds)
+    received, acknowledged = min(RECEIVED, most), min(ACKNOWLEDGED, most)
+    with rocketmq.broker() as address:
+        topic = rocketmq.new_topic(address.url)
+        groups = [rocketmq.new_group(address, topic) for _ in range(2)]
+        with rocketmq.official(settings, address, topic, *groups) as client:
+            client.ask("begin")
+            fill(address.url, topic, ROCKETMQ_SIZE, count, ROCKETMQ_BATCH)
+            report = Report(settings, f"RocketMQ: reading {ROCKETMQ_SIZE} B")
+            turns = {
+                "without a group": reading_anew(address.url, topic, min(OURS, count), acknowledge=False),
+                "SimpleConsumer, nothing acknowledged": rocketmq.reading(client, 0, received, acknowledge=False),
+                "in a group, acknowledged": reading_anew(address.url, topic, min(OURS, count), acknowledge=True),
+                "SimpleConsumer, acknowledged": rocketmq.reading(client, 1, acknowledged, acknowledge=True),
+            }
+            found = in_turn(turns, settings.rounds)
+            names = list(found)
+            for us, them in (names[:2], names[2:]):
+                report.figure(f"{us} / {them}", speed(found[us], found[them]), "", at_least(5))
+            report.microseconds(found)

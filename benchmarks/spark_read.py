@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
-from benchmarks._kafka import bootstrap, broker, new_topic
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender, speed
+from benchmarks._kafka import bootstrap, new_topic
+from benchmarks._kafka import broker as kafka
 from benchmarks._spark import exactly_once, rows, spark
 
 ROWS = {100: 5_000_000, 1024: 1_000_000}
 
 
-@contextmanager
+@contender
 def reading(frame: Any, count: int) -> Iterator[Lap]:
     def lap() -> int:
         frame.write.format("noop").mode("overwrite").save()
@@ -27,11 +26,11 @@ def contenders(session: Any, url: str, topic: str, count: int) -> dict[str, Cont
     ours = session.read.format("txnbridge").option("url", url).option("topic", topic).load()
     plain = session.read.format("kafka").option("kafka.bootstrap.servers", bootstrap(url)).option("subscribe", topic)
     plain = plain.option("kafka.isolation.level", "read_committed").load()
-    return {name: partial(reading, frame, count) for name, frame in (("ours", ours), ("source", plain))}
+    return {name: reading(frame, count) for name, frame in (("ours", ours), ("source", plain))}
 
 
-def measure(settings: Settings) -> None:
-    with broker() as url, spark() as session:
+def measure(settings: Settings, broker: str) -> None:
+    with kafka(settings) as url, spark() as session:
         for size, wanted in ROWS.items():
             count = 10_000 if settings.quick else wanted
             topic = new_topic(url, 2)
@@ -39,9 +38,4 @@ def measure(settings: Settings) -> None:
             found = alternate(settings, contenders(session, url, topic, count))
             report = Report(settings, f"Spark: reading {count:,} rows of {size} B from Kafka, two partitions")
             report.figure("ours / Spark's source", speed(found["ours"], found["source"]), target=at_least(1.0))
-            for name, rounds in found.items():
-                report.figure(f"{name}, a row", per_unit(rounds, 1e6), "us")
-
-
-if __name__ == "__main__":
-    run(measure)
+            report.microseconds(found, "a row")

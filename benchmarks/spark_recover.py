@@ -15,8 +15,9 @@ from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._task import write_partition
 
-from benchmarks._harness import Report, Settings, at_most, estimate, run
-from benchmarks._kafka import broker, new_topic
+from benchmarks._harness import Report, Settings, at_most, estimate
+from benchmarks._kafka import broker as kafka
+from benchmarks._kafka import new_topic
 from txnbridge import Consumer, connect
 from txnbridge.testing import Child
 
@@ -52,8 +53,8 @@ def recovered(url: str, topic: str, consumer: Consumer) -> float:
     return time.perf_counter() - begin
 
 
-def measure(settings: Settings) -> None:
-    with broker() as url, connect(url) as bridge:
+def measure(settings: Settings, broker: str) -> None:
+    with kafka(settings) as url, connect(url) as bridge:
         topic = new_topic(url, 2)
         with bridge.consumer(topic) as consumer:
             found = [recovered(url, topic, consumer) for _ in range(1 if settings.quick else KILLED)]
@@ -61,7 +62,3 @@ def measure(settings: Settings) -> None:
             settings, f"Spark: {len(found)} drivers killed behind their decision of {PARTITIONS * ROWS:,} rows"
         )
         report.figure("from `spark recover` until all is read", estimate(found), "s", at_most(2))
-
-
-if __name__ == "__main__":
-    run(measure)

@@ -1,55 +1,68 @@
-"""The exactly-once writer beside Spark's own Kafka sink, which publishes at least once: the same rows, in turn."""
+"""The exactly-once writer beside Spark's own Kafka sink, which publishes at least once: the same rows, in turn.
+
+On Pulsar, beside a loop of the official client, which has no transactions.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from benchmarks._harness import Report, Round, Settings, at_least, at_most, estimate, per_unit, run, speed
-from benchmarks._kafka import bootstrap, broker, drop_topic, new_topic
+from benchmarks import _kafka
+from benchmarks._harness import Report, Round, Settings, at_least, at_most, estimate, in_turn, speed, timed
 from benchmarks._spark import exactly_once, rows, spark
 
 ROWS = {100: 5_000_000, 1024: 1_000_000}
 BATCHES = 30  # micro-batches of one query, after five that warm it up
 TASKS = 200  # tasks of one row each, which show the cost of a task
+Write = Callable[[str], object]  # it writes all rows to a topic
 TUNED = {"kafka.linger.ms": "20", "kafka.batch.size": "1000000"}
 
 
-def measure(settings: Settings) -> None:
-    with broker() as url, spark() as session:
+def measure(settings: Settings, broker: str) -> None:
+    {"kafka": kafka, "pulsar": pulsar}[broker](settings)
+
+
+def kafka(settings: Settings) -> None:
+    with _kafka.broker(settings) as url, spark() as session:
         for size, wanted in ROWS.items():
             count = 10_000 if settings.quick else wanted
             frame = rows(session, size, count)
-            found: dict[str, list[Round]] = {}
             writers = {
                 "ours": exactly_once(frame, url),
                 "sink": _sink(frame, url, {}),
                 "tuned": _sink(frame, url, TUNED),
             }
             for write in writers.values():
-                write(new_topic(url, 2))  # the first write starts the workers and does not count
-            for number in range(settings.rounds):
-                for name in list(writers)[:: -1 if number % 2 else 1]:
-                    topic = new_topic(url, 2)
-                    begin = time.perf_counter()
-                    writers[name](topic)
-                    found.setdefault(name, []).append(Round([time.perf_counter() - begin], count))
-                    drop_topic(url, topic)  # each holds half a gigabyte or more
+                write(_kafka.new_topic(url, 2))  # the first write starts the workers and does not count
+            found = _in_turn(settings, url, writers, count)
             frame.unpersist()
             report = Report(settings, f"Spark: {count:,} rows of {size} B to Kafka, two partitions")
             report.figure("exactly once / Spark's sink", speed(found["ours"], found["sink"]), target=at_least(1.7))
             name = "exactly once / the sink with linger.ms=20, batch.size=1000000"
             report.figure(name, speed(found["ours"], found["tuned"]), target=at_least(0.95))
-            for name, rounds in found.items():
-                report.figure(f"{name}, a row", per_unit(rounds, 1e6), "us")
+            report.microseconds(found, "a row")
         _many_tasks(settings, session, url)
         _micro_batches(settings, session, url)
 
 
-def _sink(frame: Any, url: str, options: dict[str, str]) -> Callable[[str], None]:
-    writer = frame.write.format("kafka").option("kafka.bootstrap.servers", bootstrap(url)).options(**options)
+def _in_turn(settings: Settings, url: str, writers: Mapping[str, Write], units: int) -> dict[str, list[Round]]:
+    """Write to a new topic in each round."""
+
+    def turn(write: Write) -> Round:
+        topic = _kafka.new_topic(url, 2)
+        found = timed(lambda: write(topic), units)()
+        _kafka.drop_topic(url, topic)  # each of a large batch holds half a gigabyte or more
+        return found
+
+    return in_turn({name: partial(turn, write) for name, write in writers.items()}, settings.rounds)
+
+
+def _sink(frame: Any, url: str, options: dict[str, str]) -> Write:
+    writer = frame.write.format("kafka").option("kafka.bootstrap.servers", _kafka.bootstrap(url)).options(**options)
     return lambda topic: writer.option("topic", topic).save()
 
 
@@ -57,19 +70,11 @@ def _many_tasks(settings: Settings, session: Any, url: str) -> None:
     tasks = 4 if settings.quick else TASKS
     frame = session.range(0, tasks, 1, tasks).selectExpr("cast(id as string) as value")
     writers = {"exactly once": exactly_once(frame, url), "Spark's sink": _sink(frame, url, {})}
-    found: dict[str, list[Round]] = {}
-    for number in range(settings.rounds):
-        for name in list(writers)[:: -1 if number % 2 else 1]:
-            topic = new_topic(url, 2)
-            begin = time.perf_counter()
-            writers[name](topic)
-            found.setdefault(name, []).append(Round([time.perf_counter() - begin], tasks))
-            drop_topic(url, topic)
+    found = _in_turn(settings, url, writers, tasks)
     report = Report(settings, f"Spark: {tasks} tasks of one row to Kafka")
     ratio = speed(found["Spark's sink"], found["exactly once"])
     report.figure("a task exactly once / one of Spark's sink", ratio, target=at_most(3))
-    for name, rounds in found.items():
-        report.figure(f"{name}, a task", per_unit(rounds, 1e3), "ms")
+    report.each(found, "a task", lambda rounds: per_unit(rounds, 1e3), "ms")
 
 
 def _micro_batches(settings: Settings, session: Any, url: str) -> None:
@@ -93,7 +98,7 @@ def _query(session: Any, url: str, name: str, batches: int) -> list[float]:
         writer = source.load().selectExpr("cast(value as string) as value").writeStream
         writer = writer.option("checkpointLocation", checkpoint)
         if name == "ours":
-            writer = writer.format("txnbridge").option("url", url).option("topic", new_topic(url, 2))
+            writer = writer.format("txnbridge").option("url", url).option("topic", _kafka.new_topic(url, 2))
         else:
             writer = writer.format("noop")
         query = writer.start()
@@ -106,5 +111,36 @@ def _query(session: Any, url: str, name: str, batches: int) -> list[float]:
     return [float(each.durationMs["triggerExecution"]) for each in warm]
 
 
-if __name__ == "__main__":
-    run(measure)
+# --- Pulsar ----------------------------------------------------------------------------------------------------------
+
+PULSAR_ROWS = {100: 300_000, 1024: 100_000}
+
+
+def pulsar(settings: Settings) -> None:
+    from benchmarks import _pulsar as pulsar
+
+    def to_new_topic(write: Write, count: int) -> Round:
+        topic = pulsar.new_topic(url)
+        return timed(lambda: write(topic), count)()
+
+    with (
+        pulsar.broker(settings) as url,
+        pulsar.official(settings, url) as client,
+        spark(with_sink=False) as session,
+    ):
+        for size, wanted in PULSAR_ROWS.items():
+            count = 1_000 if settings.quick else wanted
+            frame = rows(session, size, count)
+            writers = {
+                "exactly once": exactly_once(frame, url),
+                "`send_async` in a loop": pulsar.write(client, size, count),
+            }
+            turns = {name: partial(to_new_topic, write, count) for name, write in writers.items()}
+            for turn in turns.values():
+                turn()  # the first write starts the workers and does not count
+            found = in_turn(turns, settings.rounds)
+            frame.unpersist()
+            report = Report(settings, f"Spark: {count:,} rows of {size} B from two partitions to a topic of Pulsar")
+            writer, loop = found
+            report.figure(f"{writer} / {loop}", speed(found[writer], found[loop]))
+            report.microseconds(found, "a row")

@@ -1,86 +1,245 @@
-"""Writing to the embedded broker beside `executemany` on a plain SQLite file of the same columns and durability.
+"""Writing in transactions, from begin to the end of commit, beside each broker's own client.
 
-Each transaction has 1,000 messages of 1 KiB; each round begins with a fresh file. The peer's rows are tuples before
-the clock starts. It runs twice: as SQLite is by default, and with the embedded broker's page size and log length.
+On the embedded broker the peer is `executemany` on a plain SQLite file of the same columns and durability, once as
+SQLite is by default, and once with the embedded broker's page size and log length; each round begins with a fresh file.
+On Kafka it is the plain client in transactions of the same size, and then Kafka's own ProducerPerformance, which ends
+its transactions by the clock, so a first run measures how long 10,000 of its messages take. On Pulsar it is the
+official client, which has no transactions, and pulsar-perf. On RocketMQ it is the official clients for Python and
+Java, which have transactions of one message: txnbridge adds a decision between the half and its end.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from benchmarks._files import (
-    DEFAULT_LOG_BYTES,
-    DEFAULT_PAGE_BYTES,
-    KIB,
-    OUR_LOG_BYTES,
-    OUR_PAGE_BYTES,
-    bodies,
-    fresh,
-    fresh_bridge,
-    insert,
-    plain,
-    rows,
+from benchmarks._harness import (
+    PROCESSOR,
+    Estimate,
+    Lap,
+    Report,
+    Round,
+    Settings,
+    a_second,
+    alternate,
+    as_turn,
+    at_least,
+    at_most,
+    contender,
+    in_turn,
+    lap_quantile,
+    per_unit,
+    speed,
 )
-from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
-
-MESSAGES = 1000  # a transaction
-
-
-def embedded(settings: Settings, values: list[bytes], many: bool, key: str | None = None) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with fresh_bridge(settings.folder) as bridge:
-
-            def lap() -> int:
-                with bridge.transaction() as txn:
-                    if many:
-                        txn.send_many("topic", values)
-                    else:
-                        for value in values:
-                            txn.send("topic", value, key=key)
-                return len(values)
-
-            yield lap
-
-    return contender
+from benchmarks._ours import writing
+from txnbridge import connect
 
 
-def executemany(settings: Settings, values: list[bytes], page_bytes: int, log_bytes: int) -> Contender:
-    ready = rows(values)
-
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with fresh(settings.folder) as folder, plain(folder, page_bytes, log_bytes) as connection:
-
-            def lap() -> int:
-                insert(connection, ready)
-                return len(ready)
-
-            yield lap
-
-    return contender
+def measure(settings: Settings, broker: str) -> None:
+    {"embedded": embedded, "kafka": kafka, "pulsar": pulsar, "rocketmq": rocketmq}[broker](settings)
 
 
-def measure(settings: Settings) -> None:
-    report = Report(settings, f"Writing, {MESSAGES:,} x 1 KiB a transaction, durable")
-    values = bodies(MESSAGES, KIB)
+def values_of(count: int, size: int) -> list[bytes]:
+    return [bytes([n % 251]) * size for n in range(count)]
+
+
+# --- embedded --------------------------------------------------------------------------------------------------------
+
+
+def embedded(settings: Settings) -> None:
+    from benchmarks import _embedded as files
+
+    messages = 1000  # a transaction
+    report = Report(settings, f"Writing, {messages:,} x 1 KiB a transaction, durable")
+    values = files.bodies(messages, files.KIB)
     found = alternate(
         settings,
         {
-            "send_many": embedded(settings, values, many=True),
-            "executemany": executemany(settings, values, DEFAULT_PAGE_BYTES, DEFAULT_LOG_BYTES),
-            "send": embedded(settings, values, many=False),
-            "executemany, our pages": executemany(settings, values, OUR_PAGE_BYTES, OUR_LOG_BYTES),
-            "send with a key": embedded(settings, values, many=False, key="42"),
+            "send_many": files.writing(settings, values),
+            "executemany": files.inserting(settings, values),
+            "send": files.writing(settings, values, many=False),
+            "executemany, our pages": files.inserting(settings, values, files.OUR_PAGE_BYTES, files.OUR_LOG_BYTES),
+            "send with a key": files.writing(settings, values, many=False, key="42"),
         },
     )
     for ours in ("send_many", "send", "send with a key"):
         for peer in ("executemany", "executemany, our pages"):
             report.figure(f"`{ours}` / `{peer}`", speed(found[ours], found[peer]), "", at_least(0.7))
+    report.microseconds({f"`{name}`": rounds for name, rounds in found.items()})
+
+
+# --- Kafka -----------------------------------------------------------------------------------------------------------
+
+KAFKA_MESSAGES = 10_000  # a transaction
+# More rounds than elsewhere, because this ratio is close to its target.
+KAFKA_ROUNDS = 30
+# The messages of a run beside Java by their size, which takes ten seconds or so; few rounds, as two digits suffice.
+JAVA_TOTALS = {100: 1_000_000, 1024: 300_000}
+JAVA_ROUNDS = 5
+
+
+def kafka(settings: Settings) -> None:
+    from benchmarks import _kafka as kafka
+
+    with kafka.broker(settings) as url:
+        beside_the_plain_client(settings, url)
+        beside_java(settings, url)
+
+
+def beside_the_plain_client(settings: Settings, url: str) -> None:
+    from benchmarks import _kafka as kafka
+
+    if not settings.quick:
+        settings = replace(settings, rounds=max(settings.rounds, KAFKA_ROUNDS))
+    for size in (100, 1024):
+        values = values_of(KAFKA_MESSAGES, size)
+        contenders = {
+            "plain": kafka.writing(url, kafka.new_topic(url), values),
+            "send": writing(url, kafka.new_topic(url), values, many=False),
+            "many": writing(url, kafka.new_topic(url), values),
+        }
+        report = Report(settings, f"Kafka: writing, {KAFKA_MESSAGES:,} x {size} B a transaction")
+        wall = alternate(settings, contenders)
+        report.figure("`send` / plain client", speed(wall["send"], wall["plain"]), "", at_least(0.9))
+        report.figure("`send_many` / plain client", speed(wall["many"], wall["plain"]), "", at_least(1.0))
+        for name, rounds in wall.items():
+            report.figure(f"{name}, a message", per_unit(rounds, 1e6), "us")
+            report.figure(f"{name}, a transaction, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
+        processor = alternate(settings, contenders, PROCESSOR)
+        used = {name: speed(processor["plain"], processor[name]) for name in ("send", "many")}
+        report.figure("processor time of `send` / plain client", used["send"], "", at_most(1.2))
+        report.figure("processor time of `send_many` / plain client", used["many"], "", at_most(1.0))
+
+
+def beside_java(settings: Settings, url: str) -> None:
+    from benchmarks import _kafka as kafka
+
+    for size, total in JAVA_TOTALS.items():
+        count = KAFKA_MESSAGES if settings.quick else total
+        javas, own = kafka.new_topic(url), kafka.new_topic(url)
+        seconds = kafka.producer_performance(url, javas, size, count, 100)
+        transaction_ms = max(1, round(1e3 * seconds * KAFKA_MESSAGES / count))
+        found: dict[str, list[Round]] = {"ours": [], "java": []}
+        for _ in range(min(settings.rounds, JAVA_ROUNDS)):
+            seconds = kafka.producer_performance(url, javas, size, count, transaction_ms)
+            found["java"].append(Round([seconds], count))
+            found["ours"].append(Round([seconds_of_ours(url, own, size, count)], count))
+        report = Report(settings, f"Kafka: writing, about {KAFKA_MESSAGES:,} x {size} B a transaction, beside Java")
+        report.figure("`send_many` / ProducerPerformance", speed(found["ours"], found["java"]))
+        report.microseconds(found)
+        report.figure("ProducerPerformance, a transaction", Estimate.single(transaction_ms), "ms")
+
+
+def seconds_of_ours(url: str, topic: str, size: int, count: int) -> float:
+    with writing(url, topic, values_of(KAFKA_MESSAGES, size))() as lap:
+        lap()
+        begin = time.perf_counter()
+        for _ in range(0, count, KAFKA_MESSAGES):
+            lap()
+        return time.perf_counter() - begin
+
+
+# --- Pulsar ----------------------------------------------------------------------------------------------------------
+
+# Bytes, messages per transaction, and the targets beside the official client and beside pulsar-perf.
+PULSAR_SIZES = ((100, 10_000, at_least(8), at_least(1)), (1024, 1_000, None, at_least(1.2)))
+
+
+def pulsar(settings: Settings) -> None:
+    from benchmarks import _pulsar as pulsar
+
+    with pulsar.broker(settings) as url, pulsar.official(settings, url) as client:
+        for size, batch, beside_client, beside_program in PULSAR_SIZES:
+            values = values_of(batch, size)
+            contenders = {
+                "`send_async` without transactions": pulsar.writing(client, pulsar.new_topic(url), size, batch),
+                "`send`": writing(url, pulsar.new_topic(url), values, many=False),
+                "`send_many`": writing(url, pulsar.new_topic(url), values),
+            }
+            turns = {name: as_turn(contender, settings) for name, contender in contenders.items()}
+            turns["pulsar-perf"] = pulsar.pulsar_perf(settings, url, size, batch)
+            report = Report(settings, f"Pulsar: writing, {batch:,} x {size} B a transaction")
+            found = in_turn(turns, settings.rounds)
+            plain, one, many, program = found
+            for peer, target in ((plain, beside_client), (program, beside_program)):
+                report.figure(f"{one} / {peer}", speed(found[one], found[peer]))
+                report.figure(f"{many} / {peer}", speed(found[many], found[peer]), "", target)
+            report.microseconds(found)
+            for us in (one, many):
+                report.figure(f"{us}, a transaction, p50", lap_quantile(found[us], 0.5, 1e3), "ms")
+
+
+# --- RocketMQ --------------------------------------------------------------------------------------------------------
+
+ROCKETMQ_SIZE = 1024
+# Transactions in flight, the target as a multiple of the official client's speed, transactions of each thread in a lap.
+ALONE = ((1, 2.5, 100), (16, 3, 20), (64, 3, 10))
+MANY = (10, 100, 1000)  # messages a transaction, which the official clients do not have
+
+
+@contender
+def flying_at_once(url: str, topic: str, flying: int, each: int) -> Iterator[Lap]:
+    """Each transaction in flight has a thread."""
+    with connect(url, writers=flying) as bridge, ThreadPoolExecutor(flying) as pool:
+
+        def some() -> None:
+            for _ in range(each):
+                with bridge.transaction() as txn:
+                    txn.send(topic, bytes(ROCKETMQ_SIZE))
+
+        def lap() -> int:
+            for done in [pool.submit(some) for _ in range(flying)]:
+                done.result()
+            return flying * each
+
+        yield lap
+
+
+def rocketmq(settings: Settings) -> None:
+    from benchmarks import _rocketmq as rocketmq
+
+    with rocketmq.broker() as address, connect(address.url) as bridge:
+        own, foreign, javas, many = (rocketmq.new_topic(address.url) for _ in range(4))
+        committed = dict.fromkeys((own, foreign, javas), 0)
+        with (
+            rocketmq.official(settings, address, foreign) as client,
+            rocketmq.official_java(settings, address, javas) as java,
+        ):
+            for flying, wanted, each in ALONE:
+                each = 2 if settings.quick else each
+                contenders = {
+                    "ours": flying_at_once(address.url, own, flying, each),
+                    "the official client": rocketmq.writing(client, flying, each, ROCKETMQ_SIZE),
+                    "that for Java": rocketmq.writing(java, flying, each, ROCKETMQ_SIZE),
+                }
+                report = Report(settings, f"RocketMQ: 1 x {ROCKETMQ_SIZE} B a transaction, {flying} in flight")
+                found = alternate(settings, contenders)
+                us, them, those = found.values()
+                report.figure("half, decision, end / the official client", speed(us, them), "", at_least(wanted))
+                report.figure("half, decision, end / that for Java", speed(us, those))
+                report.each(found, "transactions a second", a_second)
+                for topic, rounds in zip(committed, found.values(), strict=True):
+                    committed[topic] += units(rounds, flying * each)
+        committed[many] = of_many_messages(settings, address.url, many)
+        for topic, count in committed.items():
+            rocketmq.tell_if_not_there(bridge, topic, count)
+
+
+def units(rounds: list[Round], a_lap: int) -> int:
+    """Return the units of these rounds, with the first lap of each, which is not measured."""
+    return sum(each.units + a_lap for each in rounds)
+
+
+def of_many_messages(settings: Settings, url: str, topic: str) -> int:
+    """Measure transactions of many messages; return how many messages were committed."""
+    counts = MANY[:2] if settings.quick else MANY
+    contenders = {f"{count:,}": writing(url, topic, [bytes(ROCKETMQ_SIZE)] * count) for count in counts}
+    report = Report(settings, f"RocketMQ: transactions of many messages of {ROCKETMQ_SIZE} B, one after another")
+    found = alternate(settings, contenders)
     for name, rounds in found.items():
-        report.figure(f"`{name}`, a message", per_unit(rounds, 1e6), "us")
-
-
-if __name__ == "__main__":
-    run(measure)
+        report.figure(f"{name} a transaction, messages a second", a_second(rounds))
+        report.figure(f"{name} a transaction, a message", per_unit(rounds, 1e6), "us")
+        report.figure(f"{name} a transaction, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
+    return sum(units(rounds, count) for rounds, count in zip(found.values(), counts, strict=True))

@@ -22,8 +22,8 @@ from benchmarks._harness import (
     excess,
     lap_quantile,
     machine,
+    make_parser,
     opened,
-    parse,
     quantile,
     speed,
 )
@@ -130,7 +130,7 @@ def test_the_machine_is_described_without_its_name(tmp_path):
 
 
 def test_the_folder_of_a_run_is_gone_afterwards(tmp_path):
-    with opened(parse(["--folder", str(tmp_path)])) as settings:
+    with opened(make_parser(None).parse_args(["--folder", str(tmp_path)])) as settings:
         (settings.folder / "file").write_text("x")
         assert (settings.rounds, settings.seconds, settings.quick) == (10, 1.0, False)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Each benchmark still runs. Its figures are not judged here: a machine that runs tests is no quiet one."""
+"""Each question can be asked of each of its brokers. The figures are not judged: a machine that runs tests is busy."""
 
 from __future__ import annotations
 
@@ -8,69 +8,63 @@ import sys
 
 import pytest
 
-from benchmarks.__main__ import NAMES
+from benchmarks.__main__ import QUESTIONS, main
 from tests.house.rooms import ROOT
 from tests.pulsar.kit import url_of as pulsar_url
 from tests.sql.postgres import Postgres
 
-# The figures that have a target: a benchmark that no longer measures its own is rotten, too.
+# The number of figures that have a target: a question that no longer measures its own is rotten, too.
 TARGETS = {
-    "send": 2,
-    "imports": 1,
-    "write": 6,
-    "read": 4,
-    "commit": 0,
-    "writers": 6,
-    "wakeup": 4,
-    "memory": 4,
-    "large_file": 5,
-    "checker": 2,
-    "group_commit": 3,
-    "aio": 0,
-    "kafka_write": 8,
-    "kafka_java": 0,
-    "kafka_read": 2,
-    "kafka_token": 1,
-    "kafka_small": 2,
-    "kafka_group_commit": 3,
-    "kafka_aio": 0,
-    "kafka_process": 3,
-    "kafka_half_messages": 4,
-    "kafka_telemetry": 8,
-    "pulsar_write": 3,
-    "pulsar_read": 2,
-    "pulsar_process": 1,
-    "pulsar_commit": 1,
-    "pulsar_memory": 4,
-    "pulsar_spark": 0,
-    "pulsar_half_messages": 4,
-    "pulsar_group_commit": 3,
-    "rocketmq_write": 3,
-    "rocketmq_small": 7,
-    "rocketmq_read": 2,
-    "rocketmq_recover": 0,
-    "outbox": 7,
-    "processor_db": 0,
-    "spark_write": 6,
-    "spark_read": 2,
-    "spark_recover": 1,
+    "aio embedded": 0,
+    "aio kafka": 0,
+    "checker none": 2,
+    "commit embedded": 0,
+    "commit pulsar": 1,
+    "group_commit embedded": 3,
+    "group_commit kafka": 3,
+    "group_commit pulsar": 3,
+    "group_commit rocketmq": 7,
+    "half_messages kafka": 4,
+    "half_messages pulsar": 4,
+    "imports none": 1,
+    "large_file embedded": 5,
+    "memory embedded": 4,
+    "memory pulsar": 4,
+    "outbox kafka": 7,
+    "process kafka": 3,
+    "process pulsar": 1,
+    "processor_db kafka": 0,
+    "read embedded": 4,
+    "read kafka": 2,
+    "read pulsar": 2,
+    "read rocketmq": 2,
+    "recover rocketmq": 0,
+    "send none": 2,
+    "small kafka": 2,
+    "spark_read kafka": 2,
+    "spark_recover kafka": 1,
+    "spark_write kafka": 6,
+    "spark_write pulsar": 0,
+    "telemetry embedded": 4,
+    "telemetry kafka": 4,
+    "token kafka": 1,
+    "wakeup embedded": 4,
+    "write embedded": 6,
+    "write kafka": 8,
+    "write pulsar": 3,
+    "write rocketmq": 3,
+    "writers embedded": 6,
 }
 
 # The first run fetches Kafka's tools, and what it is compared with.
-pytestmark = pytest.mark.full
+full = pytest.mark.full
 WITH_A_BROKER = [pytest.mark.live, pytest.mark.timeout(600)]
-BROKERS = ("kafka", "pulsar", "rocketmq", "spark")
-WITH_POSTGRES = ("outbox", "processor_db")  # beside Kafka
-
-
-def broker_of(name: str) -> str:
-    """Return the broker of a benchmark, or another word if it needs none."""
-    return "kafka" if name in WITH_POSTGRES else name.split("_")[0]
+WITH_POSTGRES = ("outbox", "processor_db")
 
 
 def environment_of(broker: str, request: pytest.FixtureRequest) -> dict[str, str]:
-    """What tells a benchmark of the broker of this run."""
-    if broker in ("kafka", "spark"):
+    """Return the environment that tells a benchmark of the broker of this run."""
+    if broker == "kafka":
         return {"TXNBRIDGE_URL": request.getfixturevalue("kafka_broker").url}
     if broker == "pulsar":
         return {"TXNBRIDGE_URL": pulsar_url(request.getfixturevalue("pulsar_broker"))}
@@ -80,21 +74,39 @@ def environment_of(broker: str, request: pytest.FixtureRequest) -> dict[str, str
     return {}
 
 
-def test_every_benchmark_is_in_the_list():
-    scripts = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
-    assert scripts == set(NAMES) == set(TARGETS)
+def test_without_arguments_each_question_is_listed_with_its_brokers(capsys):
+    main([])
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
+    assert {question for question, *_ in listed} == set(QUESTIONS) == modules
+    assert {f"{question} {broker}" for question, *brokers in listed for broker in brokers} == set(TARGETS)
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("reed kafka", "there is no question 'reed'"),
+        ("read redis", "read does not take 'redis', but: embedded kafka pulsar rocketmq"),
+        ("read", "read needs a broker: embedded kafka pulsar rocketmq"),
+    ],
+)
+def test_a_wrong_name_is_an_error_that_says_which_there_are(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=WITH_A_BROKER) if broker_of(name) in BROKERS else name for name in NAMES],
+    [pytest.param(name, marks=() if name.endswith(("none", "embedded")) else WITH_A_BROKER) for name in TARGETS],
 )
 def test_a_benchmark_runs_and_leaves_nothing(name, tmp_path, request):
-    if name in WITH_POSTGRES and (reason := Postgres.missing()) is not None:
+    question, broker = name.split()
+    if question in WITH_POSTGRES and (reason := Postgres.missing()) is not None:
         pytest.skip(reason)
-    env = dict(os.environ)
-    env |= environment_of(broker_of(name), request)
-    command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}", "--quick", "--folder", str(tmp_path)]
+    env = os.environ | environment_of(broker, request)
+    command = [sys.executable, "-W", "error", "-m", "benchmarks", question, broker, "--quick", "--folder", tmp_path]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr == "" or "spark" in name  # the JVM tells how it was started

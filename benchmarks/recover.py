@@ -13,8 +13,9 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks._harness import Estimate, Report, Settings, estimate, run, unique
-from benchmarks._rocketmq import broker, new_topic
+from benchmarks._harness import Estimate, Report, Settings, estimate, unique
+from benchmarks._rocketmq import broker as rocketmq
+from benchmarks._rocketmq import new_topic
 from txnbridge import Bridge, connect
 from txnbridge.testing import Child
 
@@ -105,8 +106,8 @@ def asked(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
 
 def measure_with(settings: Settings, told: str, own: dict[str, str] | None) -> None:
     count = 1 if settings.quick else KILLED
-    with broker(own) as address, connect(address.url, application=APPLICATION) as bridge:
-        topic = new_topic(bridge)
+    with rocketmq(own) as address, connect(address.url, application=APPLICATION) as bridge:
+        topic = new_topic(address.url)
         with bridge.transaction() as txn:  # so that the broker sends check-backs to this bridge
             txn.send(topic, b"first")
         arrivals = Arrivals(bridge, topic)
@@ -120,11 +121,7 @@ def measure_with(settings: Settings, told: str, own: dict[str, str] | None) -> N
             arrivals.close()
 
 
-def measure(settings: Settings) -> None:
+def measure(settings: Settings, broker: str) -> None:
     measure_with(settings, "set as our tests do", None)
     if not settings.quick and "TXNBRIDGE_URL" not in os.environ:
         measure_with(settings, "as it comes", DEFAULTS)
-
-
-if __name__ == "__main__":
-    run(measure)

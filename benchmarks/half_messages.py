@@ -11,7 +11,6 @@ import resource
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 from benchmarks._harness import (
@@ -23,9 +22,11 @@ from benchmarks._harness import (
     alternate,
     at_least,
     at_most,
+    contender,
     speed,
     unique,
 )
+from benchmarks._ours import helper
 from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, connect
 
 VALUE = b"x" * 100
@@ -56,7 +57,7 @@ def commit(bridge: Bridge, topic: str, count: int) -> None:
             txn.send(topic, VALUE)
 
 
-@contextmanager
+@contender
 def transactions(url: str, threads: int) -> Iterator[Lap]:
     topic = unique("bench")
     with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
@@ -69,7 +70,7 @@ def transactions(url: str, threads: int) -> Iterator[Lap]:
         yield lap
 
 
-@contextmanager
+@contender
 def half_messages(url: str, threads: int) -> Iterator[Lap]:
     topic, group = unique("bench"), unique("shop")
     with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
@@ -123,17 +124,15 @@ def shares(count: int) -> list[int]:
     return [count // BACKLOG_THREADS] * BACKLOG_THREADS
 
 
-def measure_on(settings: Settings, name: str, url: str) -> None:
-    report = Report(settings, f"{name}: half messages of one message")
-    for threads in (1, THREADS):
-        found = alternate(
-            settings,
-            {
-                "transactions": lambda threads=threads: transactions(url, threads),  # type: ignore[misc]
-                "half messages": lambda threads=threads: half_messages(url, threads),  # type: ignore[misc]
-            },
-        )
-        ratio = speed(found["half messages"], found["transactions"])
-        report.figure(f"half messages / transactions, {threads} threads", ratio, "", at_least(0.5))
-        report.figure(f"half messages a second, {threads} threads", a_second(found["half messages"]))
-    backlog(settings, url, report)
+def measure(settings: Settings, broker: str) -> None:
+    kit = helper(broker)
+    with kit.broker(settings) as url:
+        report = Report(settings, f"{kit.NAME}: half messages of one message")
+        for threads in (1, THREADS):
+            found = alternate(
+                settings, {"transactions": transactions(url, threads), "half messages": half_messages(url, threads)}
+            )
+            ratio = speed(found["half messages"], found["transactions"])
+            report.figure(f"half messages / transactions, {threads} threads", ratio, "", at_least(0.5))
+            report.figure(f"half messages a second, {threads} threads", a_second(found["half messages"]))
+        backlog(settings, url, report)

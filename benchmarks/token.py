@@ -11,8 +11,9 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from benchmarks._harness import Report, Settings, at_most, child, estimate, run, unique
-from benchmarks._kafka import broker, new_topic
+from benchmarks._harness import Report, Settings, at_most, child, estimate, unique
+from benchmarks._kafka import broker as kafka
+from benchmarks._kafka import new_topic
 from txnbridge import Bridge, Consumer, connect
 
 TOKENS = 100
@@ -47,9 +48,9 @@ def killed(bridge: Bridge, consumer: Consumer, url: str, topic: str) -> float:
         return 1e3 * (time.perf_counter() - begin)
 
 
-def measure(settings: Settings) -> None:
+def measure(settings: Settings, broker: str) -> None:
     committed, readable = [], []
-    with broker() as url, connect(url, transactional_id=unique("writer")) as writer, connect(url) as other:
+    with kafka(settings) as url, connect(url, transactional_id=unique("writer")) as writer, connect(url) as other:
         topic = new_topic(url)
         with other.consumer(topic) as consumer:
             for _ in range(3 if settings.quick else TOKENS):
@@ -64,7 +65,3 @@ def measure(settings: Settings) -> None:
         report.figure("`commit(token)`", estimate(committed), "ms", at_most(10))
         report.figure("from asking until another bridge has read it", estimate(readable), "ms")
         report.figure("from killing its writer until another bridge has read it", estimate(deaths), "ms")
-
-
-if __name__ == "__main__":
-    run(measure)

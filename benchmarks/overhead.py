@@ -1,29 +1,30 @@
-"""The time of `txn.send` and `txn.send_many` beyond that of the writer to which they give the message.
+"""What the interface itself costs: the time of `send` and `send_many` beyond the writer's own, and that of the import.
 
 The writer belongs to a backend that does nothing at all, so that everything measured is the interface's own: processor
-time, as nothing here waits.
+time, as nothing here waits. The import is measured by whole processes with and without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import txnbridge
-from benchmarks._files import bodies
-from benchmarks._harness import PROCESSOR, Contender, Lap, Report, Settings, alternate, at_most, excess, per_unit, run
+from benchmarks._embedded import bodies
+from benchmarks._harness import PROCESSOR, Lap, Report, Settings, alternate, at_most, contender, excess, per_unit
 from txnbridge.spi import (
     NATIVE,
     Backend,
-    Begin,
     Broker,
     Capabilities,
     Capability,
     Evidence,
     Limits,
-    Partition,
-    Position,
     RawHeaders,
     Url,
     Writer,
@@ -31,12 +32,12 @@ from txnbridge.spi import (
 )
 
 MESSAGES = 1000  # a transaction
+# An installed package has its bytecode beside it; a checkout whose Python may not write any would compile each time.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 class IdleWriter(Writer):
     """A writer that accepts every message and does nothing with it."""
-
-    def begin(self, begin: Begin) -> None: ...
 
     def send(
         self,
@@ -48,24 +49,14 @@ class IdleWriter(Writer):
         timestamp: int | None,
     ) -> None: ...
 
-    def send_many(self, topic: str, items: Iterable[Any]) -> None: ...
-
-    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None: ...
-
-    def flush(self, deadline: Any) -> None: ...
-
-    def prepare(self, deadline: Any) -> None: ...
+    def send_many(self, topic: str, items: Any) -> None: ...
 
     def evidence(self) -> Evidence:
         return Evidence({}, 0)
 
-    def commit(self, deadline: Any) -> None: ...
+    def _do_nothing(self, *arguments: Any) -> None: ...
 
-    def abort(self, deadline: Any) -> None: ...
-
-    def reopen(self, deadline: Any) -> None: ...
-
-    def close(self) -> None: ...
+    begin = ack = flush = prepare = commit = abort = reopen = close = _do_nothing
 
 
 class IdleBroker(Broker):
@@ -107,86 +98,75 @@ class IdleBackend(Backend):
 
 
 @contextmanager
-def transaction(writer: Writer) -> Iterator[txnbridge.Transaction]:
+def transaction() -> Iterator[txnbridge.Transaction]:
     # The transaction lasts for the round, so that neither its begin nor its end is measured.
-    with txnbridge.plugins.registered(IdleBackend(writer)), txnbridge.connect("idle:", timeout=3600) as bridge:
+    with txnbridge.plugins.registered(IdleBackend(IdleWriter())), txnbridge.connect("idle:", timeout=3600) as bridge:
         with bridge.transaction() as txn:
             yield txn
 
 
-def sending(values: Sequence[bytes]) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with transaction(IdleWriter()) as txn:
-
-            def lap() -> int:
-                send = txn.send
-                for value in values:
-                    send("topic", value)
-                return len(values)
-
-            yield lap
-
-    return contender
-
-
-def writing(values: Sequence[bytes]) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        writer = IdleWriter()
+@contender
+def sending(values: Sequence[bytes]) -> Iterator[Lap]:
+    with transaction() as txn:
 
         def lap() -> int:
-            send = writer.send
+            send = txn.send
             for value in values:
-                send("topic", value, None, None, None, None)
+                send("topic", value)
             return len(values)
 
         yield lap
 
-    return contender
+
+@contender
+def writing(values: Sequence[bytes]) -> Iterator[Lap]:
+    writer = IdleWriter()
+
+    def lap() -> int:
+        send = writer.send
+        for value in values:
+            send("topic", value, None, None, None, None)
+        return len(values)
+
+    yield lap
 
 
-def sending_many(values: Sequence[Any]) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with transaction(IdleWriter()) as txn:
-
-            def lap() -> int:
-                txn.send_many("topic", values)
-                return len(values)
-
-            yield lap
-
-    return contender
-
-
-def writing_many(values: Sequence[Any]) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        writer = IdleWriter()
+@contender
+def at_once(
+    opened: Callable[[], AbstractContextManager[txnbridge.Transaction | IdleWriter]], values: Sequence[Any]
+) -> Iterator[Lap]:
+    with opened() as target:
 
         def lap() -> int:
-            writer.send_many("topic", values)
+            target.send_many("topic", values)
             return len(values)
 
         yield lap
 
-    return contender
+
+@contender
+def process(statement: str) -> Iterator[Lap]:
+    def lap() -> int:
+        subprocess.run([sys.executable, "-c", statement], check=True, env=ENVIRONMENT)
+        return 1
+
+    yield lap
 
 
-def measure(settings: Settings) -> None:
+def measure(settings: Settings, broker: str) -> None:
     report = Report(settings, "Sending, above the writer's own call")
     values = bodies(MESSAGES, 100)
     few = values[:10]
+    idle = partial(nullcontext, IdleWriter())
     found = alternate(
         settings,
         {
             "send": sending(values),
             "writer.send": writing(values),
-            "send_many": sending_many(values),
-            "writer.send_many": writing_many(values),
-            "send_many of few": sending_many(few),
-            "writer.send_many of few": writing_many(few),
+            "send_many": at_once(transaction, values),
+            "writer.send_many": at_once(idle, values),
+            "send_many of few": at_once(transaction, few),
+            "writer.send_many of few": at_once(idle, few),
         },
         PROCESSOR,
     )
@@ -199,6 +179,8 @@ def measure(settings: Settings) -> None:
     above = excess(found["send_many of few"], found["writer.send_many of few"], 1e6)
     report.figure(f"`txn.send_many` of {len(few)} above the writer's, a message", above, "us")
 
-
-if __name__ == "__main__":
-    run(measure)
+    report = Report(settings, "Import")
+    found = alternate(settings, {"bare": process("pass"), "import": process("import txnbridge")})
+    above = excess(found["import"], found["bare"], 1e3)
+    report.figure("`import txnbridge` above bare Python", above, "ms", at_most(80))
+    report.figure("yardstick: bare Python", per_unit(found["bare"], 1e3), "ms")

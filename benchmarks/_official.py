@@ -1,0 +1,215 @@
+"""The programs of other clients: Pulsar's, RocketMQ's for Python, and Quix Streams. The first argument names one.
+
+Each runs in a process of its own and perhaps in an environment of its own, without txnbridge (see `_peers`), and
+imports only its own library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+# --- Pulsar's official client, without transactions ------------------------------------------------------------------
+
+# With a full queue the producer waits instead of failing. Batches and a longer queue make it several times faster than
+# its defaults: no batches, and at most 1,000 messages under way.
+SENDING = {"batching_enabled": True, "max_pending_messages": 10_000, "block_if_queue_full": True}
+PATIENCE_MS = 30_000
+
+
+class Pulsar:
+    def __init__(self, url: str) -> None:
+        pulsar: Any = importlib.import_module("pulsar")
+        self._client = pulsar.Client(url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+        self._stored, self._earliest = pulsar.Result.Ok, pulsar.MessageId.earliest
+        self._from_earliest = pulsar.InitialPosition.Earliest
+        self._producers: dict[str, Any] = {}
+        self._consumers: dict[tuple[str, str], Any] = {}
+
+    def _producer(self, topic: str) -> Any:
+        if topic not in self._producers:
+            self._producers[topic] = self._client.create_producer(topic, **SENDING)
+        return self._producers[topic]
+
+    def _consumer(self, topic: str, subscription: str) -> Any:
+        if (topic, subscription) not in self._consumers:
+            self._consumers[topic, subscription] = self._client.subscribe(
+                topic, subscription, initial_position=self._from_earliest
+            )
+        return self._consumers[topic, subscription]
+
+    def write(self, topic: str, size: int, count: int) -> int:
+        """Send `count` values, and wait until all are stored; return how many were."""
+        producer, value, ok = self._producer(topic), bytes(size), self._stored
+        stored = 0
+
+        def on_receipt(result: Any, _: Any) -> None:
+            nonlocal stored
+            stored += result == ok
+
+        for _ in range(count):
+            producer.send_async(value, on_receipt)
+        producer.flush()
+        return stored
+
+    def read(self, topic: str, subscription: str, count: int) -> int:
+        """Receive the first `count` messages of a topic."""
+        consumer = self._consumer(topic, subscription)
+        consumer.seek(self._earliest)
+        for _ in range(count):
+            consumer.receive(PATIENCE_MS).data()
+        return count
+
+    def pass_on(self, source: str, target: str, subscription: str, count: int, batch: int) -> int:
+        """Send each message to another topic; acknowledge `batch` messages whenever their copies are stored."""
+        consumer, producer, ok = self._consumer(source, subscription), self._producer(target), self._stored
+        stored = 0
+
+        def on_receipt(result: Any, _: Any) -> None:
+            nonlocal stored
+            stored += result == ok
+
+        for number in range(1, count + 1):
+            message = consumer.receive(PATIENCE_MS)
+            producer.send_async(message.data(), on_receipt)
+            if number % batch == 0:
+                producer.flush()
+                consumer.acknowledge_cumulative(message)
+        self._consumers.pop((source, subscription)).close()
+        return stored
+
+
+# --- RocketMQ's official client for Python ---------------------------------------------------------------------------
+
+# The largest number of messages per request, and the seconds for which other consumers then do not get them: longer
+# than the benchmark.
+AT_ONCE, HIDDEN = 32, 3600
+# The seconds for which a consumer waits for messages. The proxy refuses shorter waits.
+AWAIT = 5
+PATIENCE = 30
+
+
+class RocketMQWriter:
+    def __init__(self, grpc: str, topic: str) -> None:
+        rocketmq: Any = importlib.import_module("rocketmq")
+
+        class Checker(rocketmq.TransactionChecker):  # type: ignore[misc]
+            def check(self, message: Any) -> Any:
+                """Return no decision: the transaction is about to be committed."""
+                return rocketmq.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED
+
+        self._topic = topic
+        self._message = rocketmq.Message
+        configuration = rocketmq.ClientConfiguration(grpc, rocketmq.Credentials())
+        self._producer = rocketmq.Producer(configuration, (topic,), checker=Checker())
+        self._producer.startup()
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+
+    def write(self, flying: int, each: int, size: int) -> int:
+        """Commit `each` transactions of one message by each of `flying` threads; return their number."""
+        pool = self._pools.setdefault(flying, ThreadPoolExecutor(flying))
+        for done in [pool.submit(self._some, each, bytes(size)) for _ in range(flying)]:
+            done.result()
+        return flying * each
+
+    def _some(self, count: int, body: bytes) -> None:
+        for _ in range(count):
+            message = self._message()
+            message.topic = self._topic
+            message.body = body
+            transaction = self._producer.begin_transaction()
+            self._producer.send(message, transaction)
+            self._commit(transaction)
+
+    def _commit(self, transaction: Any) -> None:
+        """Commit, and repeat the request if it fails: with many threads it may take longer than the client waits.
+
+        The repetition fails if the first request was carried out. Messages that are missing in the end are found by
+        counting (`tell_if_not_there`).
+        """
+        try:
+            transaction.commit()
+        except Exception:
+            with suppress(Exception):
+                transaction.commit()
+
+
+class RocketMQReader:
+    def __init__(self, grpc: str, topic: str, *groups: str) -> None:
+        rocketmq: Any = importlib.import_module("rocketmq")
+        configuration = rocketmq.ClientConfiguration(grpc, rocketmq.Credentials())
+        subscription = {topic: rocketmq.FilterExpression("*")}
+        self._consumers = [rocketmq.SimpleConsumer(configuration, group, subscription, AWAIT) for group in groups]
+        for consumer in self._consumers:
+            consumer.startup()
+
+    def begin(self) -> None:
+        """Receive once in each group, so that the group begins with the messages written from now on."""
+        for consumer in self._consumers:
+            until = time.monotonic() + PATIENCE
+            while True:
+                try:
+                    consumer.receive(AT_ONCE, HIDDEN)
+                    break
+                except Exception:  # the proxy fails until it has registered the consumer
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.2)
+
+    def read(self, number: int, count: int, acknowledge: bool) -> int:
+        """Receive the next messages in one of the groups."""
+        consumer = self._consumers[number]
+        found = 0
+        while found < count:
+            for message in consumer.receive(min(AT_ONCE, count - found), HIDDEN):
+                message.body  # noqa: B018
+                if acknowledge:
+                    consumer.ack(message)
+                found += 1
+        return found
+
+
+# --- Quix Streams ----------------------------------------------------------------------------------------------------
+
+
+def quix(servers: str, group: str, source: str, target: str, count: int, batch: int) -> float:
+    """Send messages to another topic, exactly once; return the seconds that this took, without imports."""
+    quixstreams: Any = importlib.import_module("quixstreams")
+    begin = time.perf_counter()
+    application = quixstreams.Application(
+        broker_address=servers,
+        consumer_group=group,
+        processing_guarantee="exactly-once",
+        auto_offset_reset="earliest",
+        # Transactions end by their number of messages, and not by the clock.
+        commit_every=batch,
+        commit_interval=60,
+        auto_create_topics=False,
+        loglevel="WARNING",
+    )
+    taken = application.topic(source, value_deserializer="bytes", key_deserializer="bytes")
+    given = application.topic(target, value_serializer="bytes", key_serializer="bytes")
+    application.dataframe(taken).to_topic(given)
+    application.run(count=count)
+    return time.perf_counter() - begin
+
+
+def main(program: str, *arguments: str) -> None:
+    if program == "quix":
+        print(quix(*arguments[:4], *map(int, arguments[4:])))  # type: ignore[call-arg, arg-type]
+        return
+    client = {"pulsar": Pulsar, "rocketmq-writer": RocketMQWriter, "rocketmq-reader": RocketMQReader}[program](
+        *arguments
+    )
+    for line in sys.stdin:
+        name, *given = json.loads(line)
+        print(json.dumps(getattr(client, name)(*given)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
