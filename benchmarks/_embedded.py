@@ -80,9 +80,6 @@ def writing(settings: Settings, values: Sequence[bytes], many: bool = True, key:
         yield lap
 
 
-# --- plain SQLite ----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def plain(
     folder: Path, page_bytes: int = DEFAULT_PAGE_BYTES, log_bytes: int = DEFAULT_LOG_BYTES

@@ -132,11 +132,13 @@ def by_threads(contenders: Sequence[Contender], seconds: float) -> Round:
             with contender() as lap:
                 lap()  # the first lap opens connections and does not count
                 ready.wait()
-                mine = _laps(lap, seconds)
+                until = WALL() + seconds
+                while (start := WALL()) < until:
+                    lap()
+                    laps.append(WALL() - start)
         except BaseException:
             ready.abort()  # the other threads do not wait for this one
             raise
-        laps.extend(mine)
 
     with ThreadPoolExecutor(len(contenders)) as pool:
         working = [pool.submit(work, contender) for contender in contenders]
@@ -144,15 +146,6 @@ def by_threads(contenders: Sequence[Contender], seconds: float) -> Round:
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error  # a broken barrier is only the consequence of another error
     return Round(laps, len(laps) * len(contenders))
-
-
-def _laps(lap: Lap, seconds: float) -> list[float]:
-    laps: list[float] = []
-    until = WALL() + seconds
-    while (start := WALL()) < until:
-        lap()
-        laps.append(WALL() - start)
-    return laps
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -192,11 +185,6 @@ def excess(ours: Sequence[Round], peer: Sequence[Round], scale: float) -> Estima
 
 def per_unit(rounds: Sequence[Round], scale: float) -> Estimate:
     return estimate([scale * r.seconds_per_unit for r in rounds])
-
-
-def a_second(rounds: Sequence[Round]) -> Estimate:
-    """Return the number of units per second."""
-    return estimate([1 / r.seconds_per_unit for r in rounds])
 
 
 def lap_quantile(rounds: Sequence[Round], part: float, scale: float) -> Estimate:
@@ -248,19 +236,30 @@ class Report:
         interval = f"{_number(found.low)} to {_number(found.high)}" if found.low < found.high else "one value"
         print(f"| {name} | {_number(found.median)}{unit} | {interval} | {goal} | {verdict} |", flush=True)
 
-    def each(
-        self,
-        found: Mapping[str, Sequence[Round]],
-        of: str,
-        figure: Callable[[Sequence[Round]], Estimate],
-        unit: str = "",
-    ) -> None:
-        """Print the same figure of each contender; `of` says what it is of."""
-        for name, rounds in found.items():
-            self.figure(f"{name}, {of}", figure(rounds), unit)
+    def ratio(self, name: str, ours: Sequence[Round], peer: Sequence[Round], target: Target | None = None) -> None:
+        self.figure(name, speed(ours, peer), "", target)
 
-    def microseconds(self, found: Mapping[str, Sequence[Round]], of: str = "a message") -> None:
-        self.each(found, of, lambda rounds: per_unit(rounds, 1e6), "us")
+    def rate(self, name: str, rounds: Sequence[Round], target: Target | None = None) -> None:
+        self.figure(name, estimate([1 / each.seconds_per_unit for each in rounds]), "", target)
+
+    def rates(self, found: Mapping[str, Sequence[Round]], of: str) -> None:
+        for name, rounds in found.items():
+            self.rate(f"{name}, {of} a second", rounds)
+
+    def milliseconds(self, name: str, rounds: Sequence[Round], part: float) -> None:
+        self.figure(name, lap_quantile(rounds, part, 1e3), "ms")
+
+    def spread(self, name: str, rounds: Sequence[Round], target: Target | None = None) -> None:
+        ratios = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in rounds]
+        self.figure(f"{name}: p99 / p50", estimate(ratios), "", target)
+
+    def single(self, name: str, value: float, unit: str = "", target: Target | None = None) -> None:
+        self.figure(name, Estimate.single(value), unit, target)
+
+    def each(self, found: Mapping[str, Sequence[Round]], of: str = "a message", unit: str = "us") -> None:
+        """Print the time a unit of each contender, in microseconds or milliseconds; `of` names the unit of work."""
+        for name, rounds in found.items():
+            self.figure(f"{name}, {of}", per_unit(rounds, {"us": 1e6, "ms": 1e3}[unit]), unit)
 
 
 def _number(value: float) -> str:

@@ -17,7 +17,6 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java
 
 from benchmarks._harness import Lap, Round, Settings, Turn, contender, unique
-from benchmarks._ours import BODY
 from benchmarks._peers import PROGRAM, environment
 
 NAME = "Kafka"
@@ -109,9 +108,6 @@ def plain_consumer(url: str, group: str, settings: Mapping[str, int] | None = No
     )
 
 
-# --- contenders on the plain client ----------------------------------------------------------------------------------
-
-
 @contender
 def writing(url: str, topic: str, values: Sequence[bytes]) -> Iterator[Lap]:
     """A lap is the transaction of the client's documentation: produce, poll when the queue is full, commit."""
@@ -128,19 +124,6 @@ def writing(url: str, topic: str, values: Sequence[bytes]) -> Iterator[Lap]:
                     producer.poll(0.05)
         producer.commit_transaction(30)
         return len(values)
-
-    yield lap
-
-
-@contender
-def writing_one(url: str, topic: str) -> Iterator[Lap]:
-    producer = plain_producer(url)
-
-    def lap() -> int:
-        producer.begin_transaction()
-        producer.produce(topic, BODY)
-        producer.commit_transaction(30)
-        return 1
 
     yield lap
 
@@ -228,8 +211,6 @@ def _send_positions(producer: Producer, consumer: Consumer) -> None:
     producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata(), 30)
 
 
-# --- other programs --------------------------------------------------------------------------------------------------
-
 QUIX = "quixstreams==3.28.1"
 TOOLS = "4.3.1"
 _LOGGING = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", "2.25.4")
@@ -243,10 +224,9 @@ def quix(url: str, source: str, target: str, count: int, batch: int) -> Turn:
     python = environment(QUIX)
 
     def turn() -> Round:
-        numbers = [str(count), str(batch)]
         # Isolated (-I): otherwise the program would import the files beside it instead of installed modules.
-        command = [python, "-I", PROGRAM, "quix", bootstrap(url), unique("quix"), source, target, *numbers]
-        told = subprocess.run(command, capture_output=True, text=True)
+        arguments = [bootstrap(url), unique("quix"), source, target, str(count), str(batch)]
+        told = subprocess.run([python, "-I", PROGRAM, "quix", *arguments], capture_output=True, text=True)
         if told.returncode:
             raise RuntimeError(f"Quix Streams ended with {told.returncode}: {told.stderr[-2000:]}")
         return Round([float(told.stdout.splitlines()[-1])], count)

@@ -12,9 +12,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Any
-
-# --- Pulsar's official client, without transactions ------------------------------------------------------------------
 
 # With a full queue the producer waits instead of failing. Batches and a longer queue make it several times faster than
 # its defaults: no batches, and at most 1,000 messages under way.
@@ -27,21 +26,9 @@ class Pulsar:
         pulsar: Any = importlib.import_module("pulsar")
         self._client = pulsar.Client(url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
         self._stored, self._earliest = pulsar.Result.Ok, pulsar.MessageId.earliest
-        self._from_earliest = pulsar.InitialPosition.Earliest
-        self._producers: dict[str, Any] = {}
-        self._consumers: dict[tuple[str, str], Any] = {}
-
-    def _producer(self, topic: str) -> Any:
-        if topic not in self._producers:
-            self._producers[topic] = self._client.create_producer(topic, **SENDING)
-        return self._producers[topic]
-
-    def _consumer(self, topic: str, subscription: str) -> Any:
-        if (topic, subscription) not in self._consumers:
-            self._consumers[topic, subscription] = self._client.subscribe(
-                topic, subscription, initial_position=self._from_earliest
-            )
-        return self._consumers[topic, subscription]
+        start = pulsar.InitialPosition.Earliest
+        self._producer = cache(lambda topic: self._client.create_producer(topic, **SENDING))
+        self._consumer = cache(lambda topic, name: self._client.subscribe(topic, name, initial_position=start))
 
     def write(self, topic: str, size: int, count: int) -> int:
         """Send `count` values, and wait until all are stored; return how many were."""
@@ -80,11 +67,9 @@ class Pulsar:
             if number % batch == 0:
                 producer.flush()
                 consumer.acknowledge_cumulative(message)
-        self._consumers.pop((source, subscription)).close()
+        consumer.close()
         return stored
 
-
-# --- RocketMQ's official client for Python ---------------------------------------------------------------------------
 
 # The largest number of messages per request, and the seconds for which other consumers then do not get them: longer
 # than the benchmark.
@@ -174,9 +159,6 @@ class RocketMQReader:
         return found
 
 
-# --- Quix Streams ----------------------------------------------------------------------------------------------------
-
-
 def quix(servers: str, group: str, source: str, target: str, count: int, batch: int) -> float:
     """Send messages to another topic, exactly once; return the seconds that this took, without imports."""
     quixstreams: Any = importlib.import_module("quixstreams")
@@ -201,7 +183,7 @@ def quix(servers: str, group: str, source: str, target: str, count: int, batch: 
 
 def main(program: str, *arguments: str) -> None:
     if program == "quix":
-        print(quix(*arguments[:4], *map(int, arguments[4:])))  # type: ignore[call-arg, arg-type]
+        print(quix(*arguments[:4], *map(int, arguments[4:])))  # type: ignore[arg-type]
         return
     client = {"pulsar": Pulsar, "rocketmq-writer": RocketMQWriter, "rocketmq-reader": RocketMQReader}[program](
         *arguments

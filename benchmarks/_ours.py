@@ -8,20 +8,7 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Protocol, cast
 
-from benchmarks._harness import (
-    Contender,
-    Lap,
-    Report,
-    Round,
-    Settings,
-    Turn,
-    at_most,
-    by_threads,
-    contender,
-    estimate,
-    quantile,
-    unique,
-)
+from benchmarks._harness import Contender, Lap, Round, Settings, Turn, by_threads, contender, unique
 from txnbridge import Batch, Bridge, Processor, Transaction, connect
 
 AT_ONCE = 500  # the default of `poll`
@@ -113,9 +100,6 @@ def passing_on(url: str, source: str, target: str, count: int, batch: int) -> Tu
     return turn
 
 
-# --- small transactions of threads that share a bridge ---------------------------------------------------------------
-
-
 @contender
 def small(bridge: Bridge, topic: str) -> Iterator[Lap]:
     def lap() -> int:
@@ -136,8 +120,3 @@ def by_threads_of_one_bridge(
 ) -> Round:
     with connect(url, group_commit=group_commit) as bridge:
         return by_threads_of(bridge, settings, topic, threads)
-
-
-def report_spread(report: Report, rounds: Sequence[Round]) -> None:
-    ratios = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in rounds]
-    report.figure("64 threads: p99 / p50", estimate(ratios), "", at_most(5))

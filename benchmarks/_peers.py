@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from txnbridge_conformance.brokers._jars import cache_folder, java
+from txnbridge_conformance.brokers._jars import cache_folder
 
 PROGRAM = Path(__file__).with_name("_official.py")
 
@@ -54,11 +54,6 @@ def peer(python: str | Path, program: Path, *arguments: str, home: Path) -> Abst
     """Start a program in Python; see `started`."""
     # Isolated (-I): otherwise the program would import the files beside it instead of installed modules.
     return started([python, "-I", program, *arguments], home)
-
-
-def java_peer(jars: Path, program: str, *arguments: str, home: Path) -> AbstractContextManager[Peer]:
-    """Start a program in Java, by its name in this folder, with the classes in a folder of jars; see `started`."""
-    return started([java(), "-cp", f"{jars}/*", Path(__file__).parent / program, *arguments], home)
 
 
 @contextmanager

@@ -7,15 +7,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._jars import java
 from txnbridge_conformance.brokers._rocketmq import fetch_rocketmq
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 
 from benchmarks._harness import Lap, Settings, Turn, contender, timed, unique
-from benchmarks._peers import PROGRAM, Peer, environment, java_peer, peer
+from benchmarks._peers import PROGRAM, Peer, environment, peer, started
 from txnbridge import Bridge, connect
 
 OFFICIAL = "rocketmq-python-client==5.1.2"
@@ -66,7 +68,8 @@ def official(settings: Settings, address: Address, topic: str, *groups: str) -> 
 def official_java(settings: Settings, address: Address, topic: str) -> AbstractContextManager[Peer]:
     """Start a writer with the official client for Java, which needs no proxy, as ours."""
     names = address.url.removeprefix("rocketmq://")
-    return java_peer(fetch_rocketmq(), "RocketMQWriter.java", names, topic, home=settings.folder)
+    program = Path(__file__).with_name("RocketMQWriter.java")
+    return started([java(), "-cp", f"{fetch_rocketmq()}/*", program, names, topic], settings.folder)
 
 
 @contender

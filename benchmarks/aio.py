@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import anyio
 
-from benchmarks._harness import WALL, Report, Round, Settings, a_second, estimate, in_turn, quantile, speed
+from benchmarks._harness import WALL, Report, Round, Settings, in_turn
 from benchmarks._ours import BODY, by_threads_of_one_bridge, helper
 from txnbridge import aio
 
@@ -41,7 +42,7 @@ def by_tasks_of_one_bridge(settings: Settings, url: str, topic: str, tasks: int)
 
 def measure(settings: Settings, broker: str) -> None:
     kit = helper(broker)
-    ways = {"tasks": by_tasks_of_one_bridge, "threads": by_threads_of_one_bridge}
+    ways: dict[str, Callable[..., Round]] = {"tasks": by_tasks_of_one_bridge, "threads": by_threads_of_one_bridge}
     with kit.broker(settings) as url:
         topic = kit.new_topic(url, 6)
         turns = {
@@ -51,8 +52,7 @@ def measure(settings: Settings, broker: str) -> None:
     report = Report(settings, f"{kit.NAME}: transactions of one message of 100 B by tasks of one event loop")
     for size in SIZES:
         tasks, threads = found[f"{size} tasks"], found[f"{size} threads"]
-        report.figure(f"{size} tasks / {size} threads", speed(tasks, threads))
-        report.figure(f"{size} tasks: transactions a second", a_second(tasks))
-        report.figure(f"{size} threads: transactions a second", a_second(threads))
-    spread = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in found["64 tasks"]]
-    report.figure("64 tasks: p99 / p50", estimate(spread))
+        report.ratio(f"{size} tasks / {size} threads", tasks, threads)
+        report.rate(f"{size} tasks: transactions a second", tasks)
+        report.rate(f"{size} threads: transactions a second", threads)
+    report.spread("64 tasks", found["64 tasks"])

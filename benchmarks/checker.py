@@ -17,7 +17,7 @@ from typing import Any
 from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 
-from benchmarks._harness import Estimate, Report, Settings, at_most, child, estimate
+from benchmarks._harness import Report, Settings, at_most, child, estimate
 
 TRANSACTIONS = 100_000
 MESSAGES = 10  # per transaction
@@ -82,4 +82,4 @@ def measure(settings: Settings, broker: str) -> None:
     report.figure("reading and checking", estimate(seconds), "s", at_most(60))
     report.figure("parsing the same lines as JSON", estimate(parsing), "s")
     report.figure("reading and checking / parsing", estimate([a / b for a, b in zip(seconds, parsing, strict=True)]))
-    report.figure("memory of the process", Estimate.single(max(memory)), "MiB", at_most(2048))
+    report.single("memory of the process", max(memory), "MiB", at_most(2048))

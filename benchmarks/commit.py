@@ -7,7 +7,7 @@ file. On Pulsar the yardstick sends the least requests of such a transaction wit
 
 from __future__ import annotations
 
-from benchmarks._harness import Report, Settings, alternate, at_least, lap_quantile, speed
+from benchmarks._harness import Report, Settings, alternate, at_least
 from benchmarks._ours import BODY, writing
 
 
@@ -31,11 +31,11 @@ def embedded(settings: Settings) -> None:
         },
     )
     for name, rounds in found.items():
-        report.figure(f"{name}: p50", lap_quantile(rounds, 0.5, 1e3), "ms")
-        report.figure(f"{name}: p99", lap_quantile(rounds, 0.99, 1e3), "ms")
+        report.milliseconds(f"{name}: p50", rounds, 0.5)
+        report.milliseconds(f"{name}: p99", rounds, 0.99)
     ours = found["embedded, 1 message"]
-    report.figure("commits a second of 1 message / fdatasyncs", speed(ours, found["write 4 KiB, fdatasync"]))
-    report.figure("commits a second of 1 message / of plain SQLite", speed(ours, found["plain SQLite, 1 row"]))
+    report.ratio("commits a second of 1 message / fdatasyncs", ours, found["write 4 KiB, fdatasync"])
+    report.ratio("commits a second of 1 message / of plain SQLite", ours, found["plain SQLite, 1 row"])
 
 
 def pulsar(settings: Settings) -> None:
@@ -48,6 +48,6 @@ def pulsar(settings: Settings) -> None:
         }
         report = Report(settings, "Pulsar: transactions of one message, one after another")
         found = alternate(settings, contenders)
-        report.figure("ours / bare requests", speed(found["ours"], found["bare requests"]), "", at_least(0.7))
+        report.ratio("ours / bare requests", found["ours"], found["bare requests"], at_least(0.7))
         for name, rounds in found.items():
-            report.figure(f"{name}, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
+            report.milliseconds(f"{name}, p50", rounds, 0.5)

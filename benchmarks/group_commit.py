@@ -16,15 +16,15 @@ from benchmarks._harness import (
     Report,
     Round,
     Settings,
-    a_second,
+    Turn,
     as_turn,
     at_least,
+    at_most,
     by_threads,
     contender,
     in_turn,
-    speed,
 )
-from benchmarks._ours import BODY, by_threads_of, by_threads_of_one_bridge, report_spread
+from benchmarks._ours import BODY, by_threads_of, by_threads_of_one_bridge
 from txnbridge import Decision, HalfMessages, connect
 
 Found = dict[str, list[Round]]
@@ -45,8 +45,8 @@ def turns_of(by_threads: Callable[[int, bool | None], Round], *threads: int) -> 
 
 
 def report_one_thread(report: Report, found: Found) -> None:
-    report_spread(report, found["64"])
-    report.figure("1 thread / the same, group_commit=False", speed(found["1"], found["1 off"]), "", at_least(0.95))
+    report.spread("64 threads", found["64"], at_most(5))
+    report.ratio("1 thread / the same, group_commit=False", found["1"], found["1 off"], at_least(0.95))
 
 
 def embedded(settings: Settings) -> None:
@@ -64,11 +64,11 @@ def embedded(settings: Settings) -> None:
     turns = turns_of(ours, 16) | {"16 sqlite": lambda: sqlite(16), "64": lambda: ours(64)} | turns_of(ours, 1)
     found = in_turn(turns, settings.rounds)
     report = Report(settings, f"Embedded: {TITLE}")
-    report.figure("16 threads / 16 threads of plain SQLite", speed(found["16"], found["16 sqlite"]), "", at_least(1.2))
-    report.figure("16 threads / the same, group_commit=False", speed(found["16"], found["16 off"]))
+    report.ratio("16 threads / 16 threads of plain SQLite", found["16"], found["16 sqlite"], at_least(1.2))
+    report.ratio("16 threads / the same, group_commit=False", found["16"], found["16 off"])
     for name in ("16", "16 off", "64", "1"):
-        report.figure(f"{name}: transactions a second", a_second(found[name]))
-    report.figure("yardstick: 16 of plain SQLite", a_second(found["16 sqlite"]))
+        report.rate(f"{name}: transactions a second", found[name])
+    report.rate("yardstick: 16 of plain SQLite", found["16 sqlite"])
     report_one_thread(report, found)
 
 
@@ -77,12 +77,11 @@ def kafka(settings: Settings) -> None:
 
     with kafka.broker(settings) as url:
         topic = kafka.new_topic(url, 6)
-        turns = {"by hand": as_turn(kafka.writing_one(url, topic), settings)}
-        found = in_turn(
-            turns | turns_of(partial(by_threads_of_one_bridge, settings, url, topic), 64, 1), settings.rounds
-        )
+        by_hand = as_turn(kafka.writing(url, topic, [BODY]), settings)
+        ours = turns_of(partial(by_threads_of_one_bridge, settings, url, topic), 64, 1)
+        found = in_turn({"by hand": by_hand} | ours, settings.rounds)
     report = Report(settings, f"Kafka: {TITLE}")
-    report.figure("64 threads / loop by hand", speed(found["64"], found["by hand"]), "", at_least(20))
+    report.ratio("64 threads / loop by hand", found["64"], found["by hand"], at_least(20))
     report_shared(report, found, "by hand")
 
 
@@ -93,18 +92,16 @@ def pulsar(settings: Settings) -> None:
         topic = pulsar.new_topic(url)
         found = in_turn(turns_of(partial(by_threads_of_one_bridge, settings, url, topic), 64, 1), settings.rounds)
     report = Report(settings, f"Pulsar: {TITLE}")
-    report.figure("64 threads / 1 thread", speed(found["64"], found["1"]), "", at_least(40))
+    report.ratio("64 threads / 1 thread", found["64"], found["1"], at_least(40))
     report_shared(report, found)
 
 
 def report_shared(report: Report, found: Found, *peers: str) -> None:
-    report.figure("64 threads / the same, group_commit=False", speed(found["64"], found["64 off"]))
+    report.ratio("64 threads / the same, group_commit=False", found["64"], found["64 off"])
     for name in ("64", "64 off", "1", *peers):
-        report.figure(f"{name}: transactions a second", a_second(found[name]))
+        report.rate(f"{name}: transactions a second", found[name])
     report_one_thread(report, found)
 
-
-# --- RocketMQ --------------------------------------------------------------------------------------------------------
 
 # By threads: the target as a multiple of the official client's speed, and the client's transactions per thread and lap.
 OFFICIAL = {1: (1.5, 100), 16: (3, 20), 64: (3, 10)}
@@ -134,12 +131,11 @@ def rocketmq(settings: Settings) -> None:
     with rocketmq.broker() as address:
         url, topic, foreign = address.url, rocketmq.new_topic(address.url), rocketmq.new_topic(address.url)
         with rocketmq.official(settings, address, foreign) as client:
-            turns = {}
+            turns: dict[str, Turn] = {}
             for threads, (_, each) in OFFICIAL.items():
-                for name, shared in (("ours", None), ("ours off", False)):
-                    turns[f"{name}, {threads}"] = partial(
-                        by_threads_of_one_bridge, settings, url, topic, threads, shared
-                    )
+                ours = partial(by_threads_of_one_bridge, settings, url, topic, threads)
+                turns[f"ours, {threads}"] = ours
+                turns[f"ours off, {threads}"] = partial(ours, False)
                 turns[f"half, {threads}"] = partial(halves_by_threads, settings, url, topic, threads)
                 peer = rocketmq.writing(client, threads, 2 if settings.quick else each, len(BODY))
                 turns[f"official, {threads}"] = as_turn(peer, settings)
@@ -147,11 +143,9 @@ def rocketmq(settings: Settings) -> None:
     report = Report(settings, f"RocketMQ: one message of {len(BODY)} B by the threads of one bridge")
     for threads, (wanted, _) in OFFICIAL.items():
         us, off, half, them = (found[f"{name}, {threads}"] for name in ("ours", "ours off", "half", "official"))
-        report.figure(f"{threads} threads: transactions / the official client", speed(us, them), "", at_least(wanted))
-        report.figure(f"{threads} threads: transactions / the same, group_commit=False", speed(us, off))
-        report.figure(
-            f"{threads} threads: half messages / the official client", speed(half, them), "", at_least(wanted)
-        )
+        report.ratio(f"{threads} threads: transactions / the official client", us, them, at_least(wanted))
+        report.ratio(f"{threads} threads: transactions / the same, group_commit=False", us, off)
+        report.ratio(f"{threads} threads: half messages / the official client", half, them, at_least(wanted))
     for name, rounds in found.items():
-        report.figure(f"{name}: a second", a_second(rounds))
-    report_spread(report, found["ours, 64"])
+        report.rate(f"{name}: a second", rounds)
+    report.spread("64 threads", found["ours, 64"], at_most(5))

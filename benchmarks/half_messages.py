@@ -13,19 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from benchmarks._harness import (
-    Estimate,
-    Lap,
-    Report,
-    Settings,
-    a_second,
-    alternate,
-    at_least,
-    at_most,
-    contender,
-    speed,
-    unique,
-)
+from benchmarks._harness import Lap, Report, Settings, alternate, at_least, at_most, contender, unique
 from benchmarks._ours import helper
 from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, connect
 
@@ -114,10 +102,10 @@ def backlog(settings: Settings, url: str, report: Report) -> None:
             behind = publish()
             grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     what = f"{BACKLOG_THREADS} threads, {count:,} undecided ones"
-    report.figure(f"{what}: published a second", Estimate.single(behind), "", at_least(1000))
-    report.figure("the same before they were stored", Estimate.single(before))
-    report.figure("stored a second", Estimate.single(stored))
-    report.figure(f"{what}: growth of memory", Estimate.single(grown), "MiB", at_most(300))
+    report.single(f"{what}: published a second", behind, "", at_least(1000))
+    report.single("the same before they were stored", before)
+    report.single("stored a second", stored)
+    report.single(f"{what}: growth of memory", grown, "MiB", at_most(300))
 
 
 def shares(count: int) -> list[int]:
@@ -132,7 +120,7 @@ def measure(settings: Settings, broker: str) -> None:
             found = alternate(
                 settings, {"transactions": transactions(url, threads), "half messages": half_messages(url, threads)}
             )
-            ratio = speed(found["half messages"], found["transactions"])
-            report.figure(f"half messages / transactions, {threads} threads", ratio, "", at_least(0.5))
-            report.figure(f"half messages a second, {threads} threads", a_second(found["half messages"]))
+            halves, plain = found["half messages"], found["transactions"]
+            report.ratio(f"half messages / transactions, {threads} threads", halves, plain, at_least(0.5))
+            report.rate(f"half messages a second, {threads} threads", halves)
         backlog(settings, url, report)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import txnbridge
 from benchmarks._embedded import KIB, bodies, fresh, url
-from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender, speed
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender
 
 TOPICS = 1000
 MESSAGES = 1000  # a transaction
@@ -45,23 +45,17 @@ def load(folder: Path, topics: int, messages: int) -> None:
 Write = Callable[[txnbridge.Transaction, list[bytes], int], None]
 
 
+def to_every_topic(txn: txnbridge.Transaction, values: list[bytes], topics: int) -> None:
+    for at, value in enumerate(values):
+        txn.send(name(at % topics), value)
+
+
 def spread(topics: int) -> dict[str, Write]:
     """Return, by name, functions that send a transaction's messages; they get the transaction's number."""
-
-    def one_topic(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
-        txn.send_many(name(topics // 2), values)
-
-    def one_topic_each(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
-        txn.send_many(name(number * 7 % topics), values)
-
-    def every_topic(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
-        for at, value in enumerate(values):
-            txn.send(name(at % topics), value)
-
     return {
-        "to one topic": one_topic,
-        "to one topic each": one_topic_each,
-        "one message to every topic": every_topic,
+        "to one topic": lambda txn, values, number: txn.send_many(name(topics // 2), values),
+        "to one topic each": lambda txn, values, number: txn.send_many(name(number * 7 % topics), values),
+        "one message to every topic": lambda txn, values, number: to_every_topic(txn, values, topics),
     }
 
 
@@ -108,7 +102,7 @@ def measure(settings: Settings, broker: str) -> None:
         one = found["empty, to one topic"]
         for how, bound in (("to one topic", 0.9), ("to one topic each", 0.5), ("one message to every topic", 0.5)):
             large = found[f"large, {how}"]
-            report.figure(f"{how}, large / empty", speed(large, found[f"empty, {how}"]), "", at_least(bound))
+            report.ratio(f"{how}, large / empty", large, found[f"empty, {how}"], at_least(bound))
             if how != "to one topic":
-                report.figure(f"{how}, large / to one topic, empty", speed(large, one), "", at_least(bound))
-        report.microseconds(found)
+                report.ratio(f"{how}, large / to one topic, empty", large, one, at_least(bound))
+        report.each(found)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import txnbridge
 from benchmarks._embedded import KIB, bodies
-from benchmarks._harness import Estimate, Report, Settings, at_most, child
+from benchmarks._harness import Report, Settings, at_most, child
 from benchmarks._ours import helper
 
 PIECE = 1000
@@ -99,5 +99,5 @@ def measure(settings: Settings, broker: str) -> None:
         for name, (topic, _) in PROGRAMS.items():
             with child(watch, name, urls[topic], messages) as pipe:
                 seen = pipe.recv()
-            report.figure(f"{name}: growth", Estimate.single(growth(seen)), "MiB", at_most(FLAT_MIB))
-            report.figure(f"{name}: at most", Estimate.single(max(seen)), "MiB")
+            report.single(f"{name}: growth", growth(seen), "MiB", at_most(FLAT_MIB))
+            report.single(f"{name}: at most", max(seen), "MiB")

@@ -10,7 +10,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,22 +23,18 @@ from confluent_kafka import TopicPartition
 from sqlalchemy import orm
 
 from benchmarks._harness import (
-    Estimate,
     Lap,
     Report,
     Round,
     Settings,
     Turn,
-    a_second,
     alternate,
     at_least,
     child,
     contender,
     estimate,
     in_turn,
-    lap_quantile,
     quantile,
-    speed,
     unique,
 )
 from benchmarks._kafka import FETCHING, idempotent_producer, new_topic, plain_consumer
@@ -80,8 +76,6 @@ class Message(Base):
 
 OUTBOX = Outbox("shop", Base.metadata)
 ORDERS, MESSAGES = sa.inspect(Order).local_table, sa.inspect(Message).local_table
-
-# --- storing ---------------------------------------------------------------------------------------------------------
 
 Store = Callable[[sa.Engine, str, str], None]  # one database transaction with an order and a message
 
@@ -142,12 +136,9 @@ def measure_storing(settings: Settings, engine: sa.Engine) -> None:
             contenders = {"ours": storing(engine, ours, threads), "by hand": storing(engine, by_hand, threads)}
             found = alternate(settings, contenders)
             name = f"{way}, {threads} thread{'s' if threads > 1 else ''}"
-            report.figure(f"{name}: ours / by hand", speed(found["ours"], found["by hand"]), "", at_least(0.9))
+            report.ratio(f"{name}: ours / by hand", found["ours"], found["by hand"], at_least(0.9))
             for whose, rounds in found.items():
-                report.figure(f"{name}: {whose}, transactions a second", a_second(rounds))
-
-
-# --- publishing ------------------------------------------------------------------------------------------------------
+                report.rate(f"{name}: {whose}, transactions a second", rounds)
 
 
 def fill(engine: sa.Engine, topic: str, count: int) -> None:
@@ -247,13 +238,10 @@ def measure_publishing(settings: Settings, engine: sa.Engine, url: str) -> None:
         turns = {name: publishing(settings, engine, topic, publish) for name, publish in ways.items()}
         in_turn(turns, 1)  # it fills caches and does not count
         found = in_turn(turns, settings.rounds)
-    report.figure("ours / by hand", speed(found["ours"], found["by hand"]), "", at_least(1.0))
-    larger = speed(found["ours, 10 times as many a batch"], found["by hand"])
-    report.figure("ours, 10 times as many a batch / by hand", larger)
-    report.each(found, "rows a second", a_second)
-
-
-# --- one message at a time -------------------------------------------------------------------------------------------
+    report.ratio("ours / by hand", found["ours"], found["by hand"], at_least(1.0))
+    larger = "ours, 10 times as many a batch"
+    report.ratio(f"{larger} / by hand", found[larger], found["by hand"])
+    report.rates(found, "rows")
 
 
 def read(pipe: Connection, url: str, topic: str) -> None:
@@ -270,50 +258,31 @@ def read(pipe: Connection, url: str, topic: str) -> None:
         pipe.send(time.monotonic())
 
 
-def waiting(
-    engine: sa.Engine,
-    reader: Connection,
-    store: Callable[[], None],
-    running: Callable[[], AbstractContextManager[object]],
-    pause: float,
-    count: int,
-) -> Turn:
-    """Return the times from the answer to a database commit until the reader has its message."""
-    dice = random.Random(1)
-
-    def wait_once() -> float:
-        time.sleep(dice.uniform(0, pause))
-        store()
-        stored = time.monotonic()
-        return float(reader.recv()) - stored
-
-    def turn() -> Round:
-        empty(engine)
-        with running():
-            wait_once()  # it fills caches and does not count
-            return Round([wait_once() for _ in range(count)], count)
-
-    return turn
-
-
 def measure_waiting(settings: Settings, engine: sa.Engine, url: str) -> None:
+    """Measure from the answer to a database commit until the reader has its message."""
     report = Report(settings, "From the database commit until a reader in another process has the message")
     topic = new_topic(url)
     by_hand = RelayByHand(engine, url)
-    stores = {"ours": core_ours, "by hand": core_by_hand}
+    dices = {name: random.Random(1) for name in PAUSE}
+
+    def wait_once(name: str, store: Store) -> float:
+        time.sleep(dices[name].uniform(0, PAUSE[name]))
+        store(engine, topic, "key")
+        stored = time.monotonic()
+        return float(reader.recv()) - stored
+
+    def turn(name: str, store: Store, running: Callable[[], AbstractContextManager[object]]) -> Round:
+        count = 2 if settings.quick else WAITED[name]
+        empty(engine)
+        with running():
+            wait_once(name, store)  # it fills caches and does not count
+            return Round([wait_once(name, store) for _ in range(count)], count)
+
     with child(read, url, topic) as reader, connect(url, transactional_id=unique("relay"), hold=HOLD) as bridge:
         reader.recv()
-        relays = {"ours": lambda: bridge.relay(OUTBOX, engine), "by hand": by_hand.running}
         turns = {
-            name: waiting(
-                engine,
-                reader,
-                lambda store=store: store(engine, topic, "key"),  # type: ignore[misc]
-                relays[name],
-                PAUSE[name],
-                2 if settings.quick else WAITED[name],
-            )
-            for name, store in stores.items()
+            "ours": partial(turn, "ours", core_ours, lambda: bridge.relay(OUTBOX, engine)),
+            "by hand": partial(turn, "by hand", core_by_hand, by_hand.running),
         }
         found = in_turn(turns, settings.rounds)
         with by_hand.running(), engine.begin() as connection:
@@ -323,12 +292,9 @@ def measure_waiting(settings: Settings, engine: sa.Engine, url: str) -> None:
         parts = [quantile(hand.laps, part) / quantile(ours.laps, part) for ours, hand in pairs]
         report.figure(f"by hand / ours, p{100 * part:g}", estimate(parts), "", at_least(10))
     for name, rounds in found.items():
-        report.figure(f"{name}, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
-        report.figure(f"{name}, p99 of all", of_all(rounds, 0.99), "ms")
-
-
-def of_all(rounds: Sequence[Round], part: float) -> Estimate:
-    return Estimate.single(1e3 * quantile([lap for each in rounds for lap in each.laps], part))
+        report.milliseconds(f"{name}, p50", rounds, 0.5)
+        of_all = quantile([lap for each in rounds for lap in each.laps], 0.99)
+        report.single(f"{name}, p99 of all", 1e3 * of_all, "ms")
 
 
 def measure(settings: Settings, broker: str) -> None:

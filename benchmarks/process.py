@@ -7,7 +7,7 @@ messages are stored as txnbridge has in a transaction.
 
 from __future__ import annotations
 
-from benchmarks._harness import Report, Settings, at_least, in_turn, speed
+from benchmarks._harness import Report, Settings, at_least, in_turn
 from benchmarks._ours import fill, passing_on
 
 BATCH = 10_000
@@ -39,10 +39,10 @@ def kafka(settings: Settings, count: int) -> None:
         found = in_turn(turns, settings.rounds)
         report = Report(settings, title("Kafka", count))
         name = "processor / loop by hand that fetches alike"
-        report.figure(name, speed(found["ours"], found["tuned"]), "", at_least(1.0))
-        report.figure("processor / loop by hand", speed(found["ours"], found["by hand"]), "", at_least(1.0))
-        report.figure("processor / Quix Streams exactly-once", speed(found["ours"], found["quix"]), "", at_least(2.0))
-        report.microseconds(found)
+        report.ratio(name, found["ours"], found["tuned"], at_least(1.0))
+        report.ratio("processor / loop by hand", found["ours"], found["by hand"], at_least(1.0))
+        report.ratio("processor / Quix Streams exactly-once", found["ours"], found["quix"], at_least(2.0))
+        report.each(found)
 
 
 def pulsar(settings: Settings, count: int) -> None:
@@ -58,5 +58,5 @@ def pulsar(settings: Settings, count: int) -> None:
         report = Report(settings, title("Pulsar", count))
         found = in_turn(turns, settings.rounds)
         loop, processor = found.values()
-        report.figure("processor / loop on the official client", speed(processor, loop), "", at_least(3))
-        report.microseconds(found)
+        report.ratio("processor / loop on the official client", processor, loop, at_least(3))
+        report.each(found)

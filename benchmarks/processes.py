@@ -21,7 +21,7 @@ from typing import Any
 
 import txnbridge
 from benchmarks._embedded import KIB, bodies, fresh, url
-from benchmarks._harness import Estimate, Report, Round, Settings, at_least, at_most, child, estimate, quantile
+from benchmarks._harness import Report, Round, Settings, at_least, at_most, child, estimate, quantile
 
 
 def measure(settings: Settings, broker: str) -> None:
@@ -35,8 +35,6 @@ def measure(settings: Settings, broker: str) -> None:
         measure_waking(settings, folder)
         measure_resting(settings, folder)
 
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 WRITERS = 4
 SIZES = {"1 message": 1, "1,000 messages": 1000}
@@ -103,12 +101,10 @@ def measure_writing(settings: Settings, pipes: Sequence[Connection], name: str, 
     report.figure("yardstick: transactions a second of 1", estimate([throughput(one) for one in alone]))
     waits = [longest(many) for many in all_of_them]
     report.figure("longest wait of a round / fair share", estimate(waits), "", at_most(10))
-    report.figure("longest wait of all rounds / fair share", Estimate.single(max(waits)), "", at_most(10))
+    report.single("longest wait of all rounds / fair share", max(waits), "", at_most(10))
     report.figure("yardstick: the same of 1, a round", estimate([longest(one) for one in alone]))
-    report.figure("yardstick: the same of 1, all rounds", Estimate.single(max(map(longest, alone))))
+    report.single("yardstick: the same of 1, all rounds", max(map(longest, alone)))
 
-
-# --- waiting ---------------------------------------------------------------------------------------------------------
 
 # The random pause in seconds before a message: the reader is idle by then, at any point between two of its looks.
 PAUSE = (0.03, 0.07)
@@ -180,7 +176,7 @@ def measure_waking(settings: Settings, folder: Path) -> None:
     ):
         report.figure(f"{name}, p50", estimate([quantile(values, 0.5) for values in rounds]), "ms", target)
         of_all = quantile([value for values in rounds for value in values], 0.99)
-        report.figure(f"{name}, p99 of all", Estimate.single(of_all), "ms")
+        report.single(f"{name}, p99 of all", of_all, "ms")
 
 
 def rest(pipe: Connection, folder: Path, kind: str) -> None:

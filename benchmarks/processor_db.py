@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 import sqlalchemy as sa
 
-from benchmarks._harness import Report, Round, Settings, Turn, a_second, in_turn, speed, unique
+from benchmarks._harness import Report, Round, Settings, Turn, in_turn, unique
 from benchmarks._kafka import FETCHING, new_topic, plain_consumer
 from benchmarks._kafka import broker as kafka
 from benchmarks._ours import AT_ONCE, fill
@@ -116,8 +116,8 @@ def measure_with(settings: Settings, url: str, topic: str, engine: sa.Engine, wa
     report = Report(settings, f"From Kafka to {engine.dialect.name}: {wanted:,} x {SIZE} B, {at_once:,} a transaction")
     turns: dict[str, Turn] = {name: partial(way, url, topic, engine, wanted, at_once) for name, way in WAYS.items()}
     found = in_turn(turns, settings.rounds)
-    report.figure("processor / loop by hand", speed(found["ours"], found["by hand"]))
-    report.each(found, "messages a second", a_second)
+    report.ratio("processor / loop by hand", found["ours"], found["by hand"])
+    report.rates(found, "messages")
 
 
 def sqlite(settings: Settings) -> sa.Engine:

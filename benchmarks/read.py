@@ -31,7 +31,6 @@ from benchmarks._harness import (
     at_least,
     contender,
     in_turn,
-    speed,
     unique,
 )
 from benchmarks._ours import AT_ONCE, fill, reading
@@ -41,8 +40,6 @@ from txnbridge import connect
 def measure(settings: Settings, broker: str) -> None:
     {"embedded": embedded, "kafka": kafka, "pulsar": pulsar, "rocketmq": rocketmq}[broker](settings)
 
-
-# --- embedded --------------------------------------------------------------------------------------------------------
 
 PIECE = 1000
 _names = itertools.count()
@@ -129,17 +126,16 @@ def embedded(settings: Settings) -> None:
             target = at_least(0.7) if size == 1024 else None
             for ours in ("alone", "in a group"):
                 for peer in ("SELECT", "SELECT, our pages"):
-                    report.figure(f"{ours} / {peer}", speed(found[ours], found[peer]), "", target)
+                    report.ratio(f"{ours} / {peer}", found[ours], found[peer], target)
             acknowledged = {
                 "acknowledged": acknowledging(url, messages),
                 "SELECT, our pages, and a position": files.storing_a_position(folder, messages, PIECE),
             }
             found |= alternate(settings, acknowledged)
-            report.figure(" / ".join(acknowledged), speed(*(found[name] for name in acknowledged)))
-            report.microseconds(found)
+            one, other = acknowledged
+            report.ratio(f"{one} / {other}", found[one], found[other])
+            report.each(found)
 
-
-# --- Kafka and Pulsar ------------------------------------------------------------------------------------------------
 
 BATCH = 10_000  # written in one transaction
 
@@ -155,8 +151,8 @@ def kafka(settings: Settings) -> None:
             report = Report(settings, f"Kafka: reading, {size} B")
             contenders = {"plain": kafka.reading(url, topic, count, AT_ONCE), "ours": reading(url, topic, count)}
             found = alternate(settings, contenders)
-            report.figure("`poll` / plain loop", speed(found["ours"], found["plain"]), "", at_least(0.75))
-            report.microseconds(found)
+            report.ratio("`poll` / plain loop", found["ours"], found["plain"], at_least(0.75))
+            report.each(found)
 
 
 def pulsar(settings: Settings) -> None:
@@ -170,12 +166,10 @@ def pulsar(settings: Settings) -> None:
             report = Report(settings, f"Pulsar: reading, {size} B")
             theirs = pulsar.reading(client, topic, unique("plain"), count)
             found = alternate(settings, {"the official client": theirs, "ours": reading(url, topic, count)})
-            ratio = speed(found["ours"], found["the official client"])
-            report.figure("`poll` / the official client's `receive`", ratio, "", at_least(3))
-            report.microseconds(found)
+            name = "`poll` / the official client's `receive`"
+            report.ratio(name, found["ours"], found["the official client"], at_least(3))
+            report.each(found)
 
-
-# --- RocketMQ --------------------------------------------------------------------------------------------------------
 
 ROCKETMQ_SIZE, ROCKETMQ_MESSAGES, ROCKETMQ_BATCH = 1024, 40_000, 1_000
 # Messages per round, so that it lasts a second or more: ours, the official client, and that with acknowledgements.
@@ -228,5 +222,5 @@ def rocketmq(settings: Settings) -> None:
             found = in_turn(turns, settings.rounds)
             names = list(found)
             for us, them in (names[:2], names[2:]):
-                report.figure(f"{us} / {them}", speed(found[us], found[them]), "", at_least(5))
-            report.microseconds(found)
+                report.ratio(f"{us} / {them}", found[us], found[them], at_least(5))
+            report.each(found)

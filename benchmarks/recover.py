@@ -11,12 +11,14 @@ import os
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
-from benchmarks._harness import Estimate, Report, Settings, estimate, unique
+from benchmarks._harness import Report, Settings, estimate, unique
 from benchmarks._rocketmq import broker as rocketmq
 from benchmarks._rocketmq import new_topic
-from txnbridge import Bridge, connect
+from txnbridge import Consumer, connect
 from txnbridge.testing import Child
 
 KILLED = 10  # owners, of each kind
@@ -40,46 +42,37 @@ def decide(url: str, topic: str, name: str) -> None:
         txn.send_many(topic, [name.encode()] * MESSAGES)
 
 
-class Arrivals:
-    """Reads a topic, and notes when the last message of each owner could be read."""
+Arrivals = dict[str, "Future[float]"]  # by owner, the time at which its last message could be read
 
-    def __init__(self, bridge: Bridge, topic: str) -> None:
-        self._consumer = bridge.consumer(topic)
-        self._at: dict[str, float] = {}
-        self._changed = threading.Condition()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
 
-    def _read(self) -> None:
+@contextmanager
+def noting(consumer: Consumer, arrivals: Arrivals) -> Iterator[None]:
+    """Read a topic in a thread, and note when the messages of these owners arrive."""
+    closing = threading.Event()
+
+    def read() -> None:
         seen: Counter[str] = Counter()
-        while not self._closing.is_set():
-            for message in self._consumer.poll(timeout=0.5):
+        while not closing.is_set():
+            for message in consumer.poll(timeout=0.5):
                 name = (message.value or b"").decode()
                 seen[name] += 1
                 if seen[name] == MESSAGES:
-                    with self._changed:
-                        self._at[name] = time.perf_counter()
-                        self._changed.notify_all()
+                    arrivals[name].set_result(time.perf_counter())
 
-    def wait(self, name: str) -> float:
-        with self._changed:
-            if not self._changed.wait_for(lambda: name in self._at, PATIENCE):
-                raise RuntimeError(f"the messages of a killed owner were not published within {PATIENCE:g} s")
-            return self._at[name]
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-        self._consumer.close()
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join()
 
 
-def killed(url: str, topic: str) -> tuple[str, float]:
-    """Start an owner that is killed before it publishes; return its transactional id and the time of its death."""
-    name = unique("owner")
+def killed(url: str, topic: str, name: str) -> float:
+    """Start an owner that is killed before it publishes; return the time of its death."""
     with Child(decide, url, topic, name, kill="step:publish/before") as owner:
         owner.stopped()
-        return name, time.perf_counter()
+        return time.perf_counter()
 
 
 def reopen(url: str, name: str) -> None:
@@ -87,38 +80,41 @@ def reopen(url: str, name: str) -> None:
     connect(url, transactional_id=name, application=APPLICATION).close()
 
 
-def reopened(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
-    """Kill owners, and open the id of each at once; return the seconds from each death until its messages were read."""
-    with ThreadPoolExecutor(count) as pool:
-        died = {}
-        for _ in range(count):
-            name, died_at = killed(url, topic)
-            died[name] = died_at
-            pool.submit(reopen, url, name)
-        return [arrivals.wait(name) - at for name, at in died.items()]
+def seconds(url: str, topic: str, arrivals: Arrivals, count: int, then: Callable[[str], object]) -> list[float]:
+    """Kill owners one after another, and call `then` with the id of each at once.
 
-
-def asked(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
-    """Kill owners one after another; return the seconds from each death until a check-back has published all."""
-    died = dict(killed(url, topic) for _ in range(count))
-    return [arrivals.wait(name) - at for name, at in died.items()]
+    Return the seconds from each death until the owner's messages were read.
+    """
+    died: dict[str, float] = {}
+    for _ in range(count):
+        name = unique("owner")
+        arrivals[name] = Future()
+        died[name] = killed(url, topic, name)
+        then(name)
+    return [arrivals[name].result(PATIENCE) - at for name, at in died.items()]
 
 
 def measure_with(settings: Settings, told: str, own: dict[str, str] | None) -> None:
     count = 1 if settings.quick else KILLED
-    with rocketmq(own) as address, connect(address.url, application=APPLICATION) as bridge:
-        topic = new_topic(address.url)
+    with (
+        rocketmq(own) as address,
+        connect(address.url, application=APPLICATION) as bridge,
+        ThreadPoolExecutor(count) as pool,
+    ):
+        url, topic = address.url, new_topic(address.url)
         with bridge.transaction() as txn:  # so that the broker sends check-backs to this bridge
             txn.send(topic, b"first")
-        arrivals = Arrivals(bridge, topic)
-        try:
+        kinds: dict[str, Callable[[str], object]] = {
+            "its id opened again": lambda name: pool.submit(reopen, url, name),
+            "published by who is asked": lambda name: None,
+        }
+        arrivals: Arrivals = {}
+        with bridge.consumer(topic) as consumer, noting(consumer, arrivals):
             report = Report(settings, f"RocketMQ, {told}: {count} owners killed before publishing {MESSAGES} messages")
-            for told, kind in (("its id opened again", reopened), ("published by who is asked", asked)):
-                found = kind(address.url, topic, arrivals, count)
-                report.figure(f"until they can be read, {told}", estimate(found), "s")
-                report.figure("the same, the longest", Estimate.single(max(found)), "s")
-        finally:
-            arrivals.close()
+            for kind, then in kinds.items():
+                found = seconds(url, topic, arrivals, count, then)
+                report.figure(f"until they can be read, {kind}", estimate(found), "s")
+                report.single("the same, the longest", max(found), "s")
 
 
 def measure(settings: Settings, broker: str) -> None:

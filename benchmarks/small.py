@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import _kafka
-from benchmarks._harness import Lap, Report, Settings, a_second, alternate, at_least, contender, speed, unique
+from benchmarks._harness import Lap, Report, Settings, alternate, at_least, contender, unique
 from benchmarks._ours import fill
 from txnbridge import connect
 
@@ -37,6 +37,6 @@ def measure(settings: Settings, broker: str) -> None:
         contenders = {"by hand": _kafka.passing_on_one(url, source, target), "ours": ours(url, source, target)}
         found = alternate(settings, contenders)
         report = Report(settings, "Kafka: one message read, passed on and acknowledged in a transaction")
-        report.figure("ours / loop by hand", speed(found["ours"], found["by hand"]), "", at_least(1.0))
-        report.figure("ours, transactions a second", a_second(found["ours"]), "", at_least(80))
-        report.figure("loop by hand, transactions a second", a_second(found["by hand"]), "")
+        report.ratio("ours / loop by hand", found["ours"], found["by hand"], at_least(1.0))
+        report.rate("ours, transactions a second", found["ours"], at_least(80))
+        report.rate("loop by hand, transactions a second", found["by hand"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender, speed
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender
 from benchmarks._kafka import bootstrap, new_topic
 from benchmarks._kafka import broker as kafka
 from benchmarks._spark import exactly_once, rows, spark
@@ -37,5 +37,5 @@ def measure(settings: Settings, broker: str) -> None:
             exactly_once(rows(session, size, count), url)(topic)
             found = alternate(settings, contenders(session, url, topic, count))
             report = Report(settings, f"Spark: reading {count:,} rows of {size} B from Kafka, two partitions")
-            report.figure("ours / Spark's source", speed(found["ours"], found["source"]), target=at_least(1.0))
-            report.microseconds(found, "a row")
+            report.ratio("ours / Spark's source", found["ours"], found["source"], at_least(1.0))
+            report.each(found, "a row")

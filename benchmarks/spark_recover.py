@@ -46,7 +46,7 @@ def recovered(url: str, topic: str, consumer: Consumer) -> float:
     query = str(uuid.uuid4())
     with Child(decide, url, topic, query, kill="resolve/before/1") as driver:
         driver.stopped()
-    command = [Path(sys.executable).with_name("txnbridge"), "spark", "recover", "--url", url, "--query", query]
+    command = [str(Path(sys.executable).with_name("txnbridge")), "spark", "recover", "--url", url, "--query", query]
     begin = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     take(consumer, PARTITIONS * ROWS)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import _kafka
-from benchmarks._harness import Report, Round, Settings, at_least, at_most, estimate, in_turn, speed, timed
+from benchmarks._harness import Report, Round, Settings, at_least, at_most, estimate, in_turn, timed
 from benchmarks._spark import exactly_once, rows, spark
 
 ROWS = {100: 5_000_000, 1024: 1_000_000}
@@ -41,10 +41,10 @@ def kafka(settings: Settings) -> None:
             found = _in_turn(settings, url, writers, count)
             frame.unpersist()
             report = Report(settings, f"Spark: {count:,} rows of {size} B to Kafka, two partitions")
-            report.figure("exactly once / Spark's sink", speed(found["ours"], found["sink"]), target=at_least(1.7))
+            report.ratio("exactly once / Spark's sink", found["ours"], found["sink"], at_least(1.7))
             name = "exactly once / the sink with linger.ms=20, batch.size=1000000"
-            report.figure(name, speed(found["ours"], found["tuned"]), target=at_least(0.95))
-            report.microseconds(found, "a row")
+            report.ratio(name, found["ours"], found["tuned"], at_least(0.95))
+            report.each(found, "a row")
         _many_tasks(settings, session, url)
         _micro_batches(settings, session, url)
 
@@ -72,9 +72,9 @@ def _many_tasks(settings: Settings, session: Any, url: str) -> None:
     writers = {"exactly once": exactly_once(frame, url), "Spark's sink": _sink(frame, url, {})}
     found = _in_turn(settings, url, writers, tasks)
     report = Report(settings, f"Spark: {tasks} tasks of one row to Kafka")
-    ratio = speed(found["Spark's sink"], found["exactly once"])
-    report.figure("a task exactly once / one of Spark's sink", ratio, target=at_most(3))
-    report.each(found, "a task", lambda rounds: per_unit(rounds, 1e3), "ms")
+    name = "a task exactly once / one of Spark's sink"
+    report.ratio(name, found["Spark's sink"], found["exactly once"], at_most(3))
+    report.each(found, "a task", "ms")
 
 
 def _micro_batches(settings: Settings, session: Any, url: str) -> None:
@@ -111,8 +111,6 @@ def _query(session: Any, url: str, name: str, batches: int) -> list[float]:
     return [float(each.durationMs["triggerExecution"]) for each in warm]
 
 
-# --- Pulsar ----------------------------------------------------------------------------------------------------------
-
 PULSAR_ROWS = {100: 300_000, 1024: 100_000}
 
 
@@ -142,5 +140,5 @@ def pulsar(settings: Settings) -> None:
             frame.unpersist()
             report = Report(settings, f"Spark: {count:,} rows of {size} B from two partitions to a topic of Pulsar")
             writer, loop = found
-            report.figure(f"{writer} / {loop}", speed(found[writer], found[loop]))
-            report.microseconds(found, "a row")
+            report.ratio(f"{writer} / {loop}", found[writer], found[loop])
+            report.each(found, "a row")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from benchmarks import _embedded
-from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender, speed
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, contender
 from benchmarks._ours import helper, writing
 from txnbridge import metrics, opentelemetry, plugins
 
@@ -64,7 +64,6 @@ def measure(settings: Settings, broker: str) -> None:
             write = writing_to(settings, broker, url, topic, [b"x" * 100] * count)
             found = alternate(settings, {way: sending(way, write) for way in WAYS})
             for way in list(WAYS)[1:]:
-                ratio = speed(found[way], found["off"])
                 target = None if count == MANY and way != "metrics" else at_least(0.95)
                 name = broker if broker == "embedded" else kit.NAME
-                report.figure(f"{name}, {count} messages a transaction: {way}", ratio, "", target)
+                report.ratio(f"{name}, {count} messages a transaction: {way}", found[way], found["off"], target)

@@ -17,21 +17,16 @@ from dataclasses import replace
 
 from benchmarks._harness import (
     PROCESSOR,
-    Estimate,
     Lap,
     Report,
     Round,
     Settings,
-    a_second,
     alternate,
     as_turn,
     at_least,
     at_most,
     contender,
     in_turn,
-    lap_quantile,
-    per_unit,
-    speed,
 )
 from benchmarks._ours import writing
 from txnbridge import connect
@@ -43,9 +38,6 @@ def measure(settings: Settings, broker: str) -> None:
 
 def values_of(count: int, size: int) -> list[bytes]:
     return [bytes([n % 251]) * size for n in range(count)]
-
-
-# --- embedded --------------------------------------------------------------------------------------------------------
 
 
 def embedded(settings: Settings) -> None:
@@ -66,11 +58,9 @@ def embedded(settings: Settings) -> None:
     )
     for ours in ("send_many", "send", "send with a key"):
         for peer in ("executemany", "executemany, our pages"):
-            report.figure(f"`{ours}` / `{peer}`", speed(found[ours], found[peer]), "", at_least(0.7))
-    report.microseconds({f"`{name}`": rounds for name, rounds in found.items()})
+            report.ratio(f"`{ours}` / `{peer}`", found[ours], found[peer], at_least(0.7))
+    report.each({f"`{name}`": rounds for name, rounds in found.items()})
 
-
-# --- Kafka -----------------------------------------------------------------------------------------------------------
 
 KAFKA_MESSAGES = 10_000  # a transaction
 # More rounds than elsewhere, because this ratio is close to its target.
@@ -102,15 +92,15 @@ def beside_the_plain_client(settings: Settings, url: str) -> None:
         }
         report = Report(settings, f"Kafka: writing, {KAFKA_MESSAGES:,} x {size} B a transaction")
         wall = alternate(settings, contenders)
-        report.figure("`send` / plain client", speed(wall["send"], wall["plain"]), "", at_least(0.9))
-        report.figure("`send_many` / plain client", speed(wall["many"], wall["plain"]), "", at_least(1.0))
+        report.ratio("`send` / plain client", wall["send"], wall["plain"], at_least(0.9))
+        report.ratio("`send_many` / plain client", wall["many"], wall["plain"], at_least(1.0))
         for name, rounds in wall.items():
-            report.figure(f"{name}, a message", per_unit(rounds, 1e6), "us")
-            report.figure(f"{name}, a transaction, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
+            report.each({name: rounds})
+            report.milliseconds(f"{name}, a transaction, p50", rounds, 0.5)
         processor = alternate(settings, contenders, PROCESSOR)
-        used = {name: speed(processor["plain"], processor[name]) for name in ("send", "many")}
-        report.figure("processor time of `send` / plain client", used["send"], "", at_most(1.2))
-        report.figure("processor time of `send_many` / plain client", used["many"], "", at_most(1.0))
+        plain, one, many = processor.values()
+        report.ratio("processor time of `send` / plain client", plain, one, at_most(1.2))
+        report.ratio("processor time of `send_many` / plain client", plain, many, at_most(1.0))
 
 
 def beside_java(settings: Settings, url: str) -> None:
@@ -127,9 +117,9 @@ def beside_java(settings: Settings, url: str) -> None:
             found["java"].append(Round([seconds], count))
             found["ours"].append(Round([seconds_of_ours(url, own, size, count)], count))
         report = Report(settings, f"Kafka: writing, about {KAFKA_MESSAGES:,} x {size} B a transaction, beside Java")
-        report.figure("`send_many` / ProducerPerformance", speed(found["ours"], found["java"]))
-        report.microseconds(found)
-        report.figure("ProducerPerformance, a transaction", Estimate.single(transaction_ms), "ms")
+        report.ratio("`send_many` / ProducerPerformance", found["ours"], found["java"])
+        report.each(found)
+        report.single("ProducerPerformance, a transaction", transaction_ms, "ms")
 
 
 def seconds_of_ours(url: str, topic: str, size: int, count: int) -> float:
@@ -140,8 +130,6 @@ def seconds_of_ours(url: str, topic: str, size: int, count: int) -> float:
             lap()
         return time.perf_counter() - begin
 
-
-# --- Pulsar ----------------------------------------------------------------------------------------------------------
 
 # Bytes, messages per transaction, and the targets beside the official client and beside pulsar-perf.
 PULSAR_SIZES = ((100, 10_000, at_least(8), at_least(1)), (1024, 1_000, None, at_least(1.2)))
@@ -164,14 +152,12 @@ def pulsar(settings: Settings) -> None:
             found = in_turn(turns, settings.rounds)
             plain, one, many, program = found
             for peer, target in ((plain, beside_client), (program, beside_program)):
-                report.figure(f"{one} / {peer}", speed(found[one], found[peer]))
-                report.figure(f"{many} / {peer}", speed(found[many], found[peer]), "", target)
-            report.microseconds(found)
+                report.ratio(f"{one} / {peer}", found[one], found[peer])
+                report.ratio(f"{many} / {peer}", found[many], found[peer], target)
+            report.each(found)
             for us in (one, many):
-                report.figure(f"{us}, a transaction, p50", lap_quantile(found[us], 0.5, 1e3), "ms")
+                report.milliseconds(f"{us}, a transaction, p50", found[us], 0.5)
 
-
-# --- RocketMQ --------------------------------------------------------------------------------------------------------
 
 ROCKETMQ_SIZE = 1024
 # Transactions in flight, the target as a multiple of the official client's speed, transactions of each thread in a lap.
@@ -217,9 +203,9 @@ def rocketmq(settings: Settings) -> None:
                 report = Report(settings, f"RocketMQ: 1 x {ROCKETMQ_SIZE} B a transaction, {flying} in flight")
                 found = alternate(settings, contenders)
                 us, them, those = found.values()
-                report.figure("half, decision, end / the official client", speed(us, them), "", at_least(wanted))
-                report.figure("half, decision, end / that for Java", speed(us, those))
-                report.each(found, "transactions a second", a_second)
+                report.ratio("half, decision, end / the official client", us, them, at_least(wanted))
+                report.ratio("half, decision, end / that for Java", us, those)
+                report.rates(found, "transactions")
                 for topic, rounds in zip(committed, found.values(), strict=True):
                     committed[topic] += units(rounds, flying * each)
         committed[many] = of_many_messages(settings, address.url, many)
@@ -239,7 +225,7 @@ def of_many_messages(settings: Settings, url: str, topic: str) -> int:
     report = Report(settings, f"RocketMQ: transactions of many messages of {ROCKETMQ_SIZE} B, one after another")
     found = alternate(settings, contenders)
     for name, rounds in found.items():
-        report.figure(f"{name} a transaction, messages a second", a_second(rounds))
-        report.figure(f"{name} a transaction, a message", per_unit(rounds, 1e6), "us")
-        report.figure(f"{name} a transaction, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
+        report.rate(f"{name} a transaction, messages a second", rounds)
+        report.each({f"{name} a transaction": rounds})
+        report.milliseconds(f"{name} a transaction, p50", rounds, 0.5)
     return sum(units(rounds, count) for rounds, count in zip(found.values(), counts, strict=True))
