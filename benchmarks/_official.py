@@ -24,20 +24,20 @@ PATIENCE_MS = 30_000
 class Pulsar:
     def __init__(self, url: str) -> None:
         pulsar: Any = importlib.import_module("pulsar")
+        self._library = pulsar
         self._client = pulsar.Client(url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
-        self._stored, self._earliest = pulsar.Result.Ok, pulsar.MessageId.earliest
         start = pulsar.InitialPosition.Earliest
         self._producer = cache(lambda topic: self._client.create_producer(topic, **SENDING))
         self._consumer = cache(lambda topic, name: self._client.subscribe(topic, name, initial_position=start))
 
     def write(self, topic: str, size: int, count: int) -> int:
         """Send `count` values, and wait until all are stored; return how many were."""
-        producer, value, ok = self._producer(topic), bytes(size), self._stored
+        producer, value, pulsar = self._producer(topic), bytes(size), self._library
         stored = 0
 
         def on_receipt(result: Any, _: Any) -> None:
             nonlocal stored
-            stored += result == ok
+            stored += result == pulsar.Result.Ok
 
         for _ in range(count):
             producer.send_async(value, on_receipt)
@@ -47,19 +47,19 @@ class Pulsar:
     def read(self, topic: str, subscription: str, count: int) -> int:
         """Receive the first `count` messages of a topic."""
         consumer = self._consumer(topic, subscription)
-        consumer.seek(self._earliest)
+        consumer.seek(self._library.MessageId.earliest)
         for _ in range(count):
             consumer.receive(PATIENCE_MS).data()
         return count
 
     def pass_on(self, source: str, target: str, subscription: str, count: int, batch: int) -> int:
         """Send each message to another topic; acknowledge `batch` messages whenever their copies are stored."""
-        consumer, producer, ok = self._consumer(source, subscription), self._producer(target), self._stored
+        consumer, producer, pulsar = self._consumer(source, subscription), self._producer(target), self._library
         stored = 0
 
         def on_receipt(result: Any, _: Any) -> None:
             nonlocal stored
-            stored += result == ok
+            stored += result == pulsar.Result.Ok
 
         for number in range(1, count + 1):
             message = consumer.receive(PATIENCE_MS)
