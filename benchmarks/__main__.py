@@ -17,7 +17,7 @@ from benchmarks._harness import machine, make_parser, opened
 BROKERS = {
     "none": "overhead checker",
     "embedded": "write read commit group_commit aio memory processes large_file telemetry",
-    "kafka": "write read process group_commit aio half_messages small token telemetry outbox processor_db "
+    "kafka": "write read process group_commit aio half_messages small tokens telemetry outbox processor_db "
     "spark_write spark_read spark_recover",
     "pulsar": "write read process commit group_commit half_messages memory spark_write",
     "rocketmq": "write read group_commit recover",

@@ -16,26 +16,15 @@ from typing import Any
 import txnbridge
 from benchmarks._embedded import bodies
 from benchmarks._harness import PROCESSOR, Lap, Report, Settings, alternate, at_most, contender, excess, per_unit
-from txnbridge.spi import (
-    NATIVE,
-    Backend,
-    Broker,
-    Capabilities,
-    Capability,
-    Evidence,
-    Limits,
-    RawHeaders,
-    Url,
-    Writer,
-    hookimpl,
-)
+from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
+from txnbridge.spi import Broker, RawHeaders, Url, Writer
 
 MESSAGES = 1000  # a transaction
 # An installed package has its bytecode beside it; a checkout whose Python may not write any would compile each time.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-class IdleWriter(Writer):
+class IdleWriter(ToyWriter):
     """A writer that accepts every message and does nothing with it."""
 
     def send(
@@ -50,56 +39,21 @@ class IdleWriter(Writer):
 
     def send_many(self, topic: str, items: Any) -> None: ...
 
-    def evidence(self) -> Evidence:
-        return Evidence({}, 0)
 
-    def _do_nothing(self, *arguments: Any, **named: Any) -> None: ...
-
-    begin = ack = flush = prepare = commit = abort = reopen = close = _do_nothing
-
-
-class IdleBroker(Broker):
-    capabilities = Capabilities("an idle broker", dict.fromkeys(Capability, NATIVE))
-    limits = Limits()
-    cluster = "idle"
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-
+class IdleBroker(ToyBroker):
     def open_writers(self, identity: Any, count: int, ledger: Any, deadline: Any) -> list[Writer]:
-        return [self._writer] * count
-
-    def close(self, deadline: Any) -> None: ...
-
-    def _unused(self, *arguments: Any, **settings: Any) -> Any:
-        raise NotImplementedError("this benchmark only writes")
-
-    prepare_writer = publisher = reader = commit = abort = status = decision_log = _unused
-    admin = property(_unused)
+        return [IdleWriter() for _ in range(count)]
 
 
-class IdleBackend(Backend):
-    name = "idle"
-    schemes = ("idle",)
-    capabilities = IdleBroker.capabilities
-    limits = IdleBroker.limits
-    options: Mapping[str, Any] = {}
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-
-    def open(self, url: Url, options: Mapping[str, Any], context: Any, deadline: Any) -> IdleBroker:
-        return IdleBroker(self._writer)
-
-    @hookimpl
-    def txnbridge_backends(self) -> list[Backend]:
-        return [self]
+class IdleBackend(ToyBackend):
+    def open(self, url: Url, options: Mapping[str, Any], context: Any, deadline: Any) -> Broker:
+        return IdleBroker(self.capabilities)
 
 
 @contextmanager
 def transaction() -> Iterator[txnbridge.Transaction]:
     # The transaction lasts for the round, so that neither its begin nor its end is measured.
-    with txnbridge.plugins.registered(IdleBackend(IdleWriter())), txnbridge.connect("idle:", timeout=3600) as bridge:
+    with txnbridge.plugins.registered(IdleBackend()), txnbridge.connect("toy:", timeout=3600) as bridge:
         with bridge.transaction() as txn:
             yield txn
 
