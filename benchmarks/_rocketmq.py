@@ -38,8 +38,8 @@ def broker(settings: Mapping[str, str] | None = None) -> Iterator[Address]:
     if url := os.environ.get("TXNBRIDGE_URL"):
         yield Address(url, os.environ["TXNBRIDGE_GRPC"])
         return
-    with brokers.rocketmq(settings=settings) as started:
-        yield Address(started.url, started.grpc_address())
+    with brokers.rocketmq(settings=settings) as node:
+        yield Address(node.url, node.grpc_address())
 
 
 def new_topic(url: str) -> str:

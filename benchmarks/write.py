@@ -73,9 +73,9 @@ JAVA_ROUNDS = 5
 def kafka(settings: Settings) -> None:
     from benchmarks import _kafka as kafka
 
-    with kafka.broker(settings) as url:
-        beside_the_plain_client(settings, url)
-        beside_java(settings, url)
+    for part in (beside_the_plain_client, beside_java):
+        with kafka.broker(settings) as url:
+            part(settings, url)
 
 
 def beside_the_plain_client(settings: Settings, url: str) -> None:
