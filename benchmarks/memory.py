@@ -7,7 +7,7 @@ is the highest value less the lowest, without the first tenth, in which buffers 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -83,11 +83,6 @@ def watch(pipe: Connection, name: str, url: str, messages: int) -> None:
     pipe.send(seen[::LOOK_EVERY])
 
 
-def growth(seen: Sequence[float]) -> float:
-    steady = seen[len(seen) // 10 :]
-    return max(steady) - min(steady)
-
-
 def measure(settings: Settings, broker: str) -> None:
     kit = helper(broker)
     messages = 20 * PIECE if settings.quick else 1_000_000
@@ -99,5 +94,6 @@ def measure(settings: Settings, broker: str) -> None:
         for name, (topic, _) in PROGRAMS.items():
             with child(watch, name, urls[topic], messages) as pipe:
                 seen = pipe.recv()
-            report.single(f"{name}: growth", growth(seen), "MiB", at_most(FLAT_MIB))
+            steady = seen[len(seen) // 10 :]
+            report.single(f"{name}: growth", max(steady) - min(steady), "MiB", at_most(FLAT_MIB))
             report.single(f"{name}: at most", max(seen), "MiB")

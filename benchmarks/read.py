@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import txnbridge
 from benchmarks._harness import (
     PROCESSOR,
     Lap,
@@ -61,13 +60,6 @@ def fill_files(folder: Path, messages: int, size: int) -> None:
                 files.insert(connection, ready)
 
 
-def consume(consumer: txnbridge.Consumer, messages: int) -> None:
-    while messages:
-        for _ in (batch := consumer.poll(PIECE)):
-            pass
-        messages -= len(batch)
-
-
 @contender
 def reading_all(url: str, messages: int, in_group: bool) -> Iterator[Lap]:
     """A lap is a new consumer that reads everything, in a new group or without one."""
@@ -75,8 +67,12 @@ def reading_all(url: str, messages: int, in_group: bool) -> Iterator[Lap]:
 
         def lap() -> int:
             group = f"group-{next(_names)}" if in_group else None
+            left = messages
             with bridge.consumer("topic", group=group) as consumer:
-                consume(consumer, messages)
+                while left:
+                    for _ in (batch := consumer.poll(PIECE)):
+                        pass
+                    left -= len(batch)
             return messages
 
         yield lap

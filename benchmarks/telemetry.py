@@ -50,18 +50,15 @@ def sending(way: str, write: Contender) -> Iterator[Lap]:
         yield lap
 
 
-def writing_to(settings: Settings, broker: str, url: str, topic: str, values: list[bytes]) -> Contender:
-    """Return a contender; on the embedded broker each of its rounds has a file of its own."""
-    return _embedded.writing(settings, values) if broker == "embedded" else writing(url, topic, values)
-
-
 def measure(settings: Settings, broker: str) -> None:
     kit = helper(broker)
     with kit.broker(settings) as url:
         topic = kit.new_topic(url)
         report = Report(settings, "Speed with metrics and traces / without")
         for count in (1, MANY):
-            write = writing_to(settings, broker, url, topic, [b"x" * 100] * count)
+            values = [b"x" * 100] * count
+            # On the embedded broker each round has a file of its own.
+            write = _embedded.writing(settings, values) if broker == "embedded" else writing(url, topic, values)
             found = alternate(settings, {way: sending(way, write) for way in WAYS})
             for way in list(WAYS)[1:]:
                 target = None if count == MANY and way != "metrics" else at_least(0.95)
