@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    OutcomeUnknown,
-    PositionLost,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_kafka.client.librdkafka import CALL_LIMIT, ConfluentConsumer, ignore, seconds, warm_up
 from txnbridge_kafka.client.shared_producer import Report, SharedProducer
@@ -79,7 +71,7 @@ class KafkaDecisionLog(DecisionLog):
 
     def _open(self, deadline: Deadline) -> None:
         if not _NAME.fullmatch(self._topic):
-            raise InvalidOption(
+            raise errors.InvalidOption(
                 f"{self._topic!r} is no valid topic name: on Kafka an application's name has letters, digits, '.', '_'"
                 f" and '-', and together with the prefix at most {_LONGEST_NAME} characters"
             )
@@ -116,16 +108,16 @@ class KafkaDecisionLog(DecisionLog):
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
         """Sleep for a short pause if repeating the client's call may help; else raise the translated error."""
         refused = self._translate(error, what)
-        if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
+        if type(refused) not in (errors.BrokerUnavailable, errors.DeadlineExceeded):
             raise refused from error
         if deadline.left() <= _RETRY_SECONDS:
-            raise DeadlineExceeded(f"{refused}; tried for {deadline.seconds:g} s") from error
+            raise errors.DeadlineExceeded(f"{refused}; tried for {deadline.seconds:g} s") from error
         time.sleep(_RETRY_SECONDS)
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         report = self._send(record, deadline)
         if report is None:
-            raise OutcomeUnknown(
+            raise errors.OutcomeUnknown(
                 f"a record may or may not be in the decision log {self._topic}: no answer came within"
                 f" {deadline.seconds:g} s"
             )
@@ -135,7 +127,7 @@ class KafkaDecisionLog(DecisionLog):
         error = KafkaException(failure)
         if failure.code() in _NOT_STORED:
             raise self._translate(error, "appending to it") from error
-        raise OutcomeUnknown(
+        raise errors.OutcomeUnknown(
             f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
         ) from error
 
@@ -236,9 +228,9 @@ class KafkaDecisionLog(DecisionLog):
         """
         begin, _ = self._bounds(deadline)
         if at < begin:
-            raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
+            raise errors.PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
         if not self._topics.require_keeping(self._topic, deadline):
-            raise PositionLost(
+            raise errors.PositionLost(
                 f"the decision log {self._topic} has no record {at}, and this user may not see whether the topic is"
                 " compacted; grant it DescribeConfigs on the topic"
             )
@@ -291,17 +283,19 @@ class KafkaDecisionLog(DecisionLog):
         # The user's settings for producers and consumers are not used: linger.ms, for example, would delay decisions.
         return {**self._settings.client, "log_level": self._settings.log_level, "logger": _log, "error_cb": ignore}
 
-    def _translate(self, error: KafkaException, what: str) -> TxnBridgeError:
+    def _translate(self, error: KafkaException, what: str) -> errors.TxnBridgeError:
         cause = kafka_error(error)
         code = None if cause is None else cause.code()
         what = f"the decision log {self._topic}, {what}"
         if code in _TRIMMED:
-            return PositionLost(f"{what}: the record was trimmed")
+            return errors.PositionLost(f"{what}: the record was trimmed")
         if code in _NO_TOPIC:
-            return BrokerUnavailable(f"{what}: the topic is missing; it was deleted, or the broker has just started")
+            return errors.BrokerUnavailable(
+                f"{what}: the topic is missing; it was deleted, or the broker has just started"
+            )
         if code in _TOO_LARGE:
-            return InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
+            return errors.InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
         ours = translate(error, what)
-        if isinstance(ours, AccessDenied):
-            return AccessDenied(f"{ours}; an administrator grants:{self._topics.grants(self._topic)}")
+        if isinstance(ours, errors.AccessDenied):
+            return errors.AccessDenied(f"{ours}; an administrator grants:{self._topics.grants(self._topic)}")
         return ours

@@ -14,14 +14,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 
-from txnbridge.errors import (
-    BrokerUnavailable,
-    InvalidOption,
-    NotSupported,
-    OutcomeUnknown,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Context, Deadline
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.groups import Queue
@@ -61,7 +54,7 @@ def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadlin
             settings.name_servers, credentials=settings.credentials(), tls=settings.tls_context(), on_checks=router.call
         )
     except ValueError as error:
-        raise InvalidOption(str(error)) from error
+        raise errors.InvalidOption(str(error)) from error
     try:
         identity = identify_cluster(settings, client, deadline)
         noted = record_brokers(settings, client, identity.home, deadline)
@@ -95,9 +88,9 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
     """
     try:
         brokers = _brokers(settings, client, deadline)
-    except NotSupported as error:
+    except errors.NotSupported as error:
         # Messages through a proxy would be lost: it reports success for END_TRANSACTION and does nothing.
-        raise InvalidOption(
+        raise errors.InvalidOption(
             f"a broker or a proxy answers at {', '.join(settings.name_servers)}, and not a name server. Put the"
             " addresses of the name servers into the URL, and let this host reach the brokers themselves"
         ) from error.__cause__
@@ -106,7 +99,9 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
         identity = _identity_in_log(settings, client, brokers[0], deadline)
         _store_on(identity, settings, client, identity.home, deadline)
         if _identity_on_brokers(settings, client, deadline) != identity:
-            raise BrokerUnavailable("this cluster got its id a moment ago, and not every broker has it yet; try again")
+            raise errors.BrokerUnavailable(
+                "this cluster got its id a moment ago, and not every broker has it yet; try again"
+            )
     _store_on_all(identity, settings, client, brokers, deadline)
     return identity
 
@@ -123,7 +118,7 @@ def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str
     for broker in sorted(running - noted):
         try:
             create_topic_on(client, home, settings.broker_topic(broker), 1, "NORMAL", deadline)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             _log.warning("broker %s is not recorded: while it is down, its topics will look deleted: %s", broker, error)
     return frozenset({home} | noted | running)
 
@@ -133,7 +128,9 @@ def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadl
     while not (names := BrokerConfigs(client).names(deadline)):
         if deadline.left() <= _BROKER_LIST_PAUSE_SECONDS:
             servers = ", ".join(settings.name_servers)
-            raise BrokerUnavailable(f"the name server {servers} knew no running broker for {deadline.seconds:g} s")
+            raise errors.BrokerUnavailable(
+                f"the name server {servers} knew no running broker for {deadline.seconds:g} s"
+            )
         time.sleep(_BROKER_LIST_PAUSE_SECONDS)
     return names
 
@@ -144,7 +141,7 @@ def _identity_on_brokers(settings: RocketMQSettings, client: RemotingClient, dea
     suffixes = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
     names = {ClusterId(match[1], decoded(match[2])) for text in suffixes if (match := _IDENTITY_SUFFIX.fullmatch(text))}
     if len(names) > 1:
-        raise StorageFailed(
+        raise errors.StorageFailed(
             f"this cluster has several ids, in the names of topics that begin with {begin}: its brokers belonged to"
             " several clusters before. Choose another prefix, or delete the topics of the ids that nobody uses"
         )
@@ -162,15 +159,15 @@ def _identity_in_log(settings: RocketMQSettings, client: RemotingClient, home: s
     if identity is not None:
         return identity
     if used or any(name != queue.topic for name in others):
-        raise StorageFailed(
+        raise errors.StorageFailed(
             f"the record with this cluster's id is gone from {queue.topic}, and so is the topic that repeats the id:"
             f" create that topic again ({queue.topic}-ID-BROKER, with the ID in any token), or choose another prefix"
         )
-    with suppress(OutcomeUnknown):
+    with suppress(errors.OutcomeUnknown):
         log.append(json.dumps({"v": _VERSION, "cluster": uuid.uuid4().hex}).encode(), deadline)
     identity = _first_record(log, home, deadline)
     if identity is None:
-        raise BrokerUnavailable(f"the record with this cluster's id could not be written to {queue.topic}")
+        raise errors.BrokerUnavailable(f"the record with this cluster's id could not be written to {queue.topic}")
     return identity
 
 
@@ -184,7 +181,9 @@ def _first_record(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> Cl
     except (ValueError, TypeError, KeyError):
         cluster_id = ""
     if not re.fullmatch("[0-9a-f]{32}", cluster_id):
-        raise StorageFailed("the record with this cluster's id was not written by txnbridge: choose another prefix")
+        raise errors.StorageFailed(
+            "the record with this cluster's id was not written by txnbridge: choose another prefix"
+        )
     return ClusterId(cluster_id, home)
 
 
@@ -207,5 +206,5 @@ def _store_on_all(
         if route is None or broker not in route.masters:
             try:
                 _store_on(identity, settings, client, broker, deadline)
-            except TxnBridgeError as error:
+            except errors.TxnBridgeError as error:
                 _log.warning("the cluster's id is not stored on broker %s: %s", broker, error)

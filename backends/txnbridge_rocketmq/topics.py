@@ -5,15 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    NotFound,
-    NotSupported,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import administration, routes
 from txnbridge_rocketmq.client.client import RemotingClient
@@ -70,12 +62,12 @@ class RocketMQTopics:
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
         """Return a topic's writable queues. Raise as `queues` does, and `NotFound` if the partition is missing."""
         if partition is not None and partition < 0:
-            raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
+            raise errors.NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         queues = self._route(topic, deadline, (partition or 0) + 1).writable
         if partition is not None and partition >= len(queues):
-            raise NotFound(f"{topic} has {len(queues)} partitions, so there is no partition {partition}")
+            raise errors.NotFound(f"{topic} has {len(queues)} partitions, so there is no partition {partition}")
         if not queues:
-            raise NotFound(f"topic {topic!r} has no writable queue: its permission (perm) allows no writing")
+            raise errors.NotFound(f"topic {topic!r} has no writable queue: its permission (perm) allows no writing")
         return queues
 
     def existing_queues(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
@@ -108,7 +100,7 @@ class RocketMQTopics:
             if not away:
                 break
             if deadline.left() <= _BROKER_DOWN_PAUSE_SECONDS:
-                raise DeadlineExceeded(
+                raise errors.DeadlineExceeded(
                     f"for {deadline.seconds:g} s the name server knew no topic {topic!r}, and broker {away[0]}, which"
                     " may have the topic, was down. (If that broker is gone for good, delete the topic"
                     f" {self._settings.broker_topic(away[0])}, and open the bridge anew)"
@@ -127,7 +119,7 @@ class RocketMQTopics:
         except RemotingError as error:
             # Without the right to ask the broker, the name server's answer is used: a broker registers itself and its
             # topics in one request, so a broker that the name server knows has no other topics.
-            return not isinstance(translate(error, ""), AccessDenied)
+            return not isinstance(translate(error, ""), errors.AccessDenied)
 
     def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> TopicRoute:
         at, known = self._known.get(topic, (0.0, None))
@@ -149,7 +141,7 @@ class RocketMQTopics:
                 break
             time.sleep(_ROUTE_POLL_SECONDS)
         if route is None:
-            raise NotFound(
+            raise errors.NotFound(
                 f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
                 f" --url {self._settings.url}"
             )
@@ -160,7 +152,7 @@ class RocketMQTopics:
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
         """Create a topic. Return False if a topic of this name exists. Raise `InvalidOption` for invalid values."""
         if partitions < 1:
-            raise InvalidOption(f"a topic has at least one partition, not {partitions}")
+            raise errors.InvalidOption(f"a topic has at least one partition, not {partitions}")
         if self.existing_queues(topic, deadline):
             return False
         created = create_topic_on(self._client, self.home, topic, partitions, _USER_TOPIC_TYPE, deadline)
@@ -171,9 +163,9 @@ class RocketMQTopics:
         """Add partitions, so that the topic has `partitions`. Raise `NotFound`, or `InvalidOption` if it has more."""
         queues = self.existing_queues(topic, deadline)
         if not queues:
-            raise NotFound(f"there is no topic {topic!r}")
+            raise errors.NotFound(f"there is no topic {topic!r}")
         if partitions < len(queues):
-            raise InvalidOption(f"topic {topic!r} has {len(queues)} partitions; they cannot become fewer")
+            raise errors.InvalidOption(f"topic {topic!r} has {len(queues)} partitions; they cannot become fewer")
         if partitions > len(queues):
             _change(self._client, queues[0].broker, topic, partitions, None, deadline)
             self._wait_until(topic, partitions, deadline)
@@ -183,7 +175,7 @@ class RocketMQTopics:
         """Delete a topic from its brokers and from the name servers. Raise `NotFound` if the topic is missing."""
         route = self._find_route(topic, deadline)
         if route is None:
-            raise NotFound(f"there is no topic {topic!r}")
+            raise errors.NotFound(f"there is no topic {topic!r}")
         action = f"deleting topic {topic!r}"
         for broker in sorted({queue.broker for queue in (*route.readable, *route.writable)}):
             retry_call(self._client, broker, administration.delete_topic(topic), action, deadline)
@@ -237,15 +229,15 @@ def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline
     if route is None:
         try:
             create_topic_on(client, broker, topic, 1, _OWN_TOPIC_TYPE, deadline)
-        except AccessDenied as error:
-            raise AccessDenied(_advice_to_create(client, topic, broker, deadline)) from error.__cause__
+        except errors.AccessDenied as error:
+            raise errors.AccessDenied(_advice_to_create(client, topic, broker, deadline)) from error.__cause__
         while (route := route_of(client, topic, deadline)) is None:
             deadline.check(f"waiting until the name server knows topic {topic!r}")
             time.sleep(_ROUTE_POLL_SECONDS)
     if {*route.readable, *route.writable} != {queue} or not (route.readable and route.writable):
         queues = sorted({*route.readable, *route.writable}, key=str)
         places = ", ".join(f"{each.broker}[{each.queue}]" for each in queues)
-        raise InvalidOption(
+        raise errors.InvalidOption(
             f"the topic {topic} must have one queue, on broker {broker}, to read and to write: a log has one order."
             f" Its queues are {places or 'neither readable nor writable'}; let an administrator change that, or choose"
             " another prefix"
@@ -268,9 +260,9 @@ def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: 
     request = administration.create_topic(topic, queues, kind)
     action = f"setting topic {topic!r} to {queues} partitions"
 
-    def to_error(error: RemotingError, action: str) -> TxnBridgeError:
+    def to_error(error: RemotingError, action: str) -> errors.TxnBridgeError:
         # The topic may have been created. Creating it twice is harmless.
-        return BrokerUnavailable(f"{action}: {error}") if error.may_have_had_effect else translate(error, action)
+        return errors.BrokerUnavailable(f"{action}: {error}") if error.may_have_had_effect else translate(error, action)
 
     retry(lambda: client.call(broker, request, deadline.left()), action, deadline, to_error)
 
@@ -278,7 +270,7 @@ def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: 
 def _on_one_broker(route: TopicRoute) -> TopicRoute:
     brokers = sorted({queue.broker for queue in (*route.readable, *route.writable)})
     if len(brokers) > 1:
-        raise NotSupported(
+        raise errors.NotSupported(
             f"topic {route.topic!r} is on the brokers {', '.join(brokers)}; txnbridge reads and writes only topics on"
             " one broker, because partitions would change their numbers while a broker is down"
         )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from txnbridge import errors
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter
 from txnbridge._base.messages import Position
@@ -19,15 +20,6 @@ from txnbridge._base.timing import Timing
 from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.records import Birth, LogRecord, encode
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    EvidenceLost,
-    OutcomeUnknown,
-    PositionLost,
-    TxnBridgeError,
-)
 from txnbridge.spi import DecisionLog
 
 # The longest pause before a failed append is repeated.
@@ -36,8 +28,8 @@ _LONGEST_PAUSE = 1.0
 _MOST_BYTES = 16_000_000
 
 
-def _too_long(deadline: Deadline) -> DeadlineExceeded:
-    return DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
+def _too_long(deadline: Deadline) -> errors.DeadlineExceeded:
+    return errors.DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
 
 
 class Follower:
@@ -174,12 +166,12 @@ class Follower:
 
     def _require_log(self) -> None:
         if self._lost:
-            raise EvidenceLost(self._lost)
+            raise errors.EvidenceLost(self._lost)
 
     def _end(self, deadline: Deadline, may_create: bool) -> Position | None:
         end, cursor = self._log.end(deadline), self._state.cursor
         if cursor is not None and (end is None or end < cursor[0]):
-            raise OutcomeUnknown(
+            raise errors.OutcomeUnknown(
                 f"the decision log ends before {list(cursor[0])}, which this process has read: the broker answers from"
                 " an old copy, or has lost records"
             )
@@ -197,7 +189,7 @@ class Follower:
             if not self._state.completeness.complete:
                 self._read_to_end(deadline)
         if not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
-            raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
+            raise errors.OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
         if self._state.completeness.complete and self._log_id not in (None, self._state.completeness.log):
             self._lose("the decision log was made anew since this process first read it")
         self._log_id = self._state.completeness.log or self._log_id
@@ -245,7 +237,7 @@ class Follower:
         with self._events.step("decision.read", first=list(first), last=list(end)) as found:
             try:
                 records = list(self._log.read(first, end, deadline))
-            except PositionLost:
+            except errors.PositionLost:
                 return
             found["records"] = len(records)
         seeking = LogState(lambda nonce, position, counts: None, Completeness(self._log.origin))
@@ -285,7 +277,7 @@ class Follower:
                 size += len(raw)
                 if size > _MOST_BYTES and len(records) > 1:
                     return records, True
-        except PositionLost:
+        except errors.PositionLost:
             return None, False
         return records, False
 
@@ -318,7 +310,7 @@ class Follower:
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
-        raise EvidenceLost(reason)
+        raise errors.EvidenceLost(reason)
 
     # --- appending --------------------------------------------------------------------------------------------------
 
@@ -349,15 +341,20 @@ class Follower:
                     seen[position] = None  # trimmed already
                     return
                 if state.blocked:
-                    raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
+                    raise errors.OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
                 if state.completeness.incomplete_because:
-                    raise EvidenceLost(state.completeness.incomplete_because)
+                    raise errors.EvidenceLost(state.completeness.incomplete_because)
                 self._lose(
                     f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
                 )
-        except (BrokerUnavailable, AccessDenied) as error:  # the right to read may be withdrawn after the append
-            raise OutcomeUnknown("a record was stored in the decision log, but could not be read back") from error
+        except (
+            errors.BrokerUnavailable,
+            errors.AccessDenied,
+        ) as error:  # the right to read may be withdrawn after the append
+            raise errors.OutcomeUnknown(
+                "a record was stored in the decision log, but could not be read back"
+            ) from error
 
     def _store(self, record: LogRecord, deadline: Deadline, transaction: str | None) -> Position:
         """Append a record, and repeat until the log returns its position, up to which the caller then reads."""
@@ -373,17 +370,17 @@ class Follower:
                     found["position"] = list(position)
                 self._stored = position if self._stored is None else max(self._stored, position)
                 return position
-            except TxnBridgeError as error:
+            except errors.TxnBridgeError as error:
                 failure = error
-            may_be_stored = may_be_stored or isinstance(failure, OutcomeUnknown)
-            passes = isinstance(failure, OutcomeUnknown) or type(failure) is BrokerUnavailable
+            may_be_stored = may_be_stored or isinstance(failure, errors.OutcomeUnknown)
+            passes = isinstance(failure, errors.OutcomeUnknown) or type(failure) is errors.BrokerUnavailable
             if not passes or deadline.left() <= pause:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         if not may_be_stored:
             raise failure
-        raise OutcomeUnknown(
+        raise errors.OutcomeUnknown(
             f"a {record.kind!r} record may or may not be in the decision log: no answer came within"
             f" {deadline.seconds:g} s; ask again"
         ) from failure

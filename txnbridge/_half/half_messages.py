@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
+from txnbridge import errors
 from txnbridge._base.connection import Connection, ConnectionUser, random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import check_place, split_item
@@ -22,16 +23,6 @@ from txnbridge._base.token import Decision, Outcome
 from txnbridge._base.topic import Topic, encode_message
 from txnbridge._half.common import RefusedHalf, check_decision, check_group, end_half, half_store
 from txnbridge._half.resolver import Check, Resolver
-from txnbridge.errors import (
-    Abort,
-    BrokerUnavailable,
-    EvidenceLost,
-    InvalidOption,
-    InvalidState,
-    OutcomeUnknown,
-    TransactionAborted,
-    TxnBridgeError,
-)
 from txnbridge.spi import Half, HalfMessage, HalfStore
 
 _log = logging.getLogger("txnbridge")
@@ -115,7 +106,7 @@ class HalfTransaction(ConnectionUser):
     def _check_room(self) -> None:
         most = self._connection.broker.limits.transaction_messages
         if most is not None and len(self._messages) >= most:
-            raise InvalidOption(f"a transaction has at most {most} messages on this broker")
+            raise errors.InvalidOption(f"a transaction has at most {most} messages on this broker")
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +127,7 @@ class HalfTransaction(ConnectionUser):
         finally:
             if self._outcome is None:
                 self._outcome = Outcome.ABORTED
-        return isinstance(error, Abort)
+        return isinstance(error, errors.Abort)
 
     def _finish(self) -> None:
         half = self._stored()
@@ -150,11 +141,11 @@ class HalfTransaction(ConnectionUser):
             return
         answered = f"check answered {'ABORT' if decision is Decision.COMMIT else 'COMMIT'} before execute had ended"
         if decision is Decision.COMMIT:
-            raise TransactionAborted(
+            raise errors.TransactionAborted(
                 f"transaction {self._id} was aborted although its work is done: {answered}. Whatever answers ABORT"
                 " has to make sure that the work cannot be done any more"
             )
-        raise InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
+        raise errors.InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
 
     def _stored(self) -> Half | None:
         """Store the messages at the broker; return the stored half, None if there are no messages.
@@ -173,16 +164,18 @@ class HalfTransaction(ConnectionUser):
         except BaseException as error:
             # The work is not done, so `check` answers ABORT if the half is stored nevertheless and this call to drop it
             # fails.
-            with suppress(TxnBridgeError):
+            with suppress(errors.TxnBridgeError):
                 self._store.end(half, Decision.ABORT, Deadline(END_SECONDS))
-            if isinstance(error, OutcomeUnknown):
-                raise BrokerUnavailable(f"the messages could not be stored, and nothing was done: {error}") from error
+            if isinstance(error, errors.OutcomeUnknown):
+                raise errors.BrokerUnavailable(
+                    f"the messages could not be stored, and nothing was done: {error}"
+                ) from error
             raise
 
     def _do_the_work(self) -> Decision:
         try:
             decision = self._execute(self, self._arg)
-        except Abort:
+        except errors.Abort:
             return Decision.ABORT
         except BaseException as error:
             _log.warning(
@@ -200,10 +193,10 @@ class HalfTransaction(ConnectionUser):
         deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
         try:
             return end_half(self._connection, self._store, half, decision, deadline)
-        except (EvidenceLost, RefusedHalf):
+        except (errors.EvidenceLost, RefusedHalf):
             raise
-        except (OutcomeUnknown, BrokerUnavailable) as error:
-            raise OutcomeUnknown(
+        except (errors.OutcomeUnknown, errors.BrokerUnavailable) as error:
+            raise errors.OutcomeUnknown(
                 f"transaction {self._id} was decided ({decision.value}), and the broker may not know it yet: {error}."
                 " check is asked, and ends it"
             ) from error
@@ -213,7 +206,9 @@ class HalfTransaction(ConnectionUser):
     @contextmanager
     def _in_turn(self, call: str) -> Iterator[None]:
         if not self._turn.acquire(blocking=False):
-            raise InvalidState(f"{call} on transaction {self._id} while another call on it runs: one thread at a time")
+            raise errors.InvalidState(
+                f"{call} on transaction {self._id} while another call on it runs: one thread at a time"
+            )
         try:
             if not self._open:
                 raise self._refusal(call)
@@ -221,8 +216,8 @@ class HalfTransaction(ConnectionUser):
         finally:
             self._turn.release()
 
-    def _refusal(self, call: str) -> InvalidState:
-        return InvalidState(f"{call} needs an open transaction; the block of {self._id} has ended")
+    def _refusal(self, call: str) -> errors.InvalidState:
+        return errors.InvalidState(f"{call} needs an open transaction; the block of {self._id} has ended")
 
 
 class HalfMessages(ConnectionUser):
@@ -233,7 +228,7 @@ class HalfMessages(ConnectionUser):
 
     def __init__(self, connection: Connection, group: str, execute: Execute, check: Check) -> None:
         if not callable(execute):
-            raise InvalidOption(f"execute= is called as f(txn, arg), not {type(execute).__name__}")
+            raise errors.InvalidOption(f"execute= is called as f(txn, arg), not {type(execute).__name__}")
         self._connection = connection
         self._group = group
         self._execute = execute

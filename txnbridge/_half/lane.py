@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+from txnbridge import errors
 from txnbridge._base.connection import close_logging_errors, random_name
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
@@ -30,20 +31,6 @@ from txnbridge._read.consumers import Consumers
 from txnbridge._write.group_commit import GroupCommit
 from txnbridge._write.transaction import Transaction
 from txnbridge._write.writers import Writers
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    OutcomeUnknown,
-    PositionLost,
-    TransactionAborted,
-    TxnBridgeError,
-)
 from txnbridge.spi import Begin, Half, HalfMessage, Identity
 
 _log = logging.getLogger("txnbridge")
@@ -133,11 +120,11 @@ class Lane:
             with self._transaction(self._begin(deadline)) as txn:
                 for topic, record, partition, timestamp in sends:
                     txn._send_encoded(topic, *record, partition, timestamp)
-        except EvidenceLost as error:  # the lane's records tell
-            raise OutcomeUnknown(str(error)) from error
-        except InvalidState as error:
+        except errors.EvidenceLost as error:  # the lane's records tell
+            raise errors.OutcomeUnknown(str(error)) from error
+        except errors.InvalidState as error:
             if self._closed:  # another thread has dropped the lane
-                raise Fenced(f"{self.topic} was opened again") from error
+                raise errors.Fenced(f"{self.topic} was opened again") from error
             raise
         self._committed_at = time.monotonic()
         self._written += 1
@@ -174,7 +161,7 @@ class Lane:
         try:
             self._append(half_records(half), deadline)
         except BaseException as error:
-            if not isinstance(error, OutcomeUnknown):
+            if not isinstance(error, errors.OutcomeUnknown):
                 self.index.undone.pop(half.transaction, None)
             raise
         finally:
@@ -191,7 +178,9 @@ class Lane:
             if id not in self.index.undone:
                 if half.how:
                     self.beat(0.0, deadline)  # only the lane's present holder can tell (hazard H154)
-                    raise EvidenceLost(f"half messages of {id} have ended long ago: only its own records tell how")
+                    raise errors.EvidenceLost(
+                        f"half messages of {id} have ended long ago: only its own records tell how"
+                    )
                 return Outcome.ABORTED  # it was not stored
             outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
             messages = self._messages(half, deadline) if decision is Decision.COMMIT else []
@@ -205,7 +194,7 @@ class Lane:
             sends.append((self.topic, HalfDone(id, outcome).record(), 0, None))
             try:
                 self._commit(sends, deadline)
-            except (NotFound, InvalidOption, AccessDenied, TransactionAborted) as error:
+            except (errors.NotFound, errors.InvalidOption, errors.AccessDenied, errors.TransactionAborted) as error:
                 raise self._refused(id, messages, error, deadline) from error
             self.index.end(id, outcome)
             return outcome
@@ -230,18 +219,20 @@ class Lane:
             return half.messages
         found = self.bodies([half.transaction], deadline)
         if half.transaction not in found:
-            raise EvidenceLost(f"records of the half messages of {half.transaction} were deleted from {self.topic!r}")
+            raise errors.EvidenceLost(
+                f"records of the half messages of {half.transaction} were deleted from {self.topic!r}"
+            )
         return found[half.transaction]
 
     def _refused(
-        self, id: str, messages: Sequence[HalfMessage], error: TxnBridgeError, deadline: Deadline
-    ) -> TxnBridgeError:
+        self, id: str, messages: Sequence[HalfMessage], error: errors.TxnBridgeError, deadline: Deadline
+    ) -> errors.TxnBridgeError:
         """Return the error for the caller, after parking a half whose messages are refused for good."""
         each = self.index.undone.get(id)
         text = f"the half messages of {id} are decided, and cannot be published: {error}"
-        if isinstance(error, TransactionAborted):
-            if not isinstance(error, DeliveryFailed) or each is None or not each.checks:
-                return BrokerUnavailable(text)  # the caller tries again
+        if isinstance(error, errors.TransactionAborted):
+            if not isinstance(error, errors.DeliveryFailed) or each is None or not each.checks:
+                return errors.BrokerUnavailable(text)  # the caller tries again
             if each.checks < self._connection.timing.half_refusals:
                 return RefusedHalf(text)  # the next check-back tries again
         self._refuse(id, messages, f"its messages are refused: {error}", deadline)
@@ -375,7 +366,7 @@ class Lane:
         try:
             if self._keep(nonce, deadline):
                 self._connection.broker.admin.trim((self.topic, 0), end, deadline)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             self._trim_at = time.monotonic() + _TRIM_AGAIN_SECONDS
             _log.warning("records of done half messages in %r could not be deleted: %s", self.topic, error)
 
@@ -393,8 +384,8 @@ class Lane:
                     self._append([*half_records(copy), *parked], deadline)
 
 
-def is_lost(error: TxnBridgeError) -> bool:
+def is_lost(error: errors.TxnBridgeError) -> bool:
     """Return whether a lane has to be opened again after this error of one of its transactions."""
-    return isinstance(error, Fenced | OutcomeUnknown | PositionLost | NotFound) and not isinstance(
-        error, RefusedHalf | EvidenceLost
-    )
+    return isinstance(
+        error, errors.Fenced | errors.OutcomeUnknown | errors.PositionLost | errors.NotFound
+    ) and not isinstance(error, RefusedHalf | errors.EvidenceLost)

@@ -8,36 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from txnbridge import errors
 from txnbridge._base.messages import Message
 from txnbridge._base.state import State
 from txnbridge._process.handler import causes
 from txnbridge._process.pass_transaction import PassTransaction
-from txnbridge.errors import (
-    Abort,
-    BrokerUnavailable,
-    Conflict,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    OutcomeUnknown,
-    Poison,
-    PositionLost,
-    TransactionAborted,
-    TxnBridgeError,
-    UsageError,
-)
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying
 
 
 # Errors that end the processor's loop, also if the handler raised them.
-_FINAL = (Fenced, EvidenceLost, PositionLost)
+_FINAL = (errors.Fenced, errors.EvidenceLost, errors.PositionLost)
 # Errors outside the handler after which the pass is retried; any other error there is a bug or a wrong setting.
-_PASSING = (TransactionAborted, BrokerUnavailable, OutcomeUnknown)
+_PASSING = (errors.TransactionAborted, errors.BrokerUnavailable, errors.OutcomeUnknown)
 # A codec raises these if its schema registry does not answer or memory is short; they do not make a message poison.
-_NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, TxnBridgeError)
+_NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, errors.TxnBridgeError)
 
 ExceptionClasses = type[Exception] | Sequence[type[Exception]]
 
@@ -50,7 +36,7 @@ class FailurePolicy:
 
     def __init__(self, poison: ExceptionClasses, fatal: ExceptionClasses, max_attempts: int | None) -> None:
         if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
-            raise InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
+            raise errors.InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
         self._poison = _poison_classes(poison)
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts
@@ -80,7 +66,7 @@ class FailurePolicy:
             return False
         return error is self._of_handler or isinstance(error, _PASSING)
 
-    def raise_unless_undecodable(self, poison: Poison) -> None:
+    def raise_unless_undecodable(self, poison: errors.Poison) -> None:
         """Raise the codec's original error if it does not show a bad message (say, a schema registry is down)."""
         cause = poison.__cause__
         if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
@@ -101,14 +87,14 @@ class FailurePolicy:
                 return
             # A call that the broker refuses is as often a wrong setting: the message holds its place, and is not set
             # aside.
-            if not isinstance(error, Abort | UsageError) and self._is_last_attempt(tried):
+            if not isinstance(error, errors.Abort | errors.UsageError) and self._is_last_attempt(tried):
                 return
         self._of_handler = error
         raise error
 
     def may_pass(self, error: Exception, txn: PassTransaction) -> bool:
         """Return whether the handler failed because of a message, but may succeed with it another time."""
-        if isinstance(error, (Abort, *self._fatal)) or isinstance(txn._cause, InvalidState):
+        if isinstance(error, (errors.Abort, *self._fatal)) or isinstance(txn._cause, errors.InvalidState):
             return False
         return not self.is_poison(error) and not _is_from_broker(error, txn)
 
@@ -124,9 +110,9 @@ class FailurePolicy:
         """Return whether the handler's error makes a message poison at once."""
         # A refused call (message too large, missing topic) may come from a wrong setting, with which every input
         # message would become a dead letter: so a `UsageError` makes a message poison only if its class is in `poison`.
-        if isinstance(error, UsageError):
-            return isinstance(error, tuple(c for c in self._poison if issubclass(c, UsageError)))
-        return isinstance(error, (Poison, *self._poison))
+        if isinstance(error, errors.UsageError):
+            return isinstance(error, tuple(c for c in self._poison if issubclass(c, errors.UsageError)))
+        return isinstance(error, (errors.Poison, *self._poison))
 
     def retrying(
         self,
@@ -155,7 +141,7 @@ class FailurePolicy:
 
 def require_not_ended(txn: PassTransaction) -> None:
     """Raise the `InvalidState` that a handler got for ending its transaction: a retry would fail in the same way."""
-    if isinstance(txn._cause, InvalidState):
+    if isinstance(txn._cause, errors.InvalidState):
         raise txn._cause
 
 
@@ -172,25 +158,33 @@ def _is_plain_abort(state: RetryCallState) -> bool:
     After a `Conflict` another process may still be working on the same messages, so the retry waits.
     """
     error = _error_of(state)
-    return state.attempt_number == 1 and isinstance(error, TransactionAborted) and not isinstance(error, Conflict)
+    return (
+        state.attempt_number == 1
+        and isinstance(error, errors.TransactionAborted)
+        and not isinstance(error, errors.Conflict)
+    )
 
 
 def _is_from_broker(error: Exception, txn: PassTransaction) -> bool:
     """Return whether the broker, not the message, caused an error of the handler, even if the handler wrapped it."""
-    failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
-    return failed or any(isinstance(e, TxnBridgeError) and not isinstance(e, UsageError) for e in causes(error))
+    failed = txn.state is not State.OPEN and not isinstance(txn._cause, errors.UsageError)
+    return failed or any(
+        isinstance(e, errors.TxnBridgeError) and not isinstance(e, errors.UsageError) for e in causes(error)
+    )
 
 
 def _exception_classes(setting: str, given: ExceptionClasses) -> tuple[type[Exception], ...]:
     classes = tuple(given) if isinstance(given, Iterable) else (given,)
     if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in classes):
-        raise InvalidOption(f"{setting}= takes exception classes")
+        raise errors.InvalidOption(f"{setting}= takes exception classes")
     return classes
 
 
 def _poison_classes(given: ExceptionClasses) -> tuple[type[Exception], ...]:
     classes = _exception_classes("poison", given)
     for kind in classes:
-        if issubclass(kind, TxnBridgeError) and not issubclass(kind, UsageError):
-            raise InvalidOption(f"{kind.__name__} is a broker's error, which is never the message's fault: not poison")
+        if issubclass(kind, errors.TxnBridgeError) and not issubclass(kind, errors.UsageError):
+            raise errors.InvalidOption(
+                f"{kind.__name__} is a broker's error, which is never the message's fault: not poison"
+            )
     return classes

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
+from txnbridge import errors
 from txnbridge._base.connection import ConnectionUser
 from txnbridge._base.deadline import check_seconds
 from txnbridge._base.loop_shutdown import Shutdown, StopNow
@@ -34,15 +35,6 @@ from txnbridge._process.retries import Retries
 from txnbridge._read.consumer import topic_list
 from txnbridge._read.consumers import Consumers
 from txnbridge.capabilities import Capability
-from txnbridge.errors import (
-    Abort,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    Poison,
-    TransactionAborted,
-    TxnBridgeError,
-)
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -190,10 +182,10 @@ class Processor(ConnectionUser):
         outbox: Outbox | None = None,
     ) -> None:
         if (each is None) == (batch is None) or not callable(each or batch):
-            raise InvalidOption("a processor takes each=f(message, txn) or batch=f(batch, txn), one of them")
+            raise errors.InvalidOption("a processor takes each=f(message, txn) or batch=f(batch, txn), one of them")
         _check_takes_two("each" if batch is None else "batch", each or batch)
         if not group:
-            raise InvalidOption("a processor reads in a group: group= is a non-empty name")
+            raise errors.InvalidOption("a processor reads in a group: group= is a non-empty name")
         connection = consumers.connection
         connection.capabilities.require(Capability.ATOMIC_ACK)
         self._consumers = consumers
@@ -222,7 +214,7 @@ class Processor(ConnectionUser):
         if db is not None:
             self._use_database(db, outbox)
         elif outbox is not None:
-            raise InvalidOption("outbox= is for the dead letters and the retries of a processor with db=")
+            raise errors.InvalidOption("outbox= is for the dead letters and the retries of a processor with db=")
 
         self._started = False
         self._inputs: ProcessorInputs | None = None
@@ -250,26 +242,28 @@ class Processor(ConnectionUser):
     def _check_settings(self) -> None:
         first, most = self._backoff
         if not 0 < first <= most:
-            raise InvalidOption("backoff= is two numbers of seconds: the first wait and the longest")
+            raise errors.InvalidOption("backoff= is two numbers of seconds: the first wait and the longest")
         check_seconds("timeout", self._timeout, above_0=True)
         check_seconds("stop_timeout", self._stop_timeout, above_0=True)
         check_seconds("max_wait", self._max_wait)
         if self._max_messages < 1:
-            raise InvalidOption(f"max_messages must be at least 1, not {self._max_messages}")
+            raise errors.InvalidOption(f"max_messages must be at least 1, not {self._max_messages}")
         if self._retry_for is not None:
             check_seconds("retry_for", self._retry_for)
         if self._dead_letters.topic in {topic.name for topic in self._topics}:
-            raise InvalidOption(f"{self._dead_letters.topic!r} is an input; its dead letters need a topic of their own")
+            raise errors.InvalidOption(
+                f"{self._dead_letters.topic!r} is an input; its dead letters need a topic of their own"
+            )
         for topic in self._retries.topics:
             if topic == self._dead_letters.topic or topic in {topic.name for topic in self._topics}:
-                raise InvalidOption(
+                raise errors.InvalidOption(
                     f"{topic!r} is a retry topic of group {self._group!r}: it can be neither an input nor take the dead"
                     " letters"
                 )
 
     def _use_database(self, db: str | Engine, outbox: Outbox | None) -> None:
         if outbox is None and (self._dead_letters.topic is not None or self._retries.topics):
-            raise InvalidOption(
+            raise errors.InvalidOption(
                 "with db=, dead letters and messages for a retry are sent in the database's transaction: they need"
                 " outbox="
             )
@@ -355,7 +349,7 @@ class Processor(ConnectionUser):
     def _begin(self) -> None:
         self._connection.check_open()
         if self._started:
-            raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
+            raise errors.InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
         with ExitStack() as unless_opened:
             if self._database is not None:
@@ -371,8 +365,8 @@ class Processor(ConnectionUser):
         self._retries.warn_of_unread_topics(self._connection)
         self._since = time.monotonic()
 
-    def _late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
+    def _late(self) -> errors.DeadlineExceeded:
+        return errors.DeadlineExceeded(
             f"{self!r} did not end within {self._stop_timeout:g} s after the stop and was abandoned; messages"
             " that were not committed by then will be redelivered"
         )
@@ -415,7 +409,7 @@ class Processor(ConnectionUser):
                     self._database.acknowledge(self._timeout if left is None else min(self._timeout, left))
             finally:
                 self._inputs.close(self._stop.left())
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             # The broker removes the member from the group when its heartbeats stop.
             _log.warning("%r could not leave its group: %s", self, error)
         if self._database is not None:
@@ -433,7 +427,7 @@ class Processor(ConnectionUser):
     def _give_up(self) -> None:
         """Abort the transaction and leave the group while the handler runs on: threads cannot be interrupted."""
         if (transaction := self._transaction) is not None:
-            with suppress(TxnBridgeError):
+            with suppress(errors.TxnBridgeError):
                 transaction.abort()
         self._leave()
 
@@ -544,7 +538,7 @@ class Processor(ConnectionUser):
         delivered = items.delivered[index]
         try:
             return self._retries.original(delivered)
-        except Poison as poison:
+        except errors.Poison as poison:
             items.set_aside(index, poison)
             return delivered
 
@@ -552,7 +546,7 @@ class Processor(ConnectionUser):
         original = items.originals[index]
         try:
             return inputs.decode(original)
-        except Poison as poison:
+        except errors.Poison as poison:
             self._policy.raise_unless_undecodable(poison)
             items.set_aside(index, poison)
             return original
@@ -624,8 +618,8 @@ class Processor(ConnectionUser):
                 return items
             assert self._each is not None
             return self._handle_each(self._each, items, txn)
-        except Abort as error:
-            raise TransactionAborted("the handler aborted its transaction (Abort)") from error
+        except errors.Abort as error:
+            raise errors.TransactionAborted("the handler aborted its transaction (Abort)") from error
 
     def _handle_each(self, each: Each, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         """Call the handler for each message; return the messages handled in this transaction as a batch.
@@ -711,7 +705,7 @@ class Processor(ConnectionUser):
             raise StopNow  # the handler has caught the `StopNow` raised in it, or returned before it was raised
         require_not_ended(txn)
         if txn.outcome is not None:
-            raise InvalidState(
+            raise errors.InvalidState(
                 f"the handler ended transaction {txn.id} itself ({txn.outcome.value}); leave that to the processor, or"
                 " raise txnbridge.Abort to have the messages redelivered"
             )
@@ -737,7 +731,7 @@ def _check_takes_two(setting: str, handler: Any) -> None:
     """Raise `InvalidOption` if a handler cannot be called with a message (or a batch) and a transaction."""
     called = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
-        raise InvalidOption(
+        raise errors.InvalidOption(
             f"{setting}= is a plain function: an `async def` or a generator would be called and never run. It may be an"
             " `async def` in a processor of txnbridge.aio, and in an App"
         )
@@ -749,4 +743,6 @@ def _check_takes_two(setting: str, handler: Any) -> None:
         signature.bind(None, None)
     except TypeError as error:
         what = "message" if setting == "each" else "batch"
-        raise InvalidOption(f"{setting}= is called as f({what}, txn), which this one does not take: {error}") from None
+        raise errors.InvalidOption(
+            f"{setting}= is called as f({what}, txn), which this one does not take: {error}"
+        ) from None

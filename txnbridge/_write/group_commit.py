@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from txnbridge import errors
 from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import encode_item
@@ -38,15 +39,6 @@ from txnbridge._base.state import State
 from txnbridge._write.token_operations import Outcomes
 from txnbridge._write.transaction import Transaction
 from txnbridge._write.writers import KeptMessage, TakenWriter, Writers
-from txnbridge.errors import (
-    DeliveryFailed,
-    Fenced,
-    InvalidState,
-    OutcomeUnknown,
-    TransactionTimedOut,
-    TxnBridgeError,
-    UsageError,
-)
 from txnbridge.spi import Begin, Evidence, Item, Partition, Position, RawHeaders, Writer
 
 _log = logging.getLogger("txnbridge")
@@ -275,7 +267,7 @@ class SharedTransaction(Transaction):
     def _commit_step(self) -> AbstractContextManager[object]:
         return self._events.step("group.commit", self.id, members=self._members)
 
-    def _settle(self, error: OutcomeUnknown) -> None:
+    def _settle(self, error: errors.OutcomeUnknown) -> None:
         """Leave an unknown outcome to the members: each asks for it by its own deadline, and no batch waits."""
         self._end_unknown()
         raise error
@@ -342,7 +334,7 @@ class Member(TakenWriter, Writer):
         self.writer.messages = count
 
     def begin(self, begin: Begin) -> None:
-        raise InvalidState("a gathered transaction begins when it is made")
+        raise errors.InvalidState("a gathered transaction begins when it is made")
 
     def send(
         self,
@@ -391,7 +383,7 @@ class Member(TakenWriter, Writer):
         self._promoted().ack(context, positions)
 
     def prepare(self, deadline: Deadline) -> None:
-        raise InvalidState("a gathered transaction is never prepared")
+        raise errors.InvalidState("a gathered transaction is never prepared")
 
     def evidence(self) -> Evidence:
         assert self.writer is not None
@@ -402,7 +394,7 @@ class Member(TakenWriter, Writer):
             self.writer.abort(deadline)
 
     def reopen(self, deadline: Deadline) -> None:
-        raise InvalidState("a gathered transaction has no writer to reopen")
+        raise errors.InvalidState("a gathered transaction has no writer to reopen")
 
     def close(self) -> None:
         pass
@@ -432,8 +424,8 @@ class Member(TakenWriter, Writer):
         try:
             for message in self.kept:
                 writer.send(*message)
-        except UsageError as error:  # `send` has taken the message before
-            raise DeliveryFailed(f"transaction {self.parameters.transaction} was aborted: {error}") from error
+        except errors.UsageError as error:  # `send` has taken the message before
+            raise errors.DeliveryFailed(f"transaction {self.parameters.transaction} was aborted: {error}") from error
         self._group.note((message.topic, message.partition) for message in self.kept)
 
     # --- as the writer taken by a transaction -------------------------------------------------------------------------
@@ -445,7 +437,9 @@ class Member(TakenWriter, Writer):
         """Commit the transaction in a batch; alone if it is promoted, or if the shared transaction was aborted."""
         if self.writer is None:
             if deadline.expired and not self._joined:
-                raise TransactionTimedOut(f"transaction {self.parameters.transaction} was not ended by its deadline")
+                raise errors.TransactionTimedOut(
+                    f"transaction {self.parameters.transaction} was not ended by its deadline"
+                )
             if (self._joined or self._may_join) and self._commit_in_batch(deadline):
                 return
         self._promoted()
@@ -496,9 +490,9 @@ class Member(TakenWriter, Writer):
         self._wait(deadline)
         if self._shared is not None and self._shared.state is State.COMMITTED:
             return True
-        if isinstance(self._error, Fenced) or self.token is not None:
-            error = copy.copy(self._error) if isinstance(self._error, TxnBridgeError) else None
-            raise error or OutcomeUnknown("the shared transaction's commit was interrupted") from self._error
+        if isinstance(self._error, errors.Fenced) or self.token is not None:
+            error = copy.copy(self._error) if isinstance(self._error, errors.TxnBridgeError) else None
+            raise error or errors.OutcomeUnknown("the shared transaction's commit was interrupted") from self._error
         return False
 
     def _wait(self, deadline: Deadline) -> None:

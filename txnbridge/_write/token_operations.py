@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import time
 
+from txnbridge import errors
 from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Outcome, Status, Token, TokenState
 from txnbridge._decisions.logs import DecisionLogs
 from txnbridge.capabilities import Capability
-from txnbridge.errors import (
-    BrokerUnavailable,
-    EvidenceLost,
-    InvalidState,
-    InvalidToken,
-    OutcomeUnknown,
-    TxnBridgeError,
-)
 from txnbridge.spi import Writer
 
 # The pause between two requests for an answer: long enough not to burden a broker that is starting, short enough for
@@ -58,7 +51,7 @@ class Outcomes:
         connection = self._connection
         parsed = self._check(token)
         if not parsed.prepared:
-            raise InvalidState(
+            raise errors.InvalidState(
                 f"transaction {parsed.transaction} was never prepared, so its token is only for status(): no other"
                 " process can end this transaction"
             )
@@ -76,12 +69,12 @@ class Outcomes:
         while True:
             try:
                 return end(token, self._logs.ledger_of(token), deadline)
-            except EvidenceLost as error:
+            except errors.EvidenceLost as error:
                 error.token = str(token)
                 raise
-            except (OutcomeUnknown, BrokerUnavailable) as error:
+            except (errors.OutcomeUnknown, errors.BrokerUnavailable) as error:
                 # Repeating the same decision is safe, so repeat it until the broker answers.
-                if isinstance(error, OutcomeUnknown):
+                if isinstance(error, errors.OutcomeUnknown):
                     error.token = str(token)
                 if deadline.left() <= _RETRY_SECONDS:
                     raise
@@ -99,10 +92,10 @@ class Outcomes:
             while True:
                 try:
                     status = connection.broker.status(token, self._logs.ledger_of(token), deadline)
-                except EvidenceLost as error:
+                except errors.EvidenceLost as error:
                     error.token = str(token)
                     raise
-                except TxnBridgeError:  # any other error leaves the outcome unknown for now
+                except errors.TxnBridgeError:  # any other error leaves the outcome unknown for now
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
                 if status.state is TokenState.COMMITTED:
@@ -110,7 +103,7 @@ class Outcomes:
                 if status.state is TokenState.ABORTED:
                     return Outcome.ABORTED
                 if status.permanent:
-                    raise EvidenceLost(
+                    raise errors.EvidenceLost(
                         f"the evidence of the outcome of transaction {token.transaction} is gone: {status.reason}",
                         token=str(token),
                     )
@@ -123,11 +116,11 @@ class Outcomes:
         connection.check_open()
         parsed = Token.parse(token)
         if parsed.broker != connection.backend:
-            raise InvalidToken(
+            raise errors.InvalidToken(
                 f"this token belongs to a {parsed.broker} broker; this bridge speaks to {connection.backend}"
             )
         if parsed.cluster != connection.broker.cluster:
-            raise InvalidToken(
+            raise errors.InvalidToken(
                 f"this token belongs to cluster {parsed.cluster}; this bridge speaks to {connection.broker.cluster}"
             )
         return parsed

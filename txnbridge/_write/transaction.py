@@ -12,6 +12,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from txnbridge import errors
 from txnbridge._base.connection import Connection, ConnectionUser, never_ran
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import (
@@ -29,17 +30,6 @@ from txnbridge._base.topic import Topic, as_topic, check_topic_name, encode_mess
 from txnbridge._read.deliveries import Deliveries, hold
 from txnbridge._write.token_operations import Outcomes
 from txnbridge._write.writers import KeptMessage, TakenWriter
-from txnbridge.errors import (
-    Abort,
-    Conflict,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    OutcomeUnknown,
-    TransactionAborted,
-    TxnBridgeError,
-    UsageError,
-)
 from txnbridge.spi import RawHeaders
 
 _log = logging.getLogger("txnbridge")
@@ -81,7 +71,7 @@ def _one_call(
                 if not self._take_turn(held):
                     raise self._busy(call)
                 result = method(self, *arguments, **named)  # with `return` here, a signal could come before `finally`
-            except UsageError:
+            except errors.UsageError:
                 raise
             except BaseException as error:
                 if not never_ran(error):
@@ -240,7 +230,7 @@ class Transaction(ConnectionUser):
                 if partition is not None or timestamp is not None:
                     check_place(partition, timestamp)
                 self._write(topic, value, key, None, partition, timestamp)
-        except UsageError:
+        except errors.UsageError:
             raise
         except BaseException as error:
             self._fail(error)
@@ -346,7 +336,7 @@ class Transaction(ConnectionUser):
             else:
                 self._writer.send_many(topic.name if isinstance(topic, Topic) else topic, items)
         except BaseException as error:
-            if isinstance(error, UsageError):
+            if isinstance(error, errors.UsageError):
                 error.args = (f"item {self._writer.messages - before} of send_many (counted from 0): {error}",)
             self._fail(error)
             raise
@@ -365,7 +355,7 @@ class Transaction(ConnectionUser):
     def ack_up_to(self, message: Message) -> None:
         """Acknowledge all delivered messages of the message's partition up to and including this message."""
         if not isinstance(message, Message):
-            raise InvalidOption("ack_up_to takes one message that was read")
+            raise errors.InvalidOption("ack_up_to takes one message that was read")
         self._acknowledge((message,), up_to=True)
 
     @_one_call("ack")
@@ -388,9 +378,9 @@ class Transaction(ConnectionUser):
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
         if self._prepare:
-            raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
+            raise errors.InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
         if self._lent:
-            refused = InvalidState(
+            refused = errors.InvalidState(
                 f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
                 " acknowledgement; raise txnbridge.Abort to have the messages redelivered"
             )
@@ -432,7 +422,7 @@ class Transaction(ConnectionUser):
             if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
                 self._end_block(failure)
             raise
-        return isinstance(error, Abort)
+        return isinstance(error, errors.Abort)
 
     @_one_call("the end of the block")
     def _end_block(self, error: BaseException | None) -> None:
@@ -443,16 +433,16 @@ class Transaction(ConnectionUser):
                 self._abort_after(error)
         elif self._shut and error is None:
             self._connection.check_process()
-            raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
+            raise errors.TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
 
     def _finish(self) -> None:
         """Commit or prepare at the end of a block without an exception; abort and raise if the transaction failed."""
         if self._state is State.FAILED:
             cause = self._cause
             self._end_by_asking(self._abort)
-            if isinstance(cause, TransactionAborted | Fenced):
+            if isinstance(cause, errors.TransactionAborted | errors.Fenced):
                 raise cause
-            raise TransactionAborted(
+            raise errors.TransactionAborted(
                 f"transaction {self.id} was aborted because part of it failed ({self._why_failed()})"
             ) from cause
         self._end_by_asking(self._do_prepare if self._prepare else self._commit)
@@ -462,7 +452,7 @@ class Transaction(ConnectionUser):
         try:
             self._end_by_asking(self._abort)
         except Exception as failure:
-            if isinstance(error, Abort):
+            if isinstance(error, errors.Abort):
                 raise
             _log.warning("transaction %s: abort failed after %s: %s", self.id, type(error).__name__, failure)
 
@@ -499,12 +489,12 @@ class Transaction(ConnectionUser):
         try:
             with self._commit_step():
                 self._taken.commit(self._begin.deadline)
-        except (TransactionAborted, Fenced):
+        except (errors.TransactionAborted, errors.Fenced):
             self._end(State.ABORTED)
             raise
-        except OutcomeUnknown as error:
+        except errors.OutcomeUnknown as error:
             self._settle(error)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             # The commit was not requested. The transaction can only be aborted, by the block's end or the caller.
             self._state = State.OPEN
             self._taken.open = True
@@ -517,7 +507,7 @@ class Transaction(ConnectionUser):
         """Return the event step of the commit."""
         return self._events.step("commit", self.id)
 
-    def _settle(self, error: OutcomeUnknown) -> None:
+    def _settle(self, error: errors.OutcomeUnknown) -> None:
         """Ask the broker for the outcome after a commit without an answer, until the transaction's deadline.
 
         Raise `TransactionAborted` if it was aborted, `OutcomeUnknown` if the outcome is still unknown.
@@ -532,7 +522,7 @@ class Transaction(ConnectionUser):
             self._end(State.COMMITTED)
         elif outcome is Outcome.ABORTED:
             self._end(State.ABORTED)
-            raise TransactionAborted(f"transaction {self.id} was aborted; its answer was lost first") from error
+            raise errors.TransactionAborted(f"transaction {self.id} was aborted; its answer was lost first") from error
         else:
             raise type(error)(
                 f"no answer to the end of transaction {self.id}: {error}. Ask later with its token",
@@ -545,7 +535,7 @@ class Transaction(ConnectionUser):
         try:
             with self._events.step("abort", self.id):
                 self._writer.abort(self._begin.deadline)
-        except (TransactionAborted, Fenced):
+        except (errors.TransactionAborted, errors.Fenced):
             pass  # the transaction is aborted, as wanted
         self._end(State.ABORTED)
 
@@ -559,7 +549,7 @@ class Transaction(ConnectionUser):
                 found["expires_at"] = self._token.expires_at
         except BaseException as error:
             self._token = None
-            if isinstance(error, TransactionAborted | Fenced):
+            if isinstance(error, errors.TransactionAborted | errors.Fenced):
                 self._end(State.ABORTED)
             else:
                 self._abort_after(error)
@@ -609,32 +599,34 @@ class Transaction(ConnectionUser):
         self._fail(error)
         return error
 
-    def _busy(self, call: str) -> TxnBridgeError:
+    def _busy(self, call: str) -> errors.TxnBridgeError:
         self._connection.check_process()
         if self._connection.closed:
-            return InvalidState(f"{call} on transaction {self.id}, whose bridge is closed")
-        return InvalidState(f"{call} on transaction {self.id} while another call on it runs: one thread at a time")
+            return errors.InvalidState(f"{call} on transaction {self.id}, whose bridge is closed")
+        return errors.InvalidState(
+            f"{call} on transaction {self.id} while another call on it runs: one thread at a time"
+        )
 
-    def _refusal(self, call: str, needed: str = "open") -> TxnBridgeError:
+    def _refusal(self, call: str, needed: str = "open") -> errors.TxnBridgeError:
         self._connection.check_process()
         text = f"{call} needs an {needed} transaction; {self.id} is {self._state.value}"
         if self._state is State.FAILED:
             text += f" ({self._why_failed()}); abort it and run it again"
         if self._shut:
             text += ": its bridge was closed meanwhile"
-        return InvalidState(text)
+        return errors.InvalidState(text)
 
     def _why_failed(self) -> str:
         """Return why the transaction failed; foreign errors without their text, which may contain message data."""
         kind = type(self._cause).__name__
-        return f"{kind}: {self._cause}" if isinstance(self._cause, TxnBridgeError) else kind
+        return f"{kind}: {self._cause}" if isinstance(self._cause, errors.TxnBridgeError) else kind
 
     def _fail(self, error: BaseException) -> None:
         if self._state is State.OPEN:
             self._state = State.FAILED
             self._cause = error
 
-    def _fail_from_outside(self, error: Conflict, patience: float) -> None:
+    def _fail_from_outside(self, error: errors.Conflict, patience: float) -> None:
         """Fail the transaction because a partition whose messages it holds is revoked; then it can only be aborted.
 
         First wait up to `patience` seconds for a running call on the transaction, unless that call is on this thread (a

@@ -31,16 +31,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 
 import txnbridge
+from txnbridge import errors
 from txnbridge._base.url import find_backend, nearest, parse_url
 from txnbridge.commands import asked_for, json_and_debug
-from txnbridge.errors import (
-    BrokerUnavailable,
-    Fenced,
-    OutcomeUnknown,
-    TransactionAborted,
-    TxnBridgeError,
-    UsageError,
-)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,16 +68,16 @@ class ExitCode(IntEnum):
 # "\b" keeps click from joining the lines into one paragraph.
 EXIT_CODES_HELP = "\b\nExit codes:\n" + "\n".join(f"  {code.value:>3}  {code.sentence}" for code in ExitCode)
 
-_CODES: tuple[tuple[type[TxnBridgeError], ExitCode], ...] = (
-    (UsageError, ExitCode.USAGE),
-    (BrokerUnavailable, ExitCode.UNAVAILABLE),
-    (OutcomeUnknown, ExitCode.UNKNOWN),
-    (TransactionAborted, ExitCode.ABORTED),
-    (Fenced, ExitCode.FENCED),
+_CODES: tuple[tuple[type[errors.TxnBridgeError], ExitCode], ...] = (
+    (errors.UsageError, ExitCode.USAGE),
+    (errors.BrokerUnavailable, ExitCode.UNAVAILABLE),
+    (errors.OutcomeUnknown, ExitCode.UNKNOWN),
+    (errors.TransactionAborted, ExitCode.ABORTED),
+    (errors.Fenced, ExitCode.FENCED),
 )
 
 
-def exit_code(error: TxnBridgeError) -> ExitCode:
+def exit_code(error: errors.TxnBridgeError) -> ExitCode:
     """Return the exit code for an error of txnbridge."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
@@ -273,7 +266,7 @@ def report(ctx: click.Context, error: Exception) -> int:
 
 
 def _describe(error: Exception) -> tuple[str, int]:
-    if isinstance(error, TxnBridgeError):
+    if isinstance(error, errors.TxnBridgeError):
         return str(error) or type(error).__name__, exit_code(error)
     if isinstance(error, click.ClickException):
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "txnbridge"

@@ -20,18 +20,7 @@ from sqlalchemy import exc
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from txnbridge.errors import (
-    AccessDenied,
-    BackendMissing,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    NotSupported,
-    OutcomeUnknown,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 
 # The savepoint at the begin of a transaction whose statements are a program's.
@@ -80,13 +69,13 @@ class Database:
         self._owned = isinstance(database, str)
         self.engine = engine = _make_engine(database, what) if isinstance(database, str) else database
         if not isinstance(engine, sa.Engine) or (engine.dialect.is_async and not in_greenlet):
-            raise InvalidOption(
+            raise errors.InvalidOption(
                 f"{what} works on a thread of its own: give it the URL or an `Engine` of a synchronous driver, such as"
                 " postgresql+psycopg:// or sqlite://, not of an asynchronous one"
             )
         in_memory = engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:")
         if isinstance(engine.pool, StaticPool) or (self._owned and in_memory):
-            raise InvalidOption(_not_outliving(what))
+            raise errors.InvalidOption(_not_outliving(what))
 
     def __repr__(self) -> str:
         return self.engine.url.render_as_string(hide_password=True)
@@ -104,11 +93,11 @@ class Database:
         while True:
             try:
                 return self.change(what, question, deadline)
-            except OutcomeUnknown as error:
+            except errors.OutcomeUnknown as error:
                 if deadline.left() <= RETRY_SECONDS:
-                    raise DeadlineExceeded(str(error)) from error.__cause__
-            except BrokerUnavailable as error:
-                if type(error) is not BrokerUnavailable or deadline.left() <= RETRY_SECONDS:
+                    raise errors.DeadlineExceeded(str(error)) from error.__cause__
+            except errors.BrokerUnavailable as error:
+                if type(error) is not errors.BrokerUnavailable or deadline.left() <= RETRY_SECONDS:
                     raise
             threading.Event().wait(RETRY_SECONDS)
 
@@ -141,11 +130,11 @@ class Database:
             return work() if self.engine.dialect.is_async else within(deadline, work)
         except FutureTimeout:
             if commit.give_up():
-                raise OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
-            raise DeadlineExceeded(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
+                raise errors.OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
+            raise errors.DeadlineExceeded(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
         except exc.SQLAlchemyError as error:
             if commit.asked:
-                raise OutcomeUnknown(f"{what}: the answer was lost") from own(error)
+                raise errors.OutcomeUnknown(f"{what}: the answer was lost") from own(error)
             raise in_our_words(error, what) from own(error)
 
 
@@ -240,9 +229,9 @@ def _make_engine(url: str, what: str) -> sa.Engine:
     try:
         return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
     except (ModuleNotFoundError, exc.NoSuchModuleError) as error:
-        raise BackendMissing(f"the database of {what} needs a driver: {error}") from error
+        raise errors.BackendMissing(f"the database of {what} needs a driver: {error}") from error
     except exc.ArgumentError:
-        raise InvalidOption(f"{what} needs the URL of a database, such as sqlite:////path/to/file") from None
+        raise errors.InvalidOption(f"{what} needs the URL of a database, such as sqlite:////path/to/file") from None
 
 
 def make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: str) -> None:
@@ -258,7 +247,7 @@ def make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: str
         if not _is_denied(error):
             raise
         told = ";".join(str(each.compile(dialect=connection.dialect)).rstrip() for each in statements)
-        raise AccessDenied(
+        raise errors.AccessDenied(
             f"{what} needs tables that this user may not make. Make them, and grant select, insert, update and"
             f" delete on them:{told}"
         ) from own(error)
@@ -303,7 +292,7 @@ def require_not_ended(connection: sa.Connection) -> None:
         connection.exec_driver_sql(f"RELEASE SAVEPOINT {_GUARD}")
     except exc.DBAPIError as error:
         if state_of(error) == _NO_SAVEPOINT or _number_of(error) == 1305 or "no such savepoint" in str(error.orig):
-            raise InvalidState(
+            raise errors.InvalidState(
                 "a statement has ended the database transaction: a ROLLBACK or COMMIT as text, ON CONFLICT ROLLBACK, a"
                 " trigger, or a statement that commits by itself"
             ) from own(error)
@@ -355,9 +344,11 @@ def require_suitable(connection: sa.Connection, what: str, table: sa.Table, name
     if connection.scalar(sa.select(column).where(column == trial)) is not None:
         connection.execute(table.delete().where(column == trial))
         connection.commit()
-        raise InvalidOption(f"{what} needs transactions: this engine commits each statement by itself (AUTOCOMMIT)")
+        raise errors.InvalidOption(
+            f"{what} needs transactions: this engine commits each statement by itself (AUTOCOMMIT)"
+        )
     if confused is not None:
-        raise InvalidOption(
+        raise errors.InvalidOption(
             f"{what} needs texts that are compared exactly, but to the table {table.name} 'a' is the same as 'A' or"
             f" 'a '. On MariaDB: ALTER TABLE {table.name} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin"
         )
@@ -368,18 +359,18 @@ def require_durable(connection: sa.Connection, what: str) -> None:
     dialect: Any = connection.dialect
     if dialect.name == "sqlite":
         if not connection.exec_driver_sql("PRAGMA database_list").all()[0][2]:  # the file of "main"
-            raise InvalidOption(_not_outliving(what))
+            raise errors.InvalidOption(_not_outliving(what))
         if int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
-            raise InvalidOption(f"{what} needs SQLite with PRAGMA synchronous=FULL")
+            raise errors.InvalidOption(f"{what} needs SQLite with PRAGMA synchronous=FULL")
     elif dialect.name == "postgresql":
         if connection.exec_driver_sql("SHOW synchronous_commit").scalar() == "off":
-            raise InvalidOption(f"{what} needs PostgreSQL with synchronous_commit at least local, not off")
+            raise errors.InvalidOption(f"{what} needs PostgreSQL with synchronous_commit at least local, not off")
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar():
-            raise InvalidOption(f"{what} needs PostgreSQL's primary: this server is a replica")
+            raise errors.InvalidOption(f"{what} needs PostgreSQL's primary: this server is a replica")
     elif getattr(dialect, "is_mariadb", False):
         _require_durable_mariadb(connection, what)
     else:
-        raise NotSupported(f"{what} takes PostgreSQL, MariaDB and SQLite, not {dialect.name}")
+        raise errors.NotSupported(f"{what} takes PostgreSQL, MariaDB and SQLite, not {dialect.name}")
 
 
 def _require_durable_mariadb(connection: sa.Connection, what: str) -> None:
@@ -395,7 +386,7 @@ def _require_durable_mariadb(connection: sa.Connection, what: str) -> None:
         (settings.get("wsrep_on") == "ON", "wsrep_on=OFF: a cluster of Galera is not supported"),
     ):
         if wrong:
-            raise InvalidOption(f"{what} needs MariaDB with {needed}")
+            raise errors.InvalidOption(f"{what} needs MariaDB with {needed}")
 
 
 def own(error: exc.SQLAlchemyError) -> BaseException:
@@ -440,16 +431,16 @@ def _is_denied(error: exc.DBAPIError) -> bool:
     return state_of(error) == _PERMISSION_DENIED or _number_of(error) in _DENIED_NUMBERS
 
 
-def in_our_words(error: exc.SQLAlchemyError, what: str) -> TxnBridgeError:
+def in_our_words(error: exc.SQLAlchemyError, what: str) -> errors.TxnBridgeError:
     """Return the error of txnbridge that says the same as a database's; `what` names the work that failed."""
     text = f"{what}: {own(error)}".strip()
     if isinstance(error, exc.DBAPIError):
         if _is_denied(error):
-            return AccessDenied(text)
+            return errors.AccessDenied(text)
         # Two processes may create a table or row at the same time: the retry of the second one finds it.
         again = state_of(error) in _EXISTS
         if again or isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
-            return BrokerUnavailable(text)
+            return errors.BrokerUnavailable(text)
     if isinstance(error, exc.TimeoutError):
-        return BrokerUnavailable(text)
-    return StorageFailed(text)
+        return errors.BrokerUnavailable(text)
+    return errors.StorageFailed(text)

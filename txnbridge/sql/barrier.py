@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import sqlalchemy as sa
 from sqlalchemy import exc, orm
 
+from txnbridge import errors
 from txnbridge._base.connection import Connection, random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Message
@@ -30,16 +31,6 @@ from txnbridge._base.token import Decision, Outcome
 from txnbridge._half.common import RefusedHalf, check_group, half_store
 from txnbridge._half.half_messages import END_SECONDS, HalfTransaction
 from txnbridge._half.resolver import Resolver
-from txnbridge.errors import (
-    EvidenceLost,
-    InvalidOption,
-    InvalidState,
-    NotSupported,
-    OutcomeUnknown,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
 from txnbridge.spi import Half
 from txnbridge.sql._database import (
     RETRY_SECONDS,
@@ -101,7 +92,7 @@ class BarrierTable:
 
     def __init__(self, database: Database, place: str, group: str) -> None:
         if len(check_group(group)) > _LONGEST_GROUP:
-            raise InvalidOption(f"the name of a group with db= takes at most {_LONGEST_GROUP} characters")
+            raise errors.InvalidOption(f"the name of a group with db= takes at most {_LONGEST_GROUP} characters")
         self.database = database
         self.half_group = f"{group}-db-{place[:8]}"
         self._group = group
@@ -193,7 +184,7 @@ def open_place(database: Database, deadline: Deadline, *, to_write: bool) -> str
     """
     name = database.engine.dialect.name
     if name not in _CLOCKS:
-        raise NotSupported(f"db= takes PostgreSQL and SQLite, not {name}")
+        raise errors.NotSupported(f"db= takes PostgreSQL and SQLite, not {name}")
 
     def create(connection: sa.Connection) -> None:
         require_durable(connection, _WHAT)
@@ -258,7 +249,7 @@ class BarrierResolver(Resolver):
             if time.monotonic() >= self._sweep_at:
                 self._sweep_at = time.monotonic() + _SWEEP_SECONDS
                 self.barrier.delete_old_aborts(Deadline(_LOOK_SECONDS))
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             _log.info("rows of group %r are deleted later: %s", self._group, error)
         finally:
             self._sweeping.release()
@@ -315,16 +306,16 @@ def _bound(db: SessionOrEngine) -> tuple[sa.Engine, orm.Session | None, bool]:
         return db, None, True
     session = db() if isinstance(db, orm.sessionmaker | orm.scoped_session) else db
     if not isinstance(session, orm.Session):
-        raise InvalidOption(
+        raise errors.InvalidOption(
             "db= is an Engine, a Session, a sessionmaker or an AsyncSession's `sync_session` of SQLAlchemy, not"
             f" {type(db).__name__}"
         )
     try:
         engine = session.get_bind()
     except exc.UnboundExecutionError:
-        raise InvalidOption("db= is a session of one database, by Session(engine)") from None
+        raise errors.InvalidOption("db= is a session of one database, by Session(engine)") from None
     if not isinstance(engine, sa.Engine) or session.twophase:
-        raise InvalidOption("db= is a session on an Engine, not on a Connection, and without twophase")
+        raise errors.InvalidOption("db= is a session on an Engine, not on a Connection, and without twophase")
     return engine, session, isinstance(db, orm.sessionmaker)
 
 
@@ -358,18 +349,18 @@ class BarrierTransaction(HalfTransaction):
         self._deadline_at = 0  # by the database's clock, in milliseconds since 1970
         self._lent = False  # whether the block has `_db`, in which a commit is refused
         self._settled = False  # whether the answer to the commit was lost, and the row was looked up
-        self._error: TxnBridgeError | None = None
+        self._error: errors.TxnBridgeError | None = None
 
     @property
     def db(self) -> Any:
         """The `Session` of this transaction, or with an `Engine` its `Connection`."""
         if self._db is None:
-            raise InvalidState(f"the database transaction of {self._id} is open only inside the block")
+            raise errors.InvalidState(f"the database transaction of {self._id} is open only inside the block")
         return self._db
 
     def ack(self, *_: object) -> None:
         """Raise `NotSupported`: a processor with `db=` acknowledges what was written to a database."""
-        raise NotSupported("a transaction with db= takes no acknowledgements; use bridge.processor(…, db=…)")
+        raise errors.NotSupported("a transaction with db= takes no acknowledgements; use bridge.processor(…, db=…)")
 
     ack_up_to = ack
 
@@ -378,9 +369,9 @@ class BarrierTransaction(HalfTransaction):
     def __enter__(self) -> BarrierTransaction:
         super().__enter__()
         if self._db is not None:
-            raise InvalidState(f"the block of transaction {self._id} has begun already")
+            raise errors.InvalidState(f"the block of transaction {self._id} has begun already")
         if self._session is not None and self._session.in_transaction():
-            raise InvalidState(
+            raise errors.InvalidState(
                 "db= takes a session that is in no transaction: commit it before, or pass a sessionmaker"
             )
         database, commit = self._barrier.database, Commit()
@@ -419,8 +410,8 @@ class BarrierTransaction(HalfTransaction):
         if self._lent and connection is not self._sql:
             raise self._misused("the session begins a second transaction in the block, or one in a second database")
 
-    def _misused(self, text: str) -> InvalidState:
-        self._error = InvalidState(f"transaction {self._id} is rolled back: {text}")
+    def _misused(self, text: str) -> errors.InvalidState:
+        self._error = errors.InvalidState(f"transaction {self._id} is rolled back: {text}")
         return self._error
 
     # --- end --------------------------------------------------------------------------------------------------------
@@ -489,13 +480,13 @@ class BarrierTransaction(HalfTransaction):
         try:
             if self._barrier.database.run(f"the commit of transaction {self._id}", work, self._deadline, commit):
                 return Decision.COMMIT
-            self._error = TransactionTimedOut(
+            self._error = errors.TransactionTimedOut(
                 f"transaction {self._id} was rolled back: its deadline had passed, and a resolver may have aborted it"
             )
         except Exception as error:
             if commit.asked:
                 return self._settle(error)
-            kind = InvalidState if isinstance(error, InvalidState) else TransactionAborted
+            kind = errors.InvalidState if isinstance(error, errors.InvalidState) else errors.TransactionAborted
             self._error = kind(f"transaction {self._id} was rolled back: {_told(error)}")
             self._error.__cause__ = error
         return Decision.ABORT
@@ -511,16 +502,16 @@ class BarrierTransaction(HalfTransaction):
         self._settled = True
         deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
         decision = Decision.UNDECIDED
-        with suppress(TxnBridgeError), self._connection.events.step("resolve", self._id) as found:
+        with suppress(errors.TxnBridgeError), self._connection.events.step("resolve", self._id) as found:
             decision = self._barrier.settle(self._id, self._deadline_at, deadline)
             found["decision"] = decision.value
         if decision is Decision.UNDECIDED:
-            raise OutcomeUnknown(
+            raise errors.OutcomeUnknown(
                 f"the answer to the commit of transaction {self._id} was lost; a resolver of {self._group!r} ends the"
                 f" transaction when the database answers ({_told(error)})"
             ) from error
         if decision is Decision.ABORT:
-            self._error = TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
+            self._error = errors.TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
             self._error.__cause__ = error
         return decision
 
@@ -532,15 +523,15 @@ class BarrierTransaction(HalfTransaction):
         wanted = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         try:
             outcome = super()._end(half, decision)
-        except (EvidenceLost, RefusedHalf):
+        except (errors.EvidenceLost, RefusedHalf):
             raise
-        except OutcomeUnknown as error:
+        except errors.OutcomeUnknown as error:
             if self._settled and wanted is Outcome.ABORTED:  # the row may have been deleted after a COMMIT (hazard H92)
                 raise
             _log.warning("%s", error)
             return wanted
         if outcome is not wanted and not (self._settled and wanted is Outcome.ABORTED):
-            raise InvalidState(
+            raise errors.InvalidState(
                 f"the database has {wanted.value} transaction {self._id}; its messages were ended by hand"
             )
         if outcome is Outcome.COMMITTED:
@@ -556,7 +547,7 @@ class BarrierTransaction(HalfTransaction):
             self._barrier.database.run(
                 f"a rollback in {_WHAT}", lambda: self._leave(db, sound), Deadline(_CLOSE_SECONDS), Commit()
             )
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             _log.debug("transaction %s: %s", self._id, error)
 
     def _leave(self, db: orm.Session | sa.Connection, sound: bool) -> None:
@@ -578,4 +569,4 @@ class BarrierTransaction(HalfTransaction):
 
 def _told(error: Exception) -> str:
     """Return an error as text; a foreign error's own text may contain data."""
-    return str(error) if isinstance(error, TxnBridgeError) else type(error).__name__
+    return str(error) if isinstance(error, errors.TxnBridgeError) else type(error).__name__

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sqlalchemy as sa
 
+from txnbridge import errors
 from txnbridge._admin import Admin
 from txnbridge._base.connection import Connection, random_name
 from txnbridge._base.deadline import Deadline, check_seconds
@@ -27,18 +28,6 @@ from txnbridge._base.service import Service
 from txnbridge._base.token import Outcome
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability
-from txnbridge.errors import (
-    DeadlineExceeded,
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidToken,
-    NotFound,
-    NotSupported,
-    OutcomeUnknown,
-    TxnBridgeError,
-)
 from txnbridge.sql._database import (
     EXACT_TEXT,
     Database,
@@ -54,7 +43,7 @@ _log = logging.getLogger("txnbridge")
 # The pauses before the next attempt after an error: each is twice as long, from the first to the last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
 # The errors by which a broker, or what is stored, refuses a message for ever.
-_REFUSALS = (InvalidOption, NotFound, NotSupported, DamagedRow)
+_REFUSALS = (errors.InvalidOption, errors.NotFound, errors.NotSupported, DamagedRow)
 # A message that could not be delivered so many times, although its broker answers, is parked.
 _DELIVERIES = 3
 # The size of one batch, in bytes of keys, values and headers, without its last row.
@@ -145,7 +134,7 @@ class OutboxStore:
         for each in (create, check, insert):
             self._database.ask(f"opening {self._what}", each, deadline)
         if (known := self._database.ask(f"opening {self._what}", read, deadline)) != cluster:
-            raise InvalidOption(
+            raise errors.InvalidOption(
                 f"{self._what} is published on the cluster {known}, and this bridge is connected to another, {cluster}:"
                 f" connect to the first, or delete the row of {self._clusters.name} to publish what waits on the second"
             )
@@ -370,9 +359,9 @@ class Relay(Service):
         stop_timeout: float = 30.0,
     ) -> None:
         if not isinstance(outbox, Outbox):
-            raise InvalidOption(f"relay() takes an Outbox, not {type(outbox).__name__}")
+            raise errors.InvalidOption(f"relay() takes an Outbox, not {type(outbox).__name__}")
         if type(batch) is not int or batch < 1:
-            raise InvalidOption(f"batch= is the most rows in one transaction, from 1, not {batch!r}")
+            raise errors.InvalidOption(f"batch= is the most rows in one transaction, from 1, not {batch!r}")
         if keep is not None:
             check_seconds("keep", keep)
         check_seconds("poll", poll, above_0=True)
@@ -424,17 +413,17 @@ class Relay(Service):
                 else:
                     self._store.open(self._connection.broker.cluster, self._look_deadline())
                     worked = opened = True
-            except (EvidenceLost, InvalidToken) as error:
+            except (errors.EvidenceLost, errors.InvalidToken) as error:
                 self._failing_since = self._failing_since or float("-inf")
                 _log.error("the relay stands still until `txnbridge relay end-batch` is called: %s", error)
                 self._stop.sleep(_LAST_PAUSE)
-            except Fenced:
+            except errors.Fenced:
                 raise
-            except TxnBridgeError as error:
+            except errors.TxnBridgeError as error:
                 if self._connection.closed:
                     return
                 # A database that is not suitable stays so.
-                if not opened and isinstance(error, InvalidOption | NotSupported):
+                if not opened and isinstance(error, errors.InvalidOption | errors.NotSupported):
                     raise
                 self._failing_since = self._failing_since or time.monotonic()
                 _log.warning("the %s retries in %.1f s: %s", self._name, pause, error)
@@ -446,7 +435,7 @@ class Relay(Service):
                     self._stop.sleep(self._poll)
 
     def _leave(self) -> None:
-        with suppress(TxnBridgeError):
+        with suppress(errors.TxnBridgeError):
             self._store.leave(self._relay, Deadline(1.0))
         self._store.close()
 
@@ -477,7 +466,7 @@ class Relay(Service):
         """Let the next look read fewer rows if the database or the network was too slow for so many."""
         try:
             yield
-        except DeadlineExceeded:
+        except errors.DeadlineExceeded:
             self._limit = max(1, self._limit // 2)
             raise
 
@@ -513,9 +502,9 @@ class Relay(Service):
                         partition=row.partition,
                         timestamp=row.timestamp,
                     )
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             self._limit = max(1, len(rows) // 2)  # to find the row that is refused, or because a batch takes too long
-            if not isinstance(error, (*_REFUSALS, DeliveryFailed)):
+            if not isinstance(error, (*_REFUSALS, errors.DeliveryFailed)):
                 raise
             if len(rows) == 1:
                 self._refused(version, rows[0], error)
@@ -540,7 +529,7 @@ class Relay(Service):
         """
         try:
             self._bridge.abort(token)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             _log.warning("a batch of the %s is aborted only after its hold: %s", self._name, error)
 
     def _end_batch(self, token: str, batch: str) -> None:
@@ -551,7 +540,7 @@ class Relay(Service):
             self._store.withdraw_batch(token, self._relay, self._connection.deadline())
             self._stats = self._stats._replace(aborted=self._stats.aborted + 1)
         elif outcome is not Outcome.COMMITTED:
-            raise OutcomeUnknown("the outcome of a batch is not known yet", token=token)
+            raise errors.OutcomeUnknown("the outcome of a batch is not known yet", token=token)
         elif self._delete(token, batch):
             before = self._stats
             self._stats = before._replace(
@@ -576,9 +565,9 @@ class Relay(Service):
             )
         return self._waiting is not None
 
-    def _refused(self, version: int, row: OutboxRow, error: TxnBridgeError) -> None:
+    def _refused(self, version: int, row: OutboxRow, error: errors.TxnBridgeError) -> None:
         """Park a row that the broker has refused alone."""
-        if isinstance(error, DeliveryFailed):
+        if isinstance(error, errors.DeliveryFailed):
             self._failed_deliveries += 1
             self._bridge.admin.topics()  # raises an error if the broker does not answer
             if self._failed_deliveries < _DELIVERIES:

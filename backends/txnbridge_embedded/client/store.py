@@ -14,16 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, FairSemaphore
 from txnbridge_embedded.client import files, schema
 from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
@@ -64,7 +55,7 @@ _PARTITIONS_AT_ONCE = 10_000  # the rows of one insert, which takes some ten mil
 _WAL_BYTES = 64 << 20  # a write-ahead log that has grown beyond this, because of a slow reader, is truncated
 
 
-class CommitUnclear(StorageFailed):
+class CommitUnclear(errors.StorageFailed):
     """Raised if SQLite failed during a commit: it is not known whether the commit took effect."""
 
 
@@ -85,7 +76,7 @@ class FileConnection(sqlite3.Connection):
         """Mark the connection as in use. Raise `InvalidState` if it was closed."""
         with self._guard:
             if self._closing:
-                raise InvalidState("this bridge is closed")
+                raise errors.InvalidState("this bridge is closed")
             self._used = True
 
     def leave(self) -> None:
@@ -177,7 +168,7 @@ class Store:
         if not version:
             connection.execute(f"PRAGMA page_size = {schema.PAGE_BYTES}")
         if self._retry(connection, deadline, "opening", _READ_POLL, set_journal) != "wal":
-            raise StorageFailed(f"{self.path} is on a file system where SQLite cannot keep a write-ahead log")
+            raise errors.StorageFailed(f"{self.path} is on a file system where SQLite cannot keep a write-ahead log")
         if not version:
             self._open_queue_lock(connection)
             with self.writing(connection, deadline, "creating the file"):
@@ -227,7 +218,7 @@ class Store:
         try:
             connection.queue_lock = os.open(f"{self.path}-turn", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
+            raise errors.AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the store's own connection. The connections that `connect` returned are closed by their users."""
@@ -251,7 +242,7 @@ class Store:
         try:
             try:
                 if not place.enter(deadline):
-                    raise DeadlineExceeded(
+                    raise errors.DeadlineExceeded(
                         f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
                         f" {self.path}"
                     )
@@ -325,7 +316,7 @@ class Store:
                 if not is_busy(error):
                     raise
                 if deadline.expired:
-                    raise DeadlineExceeded(
+                    raise errors.DeadlineExceeded(
                         f"{what} waited {deadline.seconds:g} s for {self.path}, which another process keeps locked; "
                         f"`fuser {self.path}` shows which"
                     ) from error
@@ -356,7 +347,7 @@ class Store:
             return
         try:
             keeper.enter()
-        except InvalidState:
+        except errors.InvalidState:
             return
         try:
             keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -375,7 +366,7 @@ class Store:
         topic = read_topic(connection, name)
         if topic is None:
             self.forget_topic(name)
-            raise NotFound(f"there is no topic {name!r}; create it with: txnbridge topics create {name}")
+            raise errors.NotFound(f"there is no topic {name!r}; create it with: txnbridge topics create {name}")
         self._topics[name] = (time.monotonic(), topic)
         return topic
 
@@ -391,7 +382,7 @@ class Store:
         try:
             with self.reading(connection, deadline):
                 return self.topic(connection, name)
-        except NotFound:
+        except errors.NotFound:
             if not self._create_topics:
                 raise
         with self.writing(connection, deadline, f"creating topic {name!r}"):
@@ -474,7 +465,7 @@ def add_topic(
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
     """Add partitions to a topic, in the caller's write transaction, until the deadline."""
     if _partition_ids_used(connection) + count > MAX_PARTITION_ID:
-        raise InvalidOption(f"a file can have at most {MAX_PARTITION_ID} partitions, including deleted ones")
+        raise errors.InvalidOption(f"a file can have at most {MAX_PARTITION_ID} partitions, including deleted ones")
     for start in range(first, first + count, _PARTITIONS_AT_ONCE):
         deadline.check(f"adding {count} partitions")
         connection.executemany(
@@ -512,17 +503,26 @@ _PERM, _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PROTOCOL,
     *(3, 5, 6, 8, 10, 11, 13, 14, 15, 26),
 )
 _IOERR_WRITE = _IOERR | 3 << 8
-_MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
-    _BUSY: (DeadlineExceeded, "another process keeps the file locked"),
-    _LOCKED: (DeadlineExceeded, "another connection keeps the file locked"),
-    _PROTOCOL: (DeadlineExceeded, "other processes keep the file's lock table busy"),
-    _PERM: (AccessDenied, "the operating system refuses access"),
-    _READONLY: (AccessDenied, "the file may not be written: check the rights of the file, its folder and its mount"),
-    _CANTOPEN: (AccessDenied, "the file, its -wal or its -shm cannot be opened: check rights and number of open files"),
-    _FULL: (StorageFailed, "there is no space: the disk is full or max_bytes is reached"),
-    _IOERR: (StorageFailed, "the disk failed to read or write"),
-    _CORRUPT: (StorageFailed, "the file is damaged: restore a copy; `sqlite3 FILE .recover` saves what can be read"),
-    _NOTADB: (StorageFailed, "the file is not an SQLite database, or its header is damaged"),
+_MEANINGS: dict[int, tuple[type[errors.TxnBridgeError], str]] = {
+    _BUSY: (errors.DeadlineExceeded, "another process keeps the file locked"),
+    _LOCKED: (errors.DeadlineExceeded, "another connection keeps the file locked"),
+    _PROTOCOL: (errors.DeadlineExceeded, "other processes keep the file's lock table busy"),
+    _PERM: (errors.AccessDenied, "the operating system refuses access"),
+    _READONLY: (
+        errors.AccessDenied,
+        "the file may not be written: check the rights of the file, its folder and its mount",
+    ),
+    _CANTOPEN: (
+        errors.AccessDenied,
+        "the file, its -wal or its -shm cannot be opened: check rights and number of open files",
+    ),
+    _FULL: (errors.StorageFailed, "there is no space: the disk is full or max_bytes is reached"),
+    _IOERR: (errors.StorageFailed, "the disk failed to read or write"),
+    _CORRUPT: (
+        errors.StorageFailed,
+        "the file is damaged: restore a copy; `sqlite3 FILE .recover` saves what can be read",
+    ),
+    _NOTADB: (errors.StorageFailed, "the file is not an SQLite database, or its header is damaged"),
 }
 
 
@@ -537,9 +537,11 @@ def is_busy(error: sqlite3.Error) -> bool:
     return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
-def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> TxnBridgeError:
+def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> errors.TxnBridgeError:
     """Return the core's error for an error of SQLite during `what`."""
     if isinstance(error, UnicodeEncodeError):
-        return InvalidOption(f"{what} failed: a name has half a character (a lone surrogate), which cannot be stored")
-    kind, meaning = _MEANINGS.get(code_of(error) or 0, (BrokerUnavailable, str(error)))
+        return errors.InvalidOption(
+            f"{what} failed: a name has half a character (a lone surrogate), which cannot be stored"
+        )
+    kind, meaning = _MEANINGS.get(code_of(error) or 0, (errors.BrokerUnavailable, str(error)))
     return kind(f"{what} failed: {meaning}")

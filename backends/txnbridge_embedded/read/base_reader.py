@@ -8,15 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from txnbridge.errors import (
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    PositionLost,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.client.change_notification import ChangeNotification
 from txnbridge_embedded.client.readable_ranges import Bounds
@@ -124,19 +116,19 @@ class PollingReader(Reader):
         """Call `read` after each change of the file, until it returns True, or until the deadline."""
         looked = False
         while True:
-            trouble: BrokerUnavailable | None = None
+            trouble: errors.BrokerUnavailable | None = None
             try:
                 if time.monotonic() >= self._refresh_at:
                     looked = True
                     self._refresh_state(deadline)
-            except BrokerUnavailable as error:
+            except errors.BrokerUnavailable as error:
                 trouble = error  # raised after the messages that were read before
             try:
                 if read():
                     return
-            except BrokerUnavailable as error:
+            except errors.BrokerUnavailable as error:
                 trouble = error
-            if trouble is not None and not isinstance(trouble, DeadlineExceeded):
+            if trouble is not None and not isinstance(trouble, errors.DeadlineExceeded):
                 raise trouble
             if looked and deadline.expired:
                 return
@@ -190,7 +182,7 @@ class PollingReader(Reader):
                 while limit > 0 and room > 0 and cursor.ready:
                     count, size = cursor.take(self._connection, limit, room, convert, into)
                     limit, room = limit - count, room - size
-        except (PositionLost, StorageFailed, sqlite3.Error) as error:
+        except (errors.PositionLost, errors.StorageFailed, sqlite3.Error) as error:
             # Messages that were read before are returned first. The next poll raises the error again.
             if not into:
                 if isinstance(error, sqlite3.Error):
@@ -211,7 +203,7 @@ class PollingReader(Reader):
         try:
             if not self._has_left:
                 self._leave(deadline)
-        except TxnBridgeError:
+        except errors.TxnBridgeError:
             self._close_now()
             raise
         self._close_now()
@@ -268,7 +260,7 @@ class PollingReader(Reader):
             return self._cursors[partition]
         except KeyError:
             topic, number = partition
-            raise InvalidState(
+            raise errors.InvalidState(
                 f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
             ) from None
 
@@ -292,4 +284,4 @@ def _offset(position: Position) -> int:
     match position:
         case (int(offset),) if offset >= 0:
             return offset
-    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")
+    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

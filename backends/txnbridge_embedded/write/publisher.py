@@ -7,15 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from txnbridge.errors import (
-    DeadlineExceeded,
-    DeliveryFailed,
-    Fenced,
-    InvalidOption,
-    OutcomeUnknown,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
 from txnbridge_embedded.client.store import CommitUnclear, Store, StoredTopic, now_ms
 from txnbridge_embedded.settings import Settings
@@ -66,7 +58,7 @@ class EmbeddedPublisher(Publisher):
         self._taken: dict[int, int] = {}  # by topic id: the last sequence that was sent, stored or not
         self._sequences: dict[int, int] = {}  # by topic id: the last sequence in memory
         self._sent = self._stored = 0
-        self._error: TxnBridgeError | None = None
+        self._error: errors.TxnBridgeError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="txnbridge-publisher", daemon=True)
         self._thread.start()
@@ -90,7 +82,7 @@ class EmbeddedPublisher(Publisher):
         deadline: Deadline,
     ) -> None:
         if sequence is not None and self._name is None:
-            raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
+            raise errors.InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
         with self._state:
             self._call = deadline
             self._wait(lambda: self._outgoing.bytes < self._most_bytes, "memory for a message", deadline)
@@ -136,7 +128,7 @@ class EmbeddedPublisher(Publisher):
         if self._error is not None:
             raise _repeated(self._error) from self._error
         if not ended:
-            raise DeadlineExceeded(f"the publisher waited {deadline.seconds:g} s for {what}")
+            raise errors.DeadlineExceeded(f"the publisher waited {deadline.seconds:g} s for {what}")
 
     def _find_topic(self, name: str) -> StoredTopic:
         return self._store.ensure_topic(self._lookups, name, self._call)
@@ -173,13 +165,13 @@ class EmbeddedPublisher(Publisher):
             self._sequences, self._oldest = {}, None
             self._state.notify_all()  # there is memory for more messages
         assert deadline is not None
-        error: TxnBridgeError | None = None
+        error: errors.TxnBridgeError | None = None
         try:
             self._store_rows(rows, sequences, deadline)
-        except TxnBridgeError as failure:
+        except errors.TxnBridgeError as failure:
             error = failure
         except Exception as bug:  # otherwise the error would be lost with the thread
-            error = DeliveryFailed(f"{type(bug).__name__}: {bug}")
+            error = errors.DeliveryFailed(f"{type(bug).__name__}: {bug}")
             error.__cause__ = bug
         with self._state:
             if error is None:
@@ -200,7 +192,9 @@ class EmbeddedPublisher(Publisher):
                     instance.add(self._connection)
                 try:
                     instance.record_commit(self._connection)
-                except TransactionAborted:  # the row was deleted by age; no token names it, so a new row replaces it
+                except (
+                    errors.TransactionAborted
+                ):  # the row was deleted by age; no token names it, so a new row replaces it
                     instance = WriterRow(self._owner)
                     instance.add(self._connection)
                     instance.record_commit(self._connection)
@@ -225,10 +219,12 @@ class EmbeddedPublisher(Publisher):
         )
 
 
-def _repeated(error: TxnBridgeError) -> TxnBridgeError:
+def _repeated(error: errors.TxnBridgeError) -> errors.TxnBridgeError:
     """Return the error for each later call of a publisher that has failed with `error`."""
-    if isinstance(error, Fenced):
-        return Fenced(str(error), newer=error.newer)
-    if isinstance(error, OutcomeUnknown):
-        return OutcomeUnknown(str(error))
-    return DeliveryFailed(f"a message could not be stored, and no later message was; open a new publisher: {error}")
+    if isinstance(error, errors.Fenced):
+        return errors.Fenced(str(error), newer=error.newer)
+    if isinstance(error, errors.OutcomeUnknown):
+        return errors.OutcomeUnknown(str(error))
+    return errors.DeliveryFailed(
+        f"a message could not be stored, and no later message was; open a new publisher: {error}"
+    )

@@ -10,18 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from txnbridge.errors import (
-    DeadlineExceeded,
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidState,
-    NotFound,
-    OutcomeUnknown,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import (
     Begin,
     Deadline,
@@ -119,7 +108,7 @@ class EmbeddedWriter(Writer):
     @property
     def _begin(self) -> Begin:
         if self._begun is None:
-            raise InvalidState("this writer has no transaction")
+            raise errors.InvalidState("this writer has no transaction")
         return self._begun
 
     def _find_topic(self, name: str) -> StoredTopic:
@@ -142,7 +131,7 @@ class EmbeddedWriter(Writer):
                 self._store_undecided(rows, number)
         except BaseException as error:
             self._failed = True
-            if isinstance(error, TxnBridgeError):
+            if isinstance(error, errors.TxnBridgeError):
                 raise self._aborted(error) from (error.__cause__ or error)
             raise
 
@@ -151,10 +140,10 @@ class EmbeddedWriter(Writer):
     def _check_storable(self) -> None:
         """Raise an error if the transaction must not be stored: after a failure, its deadline, or a takeover."""
         if self._failed:
-            raise DeliveryFailed(f"part of transaction {self._begin.transaction} could not be stored")
+            raise errors.DeliveryFailed(f"part of transaction {self._begin.transaction} could not be stored")
         self._owner.check(self._connection)
         if self._begin.deadline.expired or now_ms() > self._expires_at:
-            raise TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
+            raise errors.TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
 
     def _set_state(self, state: str, deadline_at: int) -> int:
         """Create this transaction's row with a state, or update it if a part is stored; return the row's number.
@@ -182,9 +171,9 @@ class EmbeddedWriter(Writer):
             ).fetchall()
         return int(found[0][0])
 
-    def _ended_by_others(self) -> TransactionAborted:
+    def _ended_by_others(self) -> errors.TransactionAborted:
         self._owner.check(self._connection)
-        return TransactionTimedOut(
+        return errors.TransactionTimedOut(
             f"transaction {self._begin.transaction} was ended by another process: its deadline passed, or an "
             "administrator aborted it"
         )
@@ -205,15 +194,19 @@ class EmbeddedWriter(Writer):
 
     # --- ending ----------------------------------------------------------------------------------------------------
 
-    def _aborted(self, error: TxnBridgeError) -> TxnBridgeError:
+    def _aborted(self, error: errors.TxnBridgeError) -> errors.TxnBridgeError:
         """Return the error for a transaction that is aborted because of an error."""
-        if isinstance(error, TransactionAborted | Fenced):
+        if isinstance(error, errors.TransactionAborted | errors.Fenced):
             return error
-        if isinstance(error, NotFound):  # the topic was deleted, and perhaps created again
+        if isinstance(error, errors.NotFound):  # the topic was deleted, and perhaps created again
             for topic in self._outgoing.topics():
                 self._store.forget_topic(topic.name)
         text = f"transaction {self._begin.transaction} was aborted: {error}"
-        return TransactionTimedOut(text) if isinstance(error, DeadlineExceeded) else DeliveryFailed(text)
+        return (
+            errors.TransactionTimedOut(text)
+            if isinstance(error, errors.DeadlineExceeded)
+            else errors.DeliveryFailed(text)
+        )
 
     def _abort(self, deadline: Deadline) -> None:
         """Abort the transaction: drop its messages in memory, and remove stored ones until the deadline."""
@@ -223,7 +216,7 @@ class EmbeddedWriter(Writer):
             try:
                 transaction = self._begun.transaction
                 outcome.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
-            except TxnBridgeError as error:
+            except errors.TxnBridgeError as error:
                 _log.warning("stored messages of aborted transaction %s remain: %s", self._begun.transaction, error)
         self._begun = None
 
@@ -268,7 +261,7 @@ class PlainWriter(EmbeddedWriter):
         return Evidence(self._how, self._outgoing.count, self._expires_at)
 
     def prepare(self, deadline: Deadline) -> None:
-        raise InvalidState("a plain writer cannot prepare; take one from prepare_writer")
+        raise errors.InvalidState("a plain writer cannot prepare; take one from prepare_writer")
 
     def commit(self, deadline: Deadline) -> None:
         try:
@@ -279,7 +272,7 @@ class PlainWriter(EmbeddedWriter):
                 self._write()
         except CommitUnclear as error:
             self._resolve_unclear(error, deadline)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             aborted = self._aborted(error)
             self._abort(deadline)
             raise aborted from (error.__cause__ or error)
@@ -297,7 +290,7 @@ class PlainWriter(EmbeddedWriter):
         try:
             for topic in self._outgoing.topics():
                 retention.trim(self._store, self._connection, topic, deadline)
-        except TxnBridgeError as error:  # the commit has succeeded, and the next writer tries again
+        except errors.TxnBridgeError as error:  # the commit has succeeded, and the next writer tries again
             _log.debug("messages beyond retention are removed later: %s", error)
 
     def _write(self) -> None:
@@ -327,8 +320,8 @@ class PlainWriter(EmbeddedWriter):
             self._reconnect()
             if self.instance.was_committed(self._store, self._connection, deadline):
                 return
-        except TxnBridgeError as failure:
-            raise OutcomeUnknown(f"{error}; and {failure}") from error.__cause__
+        except errors.TxnBridgeError as failure:
+            raise errors.OutcomeUnknown(f"{error}; and {failure}") from error.__cause__
         aborted = self._aborted(error)
         self._abort(deadline)
         raise aborted from error.__cause__
@@ -379,7 +372,7 @@ class PreparingWriter(EmbeddedWriter):
                 self._store_undecided(self._outgoing.pending(), number)
         except CommitUnclear as error:
             self._resolve_unclear(error, deadline)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             self._prepared = False
             aborted = self._aborted(error)
             self._abort(deadline)
@@ -398,8 +391,8 @@ class PreparingWriter(EmbeddedWriter):
                 row = self._connection.execute(
                     "SELECT state FROM transactions WHERE id = ?", (self._begin.transaction,)
                 ).fetchone()
-        except TxnBridgeError as failure:
-            raise OutcomeUnknown(f"{error}; and looking up the outcome: {failure}") from error.__cause__
+        except errors.TxnBridgeError as failure:
+            raise errors.OutcomeUnknown(f"{error}; and looking up the outcome: {failure}") from error.__cause__
         if row is None or row[0] != "prepared":
             self._prepared = False
             aborted = self._aborted(error)
@@ -407,18 +400,18 @@ class PreparingWriter(EmbeddedWriter):
             raise aborted from error.__cause__
 
     def commit(self, deadline: Deadline) -> None:
-        raise InvalidState("a prepared transaction is committed by its token")
+        raise errors.InvalidState("a prepared transaction is committed by its token")
 
     def abort(self, deadline: Deadline) -> None:
         if not self._prepared:
             return self._abort(deadline)
         try:
             ended = self._decide(Decision.ABORT, deadline)
-        except (EvidenceLost, InvalidState):  # the transaction was not prepared
+        except (errors.EvidenceLost, errors.InvalidState):  # the transaction was not prepared
             self._prepared = False
             return self._abort(deadline)
         if ended is Outcome.COMMITTED:
-            raise InvalidState(f"transaction {self._begin.transaction} was committed by its token")
+            raise errors.InvalidState(f"transaction {self._begin.transaction} was committed by its token")
         return None
 
     def _decide(self, decision: Decision, deadline: Deadline) -> Outcome:

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    OutcomeUnknown,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import (
     Admin,
     Advice,
@@ -90,7 +82,7 @@ class KafkaAdmin(Admin):
         # An existing topic may also have just been created, so that some brokers do not know it yet.
         count = self._wait_until_known(name, partitions if created else 1, deadline)
         if count != partitions:
-            raise InvalidOption(f"topic {name!r} exists already, with {count} partitions")
+            raise errors.InvalidOption(f"topic {name!r} exists already, with {count} partitions")
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
@@ -122,7 +114,9 @@ class KafkaAdmin(Admin):
             for last in users:
                 # A transaction that is ending is complete within milliseconds. Its writer may have seen the end.
                 if last.state == OPEN or deadline.left() <= _CHECK_SECONDS:
-                    raise InvalidState(f"topic {name!r} is in use by the transaction of {last.id}; end that first")
+                    raise errors.InvalidState(
+                        f"topic {name!r} is in use by the transaction of {last.id}; end that first"
+                    )
             time.sleep(_CHECK_SECONDS)
         self._topics.delete(name, deadline)
 
@@ -207,7 +201,7 @@ class KafkaAdmin(Admin):
         writer then opens its transactional id again.
         """
         if decision is Decision.UNDECIDED:
-            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+            raise errors.InvalidOption("a transaction is ended by COMMIT or ABORT")
         records = self._records(deadline)
         last, prepared = self._look_up(transaction, records, deadline)
         commit = decision is Decision.COMMIT
@@ -215,11 +209,15 @@ class KafkaAdmin(Admin):
             token = token_of(prepared.entry, self._cluster, deadline)
             return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
         if last is None or last.state not in _UNENDED:
-            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or was never begun here")
+            raise errors.NotFound(
+                f"no open or prepared transaction {transaction!r}: it has ended, or was never begun here"
+            )
         if last.state != OPEN:
             return _outcome(last)
         if commit:
-            raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
+            raise errors.InvalidState(
+                f"transaction {transaction!r} is open and not prepared: only its writer can commit it"
+            )
         if records.unread is not None:
             # The unread decision log may have a prepare record and a commit decision of the transaction.
             raise records.unread
@@ -251,7 +249,7 @@ class KafkaAdmin(Admin):
         assert last.start is not None
         status = status_after_fencing(self._cluster, last, deadline)
         if status.state is TokenState.UNKNOWN:
-            raise OutcomeUnknown(
+            raise errors.OutcomeUnknown(
                 f"the writer of {last.id} is fenced, and has no open transaction. Its transaction was aborted, unless"
                 f" the writer had just ended it: {status.reason}"
             )
@@ -285,7 +283,7 @@ class KafkaAdmin(Admin):
         for part in parts:
             try:
                 yield from part()
-            except AccessDenied as error:
+            except errors.AccessDenied as error:
                 yield Advice("warning", "rights", str(error), "grant this user Describe on the cluster and its topics")
 
 
@@ -299,7 +297,7 @@ class _PrepareRecords:
         self._deadline = deadline
         self._applications: list[str] | None = None
         self._by_owner: dict[str, list[_Prepared]] = {}
-        self.unread: TxnBridgeError | None = None  # the error of a decision log that could not be read
+        self.unread: errors.TxnBridgeError | None = None  # the error of a decision log that could not be read
 
     def of(self, last: TransactionDescription) -> _Prepared | None:
         """Return the prepare record of a transaction that the coordinator describes; None if it is not prepared."""
@@ -327,9 +325,9 @@ class _PrepareRecords:
     def _entries(self, ledger: Ledger) -> list[LedgerEntry]:
         try:
             return ledger.entries(PREPARE, self._deadline)
-        except BrokerUnavailable:
+        except errors.BrokerUnavailable:
             raise
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             # The records in the other decision logs are still returned.
             self.unread = error
             return []
@@ -360,7 +358,7 @@ def _outcome(last: TransactionDescription) -> Outcome:
 def _retention(seconds: float | None, size: int | None) -> dict[str, str]:
     for what, kept in (("retention_seconds", seconds), ("retention_bytes", size)):
         if kept is not None and not kept > 0:
-            raise InvalidOption(f"{what} must be above 0, not {kept}")
+            raise errors.InvalidOption(f"{what} must be above 0, not {kept}")
     config = {}
     if seconds is not None:
         config["retention.ms"] = str(max(1, int(seconds * 1000)))

@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python
 
@@ -160,19 +152,19 @@ def check(code: int, what: str) -> None:
         raise refused(code, what)
 
 
-def refused(code: int, what: str) -> TxnBridgeError:
+def refused(code: int, what: str) -> errors.TxnBridgeError:
     text = f"{what}: {error_name(code)}"
     if code in DENIED:
-        return AccessDenied(text)
+        return errors.AccessDenied(text)
     if code in _FENCED:
-        return Fenced(text)
+        return errors.Fenced(text)
     if code == INVALID_TXN_STATE:
-        return InvalidState(text)
+        return errors.InvalidState(text)
     if code == TRANSACTION_ABORTABLE:
-        return TransactionAborted(text)
+        return errors.TransactionAborted(text)
     if code == _INVALID_TRANSACTION_TIMEOUT:
-        return InvalidOption(f"{text}; the broker's transaction.max.timeout.ms is the limit")
-    return BrokerUnavailable(text)
+        return errors.InvalidOption(f"{text}; the broker's transaction.max.timeout.ms is the limit")
+    return errors.BrokerUnavailable(text)
 
 
 def error_name(code: int) -> str:

@@ -8,14 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidState,
-    NotSupported,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python
 from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
@@ -68,15 +61,17 @@ class RequestRunner:
                 break
             try:
                 return self._once(attempt, deadline.left() / 2 if slow else self._attempt_seconds(deadline))
-            except TxnBridgeError:
+            except errors.TxnBridgeError:
                 raise  # `AccessDenied` is also an `OSError`
             except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
             except kafka_python.errors.IncompatibleBrokerVersion as error:
-                raise NotSupported(f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed") from error
+                raise errors.NotSupported(
+                    f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed"
+                ) from error
             except _login_errors() as error:
                 name = type(error).__name__
-                raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
+                raise errors.AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
             except kafka_python.errors.KafkaTimeoutError as error:
                 # An earlier attempt's error has more details than the error of an attempt that the deadline ended.
                 reason, cause = (_reason(error), error) if cause is None else (reason, cause)
@@ -85,12 +80,12 @@ class RequestRunner:
                 reason, cause = _reason(error) + advice, error
             silent = silent + 1 if any(sign in reason for sign in _NO_LISTENER) else 0
             if silent >= len(self._servers) and time.monotonic() - begun >= no_listener_for:
-                raise BrokerUnavailable(
+                raise errors.BrokerUnavailable(
                     f"nothing listens at {', '.join(self._servers)} ({reason.partition(';')[0]}); start the broker, or"
                     " correct the URL"
                 )
             time.sleep(min(pause, deadline.left()))
-        raise DeadlineExceeded(
+        raise errors.DeadlineExceeded(
             f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"
         ) from cause
 
@@ -112,7 +107,7 @@ class RequestRunner:
         try:
             result = connections.run(attempt, seconds)
             kept, lent = True, isinstance(result, CoordinatorSession)
-        except (TxnBridgeError, RetryLaterError):
+        except (errors.TxnBridgeError, RetryLaterError):
             connections.forget_coordinators()
             kept = True
             raise
@@ -129,7 +124,7 @@ class RequestRunner:
     def _take(self) -> Connections:
         with self._lock:
             if self._closed:
-                raise InvalidState("the connection to Kafka is closed")
+                raise errors.InvalidState("the connection to Kafka is closed")
             connections = self._idle.pop() if self._idle else None
             server = self._servers[0]
         if connections is not None:

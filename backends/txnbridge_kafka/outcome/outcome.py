@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-from txnbridge.errors import (
-    AccessDenied,
-    DeadlineExceeded,
-    EvidenceLost,
-    InvalidToken,
-    NotFound,
-    OutcomeUnknown,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, DONE, OPEN, TransactionDescription
@@ -87,9 +79,9 @@ def _status_from_state_log(
         committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
     except NotRecordedYetError:
         return Status(TokenState.UNKNOWN, reason="its coordinator has not recorded its outcome yet")
-    except AccessDenied:
+    except errors.AccessDenied:
         return Status(TokenState.UNKNOWN, reason=_STATE_LOG_DENIED, permanent=True)
-    except NotFound:
+    except errors.NotFound:
         committed = None
     if committed is None:
         return Status(TokenState.UNKNOWN, reason=_NO_EVIDENCE, permanent=True)
@@ -139,8 +131,10 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
     if status.state is TokenState.ABORTED:
         return Outcome.ABORTED
     if status.permanent:
-        raise EvidenceLost(f"transaction {token.transaction}: {status.reason}")
-    raise OutcomeUnknown(f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open")
+        raise errors.EvidenceLost(f"transaction {token.transaction}: {status.reason}")
+    raise errors.OutcomeUnknown(
+        f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open"
+    )
 
 
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
@@ -151,7 +145,7 @@ def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSessio
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return
-    except DeadlineExceeded:
+    except errors.DeadlineExceeded:
         return  # the coordinator still runs, and will write the markers
     where = session.first_description.partitions if session.first_description is not None else ()
     try:
@@ -159,7 +153,7 @@ def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSessio
             afterwards.last_transaction(deadline)
         if written := write_missing_markers_of_id(cluster, id, deadline, where):
             _log.warning("%s: wrote missing control markers: %s", id, ", ".join(written))
-    except TxnBridgeError as error:
+    except errors.TxnBridgeError as error:
         _log.warning(
             "control markers of %s may be missing in some partitions (%s); if readers stop there: txnbridge"
             " transactions repair %s --yes --reason TEXT",
@@ -176,5 +170,5 @@ def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
 def _numbers(how: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
     values = (how.get("id"), *(how.get(name) for name in names))
     if not isinstance(values[0], str) or not all(type(number) is int for number in values[1:]):
-        raise InvalidToken(f"this token is damaged: it lacks its id, or one of the numbers {', '.join(names)}")
+        raise errors.InvalidToken(f"this token is damaged: it lacks its id, or one of the numbers {', '.join(names)}")
     return values

@@ -11,13 +11,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from txnbridge.errors import (
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    PositionLost,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import (
     BackgroundTask,
     Context,
@@ -91,7 +85,7 @@ class KafkaReader(Reader):
     ) -> None:
         self._subscription = subscription
         self._timing = cluster.settings.timing
-        self._fatal_error: TxnBridgeError | None = None  # the error after which the client reads no more
+        self._fatal_error: errors.TxnBridgeError | None = None  # the error after which the client reads no more
         self._check_at = 0.0
         # A group may wait for a missing topic, so the topic is created; for a reader without a group it is not.
         create = subscription.group is not None
@@ -107,7 +101,7 @@ class KafkaReader(Reader):
             else:
                 self._rebalance.join(subscription.topics)
         except BaseException:
-            with suppress(DeadlineExceeded):
+            with suppress(errors.DeadlineExceeded):
                 self.close(deadline)
             raise
 
@@ -160,7 +154,7 @@ class KafkaReader(Reader):
                 self._assignment.renew_context()
                 return found
             if why_lost:
-                raise PositionLost(why_lost)
+                raise errors.PositionLost(why_lost)
             if deadline.expired:
                 self._raise_pending_error()
                 return []
@@ -201,7 +195,7 @@ class KafkaReader(Reader):
         topics = {message.topic for message in messages}
         try:
             topic_ids = self._offsets.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
-        except BrokerUnavailable as error:
+        except errors.BrokerUnavailable as error:
             _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
             return messages
         self._check_at = time.monotonic() + _TOPIC_ID_CHECK_SECONDS
@@ -276,7 +270,7 @@ class KafkaReader(Reader):
         for partition, begin in self._offsets.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
             if elsewhere[partition] < begin:
                 what = "the position to seek"
-                raise PositionLost(out_of_range_text(what, partition, elsewhere[partition], begin, begin))
+                raise errors.PositionLost(out_of_range_text(what, partition, elsewhere[partition], begin, begin))
         self._lookup.request({each: SeekRequest(target=offset) for each, offset in offsets.items()})
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
@@ -329,7 +323,9 @@ class KafkaReader(Reader):
         self._assignment.closed = True
         closing = BackgroundTask(self._assignment.client.close, lambda _: None)
         if not closing.join(deadline.left()):
-            raise DeadlineExceeded(f"no broker answered within {deadline.seconds:g} s while the reader was closed")
+            raise errors.DeadlineExceeded(
+                f"no broker answered within {deadline.seconds:g} s while the reader was closed"
+            )
         closing.finish()
         self._assignment.log_for_group("left")
 
@@ -338,4 +334,4 @@ def _offset(position: Position) -> int:
     match position:
         case (int(offset),) if offset >= 0:
             return offset
-    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")
+    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

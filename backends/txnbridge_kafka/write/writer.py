@@ -14,19 +14,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    NotFound,
-    OutcomeUnknown,
-    StorageFailed,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import (
     Begin,
     Deadline,
@@ -116,7 +104,7 @@ class KafkaWriter(Writer):
             try:
                 self._owner.open_once(deadline)
                 self._record_outcome(deadline)
-            except AccessDenied as error:
+            except errors.AccessDenied as error:
                 # The writer continues. The status of the last transaction's token, if there is one, is UNKNOWN.
                 self.session.unrecorded = True
                 _log.warning("the outcome of the last transaction of %s cannot be recorded: %s", self.id, error)
@@ -143,7 +131,7 @@ class KafkaWriter(Writer):
         before, self.session.timeout_ms = self.session.timeout_ms, timeout_ms
         try:
             self._reopen(deadline)
-        except InvalidOption:
+        except errors.InvalidOption:
             self.session.timeout_ms = before
             raise
 
@@ -171,11 +159,11 @@ class KafkaWriter(Writer):
     def _evidence_log(self, deadline: Deadline) -> Mapping[str, Any]:
         try:
             return self._owner.ledger.begin(deadline)
-        except EvidenceLost:
+        except errors.EvidenceLost:
             raise
-        except OutcomeUnknown as error:
+        except errors.OutcomeUnknown as error:
             # The ledger may have stored a record that is not needed. Nothing of the transaction is stored.
-            raise BrokerUnavailable(f"the transaction did not begin: {error}") from error
+            raise errors.BrokerUnavailable(f"the transaction did not begin: {error}") from error
 
     def send(
         self,
@@ -261,7 +249,7 @@ class KafkaWriter(Writer):
         if self.session.previous_transaction is not None:
             try:
                 count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
-            except AccessDenied as error:
+            except errors.AccessDenied as error:
                 _log.warning("without the right to describe, hanging transactions cannot be looked for: %s", error)
             else:
                 self.session.write_missing_markers([offsets_partition(group, count)], deadline)
@@ -274,13 +262,13 @@ class KafkaWriter(Writer):
         if error is not None:
             raise self._not_stored(error, self._begun.deadline) from KafkaException(error)
 
-    def _refused(self, error: KafkaException, topic: str) -> TxnBridgeError:
+    def _refused(self, error: KafkaException, topic: str) -> errors.TxnBridgeError:
         cause = self._producer().cause(error.args[0])
         if cause.code() == KafkaError.MSG_SIZE_TOO_LARGE:
             return too_large(topic)
         if cause.code() in (KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION):
-            return NotFound(f"{topic} or the partition does not exist: {cause.str()}")
-        return self._failed(cause, f"sending a message to {topic}", self._begun.deadline, DeliveryFailed)
+            return errors.NotFound(f"{topic} or the partition does not exist: {cause.str()}")
+        return self._failed(cause, f"sending a message to {topic}", self._begun.deadline, errors.DeliveryFailed)
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until every message sent so far is stored. Raise `DeliveryFailed` if one cannot be stored."""
@@ -310,7 +298,7 @@ class KafkaWriter(Writer):
                 continue
             what = f"acknowledging for group {group}"
             refusal = translate(error, what)
-            if not isinstance(refusal, StorageFailed):
+            if not isinstance(refusal, errors.StorageFailed):
                 refusal = self._failed(error, what, deadline)
             raise refusal from KafkaException(error)
         self._acks = {}
@@ -350,7 +338,9 @@ class KafkaWriter(Writer):
         session.stale = session.stale or error.str()
         if error.retriable():
             self._unknown = True
-            raise OutcomeUnknown(f"the broker did not answer the commit: {error.str()}") from KafkaException(error)
+            raise errors.OutcomeUnknown(f"the broker did not answer the commit: {error.str()}") from KafkaException(
+                error
+            )
         self._settle(error, refused_only_once, deadline)
 
     def _has_acks_alone(self) -> bool:
@@ -363,7 +353,7 @@ class KafkaWriter(Writer):
     def _commit_acks(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
         try:
             return self.session.commit_by_request(deadline)
-        except OutcomeUnknown:
+        except errors.OutcomeUnknown:
             self._unknown = True
             raise
 
@@ -374,7 +364,7 @@ class KafkaWriter(Writer):
             # Not in parallel, because the coordinator adds new partitions and groups one at a time.
             self.flush(deadline)
             self._send_acks(deadline)
-        except (TransactionAborted, Fenced):
+        except (errors.TransactionAborted, errors.Fenced):
             self.abort(deadline)
             raise
 
@@ -392,28 +382,32 @@ class KafkaWriter(Writer):
             if refused_only_once and not (last is not None and self.session.is_own(last)):
                 raise self._failed(error, "committing", deadline) from KafkaException(error)
             status = plain_status(self._cluster, self._owner.ledger, self.evidence().how, deadline)
-        except (BrokerUnavailable, AccessDenied) as unheard:
-            raise OutcomeUnknown(
+        except (errors.BrokerUnavailable, errors.AccessDenied) as unheard:
+            raise errors.OutcomeUnknown(
                 f"the outcome of the commit could not be read from the coordinator or the decision log: {unheard}"
             ) from unheard
         if status.state is TokenState.COMMITTED:
             return
         if status.state is TokenState.ABORTED:
             raise self._failed(error, "committing", deadline) from KafkaException(error)
-        kind = EvidenceLost if status.permanent else OutcomeUnknown
+        kind = errors.EvidenceLost if status.permanent else errors.OutcomeUnknown
         raise kind(f"the broker refused the commit ({error.str()}): {status.reason}") from KafkaException(error)
 
     def _failed(
-        self, error: KafkaError, what: str, deadline: Deadline, otherwise: type[TransactionAborted] = TransactionAborted
-    ) -> TxnBridgeError:
+        self,
+        error: KafkaError,
+        what: str,
+        deadline: Deadline,
+        otherwise: type[errors.TransactionAborted] = errors.TransactionAborted,
+    ) -> errors.TxnBridgeError:
         if ends_producer(error):
             self.session.stale = error.str()
         newer_owner = partial(self.session.newer_owner, deadline)
         return failure(error, what, self.id, newer_owner, self._begun.deadline, otherwise)
 
-    def _not_stored(self, error: KafkaError, deadline: Deadline) -> TxnBridgeError:
+    def _not_stored(self, error: KafkaError, deadline: Deadline) -> errors.TxnBridgeError:
         self.session.stale = self.session.stale or error.str()
-        return self._failed(error, "storing messages", deadline, DeliveryFailed)
+        return self._failed(error, "storing messages", deadline, errors.DeliveryFailed)
 
     def abort(self, deadline: Deadline) -> None:
         if deadline.left() < _SHORTEST_ABORT:
@@ -422,7 +416,7 @@ class KafkaWriter(Writer):
         if producer is None:
             return
         if not session.stale:
-            with suppress(BrokerUnavailable):
+            with suppress(errors.BrokerUnavailable):
                 producer.flush(Deadline(min(_FLUSH_BEFORE_ABORT, deadline.left())))
         # After a failure the client's own abort would open the id, which looks like an opening by another process.
         if self._has_acks_alone():

@@ -12,15 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    PositionLost,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import (
     BackgroundTask,
     Context,
@@ -256,7 +248,7 @@ class PulsarReader(Reader):
             work, self._work = self._work, None
             try:
                 work.finish()
-            except BrokerUnavailable as error:
+            except errors.BrokerUnavailable as error:
                 _log.warning("a broker cannot be reached, and is asked again: %s", error)
 
     def _leave(self, partition: PulsarPartition, departure: str) -> None:
@@ -297,7 +289,7 @@ class PulsarReader(Reader):
         """Wait for the end of running background work, which could otherwise change positions after a seek."""
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
-        with suppress(PositionLost):  # the caller is about to set a position
+        with suppress(errors.PositionLost):  # the caller is about to set a position
             self._finish_done_work()
         if self._mode.grouped:
             self._update_assignments()
@@ -344,13 +336,13 @@ class PulsarReader(Reader):
                 if self._mode.in_order:
                     with translated(f"asking for the end of {partition.topic}"):
                         partition.note_progress(*partition.consumer.progress(deadline.left()))
-            except AccessDenied as error:
+            except errors.AccessDenied as error:
                 self._may_release = False
                 _log.warning(
                     "transactions that their coordinators have forgotten may hold readers of %s back: %s",
                     *(partition.topic, error),
                 )
-            except (TxnBridgeError, RestRefused) as error:
+            except (errors.TxnBridgeError, RestRefused) as error:
                 _log.debug("why nothing comes from %s is not known: %s", partition.topic, error)
         return _BackgroundResult()
 
@@ -384,7 +376,7 @@ class PulsarReader(Reader):
         while partition.topic not in self._cluster.topics.existing(partition.key[0], deadline):
             if time.monotonic() > sure_at:
                 topic, number = partition.key
-                raise NotFound(f"{topic}[{number}] does not exist any more: its topic was deleted")
+                raise errors.NotFound(f"{topic}[{number}] does not exist any more: its topic was deleted")
             time.sleep(_DELETED_TOPIC_SECONDS / 10)
 
     def _apply_work(self, result: _BackgroundResult) -> None:
@@ -464,7 +456,7 @@ class PulsarReader(Reader):
         partition = self._partitions.get(key)
         if partition is None or not partition.is_assigned:
             topic, number = key
-            raise InvalidState(
+            raise errors.InvalidState(
                 f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
             )
         return partition
@@ -515,4 +507,4 @@ def _checked(position: Position) -> Position:
     match position:
         case (int(ledger), int(entry), int(index)) if min(ledger, entry, index) >= 0:
             return position
-    raise InvalidOption(f"{position!r} is not a position of this broker, such as (7, 0, 0)")
+    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (7, 0, 0)")

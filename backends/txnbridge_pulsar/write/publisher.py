@@ -6,16 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    DeliveryFailed,
-    InvalidOption,
-    InvalidState,
-    NotSupported,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Ledger, Publisher, RawHeaders
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
@@ -45,7 +36,7 @@ class PulsarPublisher(Publisher):
         self._plain: dict[str, _PartitionProducer] = {}  # by concrete topic
         self._sequenced: dict[str, _SequencedTopic] = {}  # by topic
         self._unkeyed_count = secrets.randbelow(1000) * _MESSAGES_IN_A_ROW
-        self._failed: TxnBridgeError | None = None
+        self._failed: errors.TxnBridgeError | None = None
         self._closed = False
 
     # --- sending --------------------------------------------------------------------------------------------------
@@ -86,7 +77,7 @@ class PulsarPublisher(Publisher):
 
     def _sequenced_topic(self, topic: str, deadline: Deadline) -> _SequencedTopic:
         if self._name is None:
-            raise InvalidOption("sequences need a publisher with a name: bridge.publisher(name)")
+            raise errors.InvalidOption("sequences need a publisher with a name: bridge.publisher(name)")
         sequenced = self._sequenced.get(topic)
         if sequenced is None:
             full = self._cluster.settings.namespace.full_name(topic)
@@ -121,13 +112,13 @@ class PulsarPublisher(Publisher):
             call()
         except _SendFailed as failure:
             cause = failure.cause
-            kind = AccessDenied if isinstance(cause, _DENIED) else DeliveryFailed
+            kind = errors.AccessDenied if isinstance(cause, _DENIED) else errors.DeliveryFailed
             self._failed = kind(f"a message could not be stored, so later ones in its partition are not: {cause}")
             raise self._failed from cause
 
     def _check(self) -> None:
         if self._closed:
-            raise InvalidState("this publisher is closed")
+            raise errors.InvalidState("this publisher is closed")
         if self._failed is not None:
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
@@ -187,7 +178,7 @@ class _SequencedTopic:
         # unchecked.
         for name, producer in list(zip(concrete, self.producers, strict=False))[self._checked_partitions :]:
             if not self._cluster.topics.deduplicates(name, deadline):
-                raise NotSupported(
+                raise errors.NotSupported(
                     f"topic {self._topic!r} has no sequences unless its broker is known to remove duplicates there"
                     f" (brokerDeduplicationEnabled). To check that, {NEEDS_REST}"
                 )
@@ -267,7 +258,7 @@ class _PartitionProducer:
                 if error.may_have_had_effect:
                     return  # the producer keeps the message and sends it later
                 if isinstance(error, wire.RequestTimedOut):
-                    raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
+                    raise errors.DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self._concrete}") from error
             else:
@@ -299,7 +290,9 @@ class _PartitionProducer:
             try:
                 self._producer.flush(deadline.left())
             except wire.RequestTimedOut as error:
-                raise DeadlineExceeded(f"sending to {self._concrete}: {error}; they may still be stored") from error
+                raise errors.DeadlineExceeded(
+                    f"sending to {self._concrete}: {error}; they may still be stored"
+                ) from error
             self._check()
             if not self._is_interrupted:
                 return
@@ -327,7 +320,7 @@ class _PartitionProducer:
         try:
             self._producer.resend(deadline.left(), lambda send: self._note_result(send, again=True))
         except wire.RequestTimedOut as error:
-            raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
+            raise errors.DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
         except wire.BrokerConnectionLost:
             return  # the next call finds the connection lost, and resends the rest
 
@@ -343,10 +336,10 @@ class _PartitionProducer:
         if self._failure is not None:
             raise _SendFailed(self._failure)
 
-    def _as_bridge_error(self, error: wire.PulsarError) -> TxnBridgeError:
+    def _as_bridge_error(self, error: wire.PulsarError) -> errors.TxnBridgeError:
         what = f"opening a producer on {self._concrete}"
         if isinstance(error, wire.ProducerBusy):  # also for a moment after a publisher's process died
-            return BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")
+            return errors.BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")
         return translate(error, what)
 
     def close(self, deadline: Deadline) -> None:

@@ -8,19 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from txnbridge.errors import (
-    BrokerUnavailable,
-    Conflict,
-    DeadlineExceeded,
-    DeliveryFailed,
-    Fenced,
-    InvalidOption,
-    OutcomeUnknown,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-    UsageError,
-)
+from txnbridge import errors
 from txnbridge.spi import Begin, Deadline, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer, encode_item
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.capabilities import LIMITS
@@ -159,11 +147,13 @@ class PulsarWriter(Writer):
             try:
                 size += len(name.encode()) + len(content or b"")
             except UnicodeEncodeError:
-                raise InvalidOption("a header's name must be text that can be written as UTF-8") from None
+                raise errors.InvalidOption("a header's name must be text that can be written as UTF-8") from None
         if size > _MAX_MESSAGE_BYTES:
-            raise InvalidOption(f"a message of {size} bytes is larger than the limit of {_MAX_MESSAGE_BYTES} bytes")
+            raise errors.InvalidOption(
+                f"a message of {size} bytes is larger than the limit of {_MAX_MESSAGE_BYTES} bytes"
+            )
         if timestamp is not None and not 0 < timestamp <= _MAX_TIMESTAMP:
-            raise InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
+            raise errors.InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
         return size
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
@@ -207,9 +197,9 @@ class PulsarWriter(Writer):
                 batch.properties = proof_property(self.proof)
                 self._sent[concrete] = None
             self._producer(concrete).send(batch, self._txn, self._receipts, deadline)
-        except UsageError as error:
+        except errors.UsageError as error:
             # Messages that `send` accepted before are lost with this entry, so the transaction can only be aborted.
-            raise DeliveryFailed(str(error)) from (error.__cause__ or error)
+            raise errors.DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         """Name topics and subscriptions on the fence topic, then register them with the transaction at the coordinator.
@@ -249,7 +239,7 @@ class PulsarWriter(Writer):
         self._subscriptions = {**self._subscriptions, **dict.fromkeys(subscriptions)}
         try:
             self._owner.announce(self._announcement(), deadline)
-        except DeliveryFailed:  # the transactions do not fit into one fence record
+        except errors.DeliveryFailed:  # the transactions do not fit into one fence record
             self._announced, self._subscriptions = before
             raise
 
@@ -340,7 +330,7 @@ class PulsarWriter(Writer):
             batcher.flush()
         while True:
             if not self._receipts.wait(deadline):
-                raise DeadlineExceeded(f"messages were not stored within {deadline.seconds:g} s")
+                raise errors.DeadlineExceeded(f"messages were not stored within {deadline.seconds:g} s")
             if self._receipts.settled and self._receipts.failure is None:
                 break
             self._recover_lost(deadline)
@@ -373,7 +363,7 @@ class PulsarWriter(Writer):
                 # arrived.
                 raise self._clean_up_after_foreign_end(deadline)
             self._owner.end_delivery.ended(self._txn, True, participants, deadline)
-        except (TransactionAborted, Fenced):
+        except (errors.TransactionAborted, errors.Fenced):
             raise
         except BaseException:  # also KeyboardInterrupt: the caller gets a token in any case
             self.unknown = True
@@ -417,10 +407,10 @@ class PulsarWriter(Writer):
         self.unknown = True
         try:
             return outcome_by_proof(self._cluster, self._txn, self._evidence.proof, deadline)
-        except OutcomeUnknown:
+        except errors.OutcomeUnknown:
             raise
-        except TxnBridgeError as error:
-            raise OutcomeUnknown(f"the outcome cannot be read: {error}") from error
+        except errors.TxnBridgeError as error:
+            raise errors.OutcomeUnknown(f"the outcome cannot be read: {error}") from error
 
     def _store_or_abort(self, deadline: Deadline) -> None:
         """Wait until all messages and acknowledgements are stored; if that fails, abort, and raise the error."""
@@ -432,12 +422,12 @@ class PulsarWriter(Writer):
         deadline.check("the transaction")
         try:
             self.flush(deadline)
-        except (TransactionAborted, Fenced):
+        except (errors.TransactionAborted, errors.Fenced):
             self._abort_quietly(deadline)
             raise
-        except UsageError as error:
+        except errors.UsageError as error:
             self._abort_quietly(deadline)
-            raise DeliveryFailed(str(error)) from (error.__cause__ or error)
+            raise errors.DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
         """Abort after an error, and only log an error of the abort, so that the caller can raise the first one.
@@ -446,10 +436,10 @@ class PulsarWriter(Writer):
         """
         try:
             self.abort(deadline)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             _log.debug("transaction %s stays open until it times out: %s", self._begin.transaction, error)
 
-    def _clean_up_after_foreign_end(self, deadline: Deadline) -> TxnBridgeError:
+    def _clean_up_after_foreign_end(self, deadline: Deadline) -> errors.TxnBridgeError:
         """Clean up after a transaction whose end another process or the coordinator has requested.
 
         Return the error that names the likely cause: a newer owner, lost partitions, a timeout, or an abort by another
@@ -467,15 +457,15 @@ class PulsarWriter(Writer):
         self._finish()
         try:
             self._owner.check(deadline)
-        except Fenced as fenced:
+        except errors.Fenced as fenced:
             return fenced
-        except TxnBridgeError as unheard:
+        except errors.TxnBridgeError as unheard:
             _log.debug("whether %s has a newer owner is not known yet: %s", self.name, unheard)
         if left:
             return _lost_partition_error()
         if self._begin.deadline.expired:
-            return TransactionTimedOut("the transaction was aborted because it timed out; run it again")
-        return TransactionAborted("the broker or an administrator ended the transaction; run it again")
+            return errors.TransactionTimedOut("the transaction was aborted because it timed out; run it again")
+        return errors.TransactionAborted("the broker or an administrator ended the transaction; run it again")
 
     def _refuse_late_writes(self, deadline: Deadline) -> None:
         if self._txn is not None and self._registered:
@@ -497,14 +487,14 @@ class PulsarWriter(Writer):
         with self._cluster.events.step("step:end", self._begin.transaction, decision="abort"):
             try:
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
-            except BrokerUnavailable as error:
-                raise OutcomeUnknown(f"the transaction is aborted when it times out: {error}") from error
+            except errors.BrokerUnavailable as error:
+                raise errors.OutcomeUnknown(f"the transaction is aborted when it times out: {error}") from error
         if ended is EndResult.ABORTED:
             self._owner.end_delivery.ended(self._txn, False, participants, deadline)
         else:
             self._redeliver_rest()
             if self._evidence.asked and self._by_proof(deadline) is Outcome.COMMITTED:
-                raise OutcomeUnknown("the commit that was requested before has committed the transaction")
+                raise errors.OutcomeUnknown("the commit that was requested before has committed the transaction")
         if not settled or ended is not EndResult.ABORTED:
             self._refuse_late_writes(deadline)
         self._finish()
@@ -522,7 +512,7 @@ class PulsarWriter(Writer):
         for sent in self._acks:
             try:
                 sent.settle(deadline)
-            except TxnBridgeError as error:
+            except errors.TxnBridgeError as error:
                 _log.debug("acknowledging in a transaction that is aborted: %s", error)
                 # A request without an answer may still arrive; a refused request has arrived.
                 settled = settled and not isinstance(error.__cause__, wire.BrokerConnectionLost)
@@ -543,8 +533,8 @@ class PulsarWriter(Writer):
             try:
                 # The transaction has to end, by commit or abort, before this writer begins the next one.
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
-            except OutcomeUnknown as error:
-                raise BrokerUnavailable(f"ending the previous transaction: {error}") from error
+            except errors.OutcomeUnknown as error:
+                raise errors.BrokerUnavailable(f"ending the previous transaction: {error}") from error
             if ended is not EndResult.ABORTED:
                 self._redeliver_rest()
             aborted = ended is EndResult.ABORTED or not self._registered
@@ -567,5 +557,7 @@ class PulsarWriter(Writer):
         self._hang_up()
 
 
-def _lost_partition_error() -> Conflict:
-    return Conflict("the reader lost partitions whose messages the transaction acknowledges; the messages come again")
+def _lost_partition_error() -> errors.Conflict:
+    return errors.Conflict(
+        "the reader lost partitions whose messages the transaction acknowledges; the messages come again"
+    )

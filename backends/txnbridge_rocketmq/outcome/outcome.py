@@ -9,15 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    Conflict,
-    EvidenceLost,
-    InvalidToken,
-    OutcomeUnknown,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.groups import Queue
@@ -65,7 +57,7 @@ class PrepareRecord:
             ]
             return cls(halves_from_json(data), acks, int(data["expires_at"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidToken("the prepare record of this transaction cannot be read") from error
+            raise errors.InvalidToken("the prepare record of this transaction cannot be read") from error
 
 
 def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
@@ -200,10 +192,10 @@ def _as_decided(token: Token, outcome: str) -> Iterator[None]:
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
-    except AccessDenied as error:
-        raise AccessDenied(f"{prefix} that has the rights completes it: {error}") from error.__cause__
-    except BrokerUnavailable as error:
-        raise OutcomeUnknown(f"{prefix} completes it, as does the same call again: {error}") from error
+    except errors.AccessDenied as error:
+        raise errors.AccessDenied(f"{prefix} that has the rights completes it: {error}") from error.__cause__
+    except errors.BrokerUnavailable as error:
+        raise errors.OutcomeUnknown(f"{prefix} completes it, as does the same call again: {error}") from error
 
 
 def publish_exclusively(
@@ -267,7 +259,7 @@ def _claim(
                 claim = _commit_with_acks(token, prepared.acks, data, ledger, deadline)
             else:
                 claim = ledger.claim(token.transaction, decision, data, deadline, log=log)
-        except Conflict:
+        except errors.Conflict:
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=log)
         step["decided"] = claim.decision.value
     return claim
@@ -285,7 +277,7 @@ def _commit_with_acks(
         now = [_ack_now(ack, ledger, deadline) for ack in acks]
         try:
             return ledger.claim(token.transaction, Decision.COMMIT, data, deadline, log=_log_of(token), acks=now)
-        except Conflict:
+        except errors.Conflict:
             if now == list(acks):
                 raise
             deadline.check("committing a prepared transaction")
@@ -294,16 +286,18 @@ def _commit_with_acks(
 def _ack_now(ack: Ack, ledger: Ledger, deadline: Deadline) -> Ack:
     try:
         positions, read_up_to = ledger.positions(ack.group, deadline)
-    except EvidenceLost:  # what is known of the log since the transaction began can still show that nobody came between
+    except (
+        errors.EvidenceLost
+    ):  # what is known of the log since the transaction began can still show that nobody came between
         return ack
     if (at := positions.get(ack.partition)) is None or VerifiableOffset.of(at).next != ack.first[0]:
-        raise Conflict(f"group {ack.group!r} was moved in {ack.partition[0]}[{ack.partition[1]}]")
+        raise errors.Conflict(f"group {ack.group!r} was moved in {ack.partition[0]}[{ack.partition[1]}]")
     return replace(ack, read_up_to=read_up_to)
 
 
 def _log_of(token: Token) -> Mapping[str, Any]:
     if token.log is None:
-        raise InvalidToken("this token is damaged: it does not name its decision log")
+        raise errors.InvalidToken("this token is damaged: it does not name its decision log")
     return token.log
 
 
@@ -320,7 +314,9 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord
     for entry in ledger.find(token.transaction, deadline, log=_log_of(token)):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
-    raise InvalidToken("this token's transaction was never prepared: a newer owner opened its transactional id before")
+    raise errors.InvalidToken(
+        "this token's transaction was never prepared: a newer owner opened its transactional id before"
+    )
 
 
 # --- status -------------------------------------------------------------------------------------------------------
@@ -340,9 +336,9 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
             # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).
             data = halves_as_json([])
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
-    except EvidenceLost as error:
+    except errors.EvidenceLost as error:
         return Status(TokenState.UNKNOWN, reason=str(error), permanent=True)
-    except (OutcomeUnknown, BrokerUnavailable, AccessDenied) as error:
+    except (errors.OutcomeUnknown, errors.BrokerUnavailable, errors.AccessDenied) as error:
         return Status(TokenState.UNKNOWN, reason=str(error))
     if claim is not None:
         return _status_by(claim, ender, token, deadline)
@@ -361,7 +357,7 @@ def _status_by(claim: LedgerClaim, ender: HalfEnder, token: Token, deadline: Dea
     try:
         topics, age = halves_from_json(claim.data), seconds_since(claim.data)
         unpublished = ender.unpublished(token.transaction, topics, age, deadline)
-    except TxnBridgeError as error:
+    except errors.TxnBridgeError as error:
         reason = f"it is committed; whether all its messages are published cannot be looked up now: {error}"
         return Status(TokenState.UNKNOWN, reason=reason)
     if unpublished:

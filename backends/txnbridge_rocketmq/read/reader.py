@@ -10,17 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge.errors import (
-    BrokerUnavailable,
-    EvidenceLost,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    OutcomeUnknown,
-    PositionLost,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import BackgroundTask, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.groups import Queue
@@ -69,7 +59,7 @@ class RocketMQReader(Reader):
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
     ) -> None:
         if subscription.sharing != "partition":
-            raise NotSupported("each queue of RocketMQ is read by one member of a group: sharing='partition'")
+            raise errors.NotSupported("each queue of RocketMQ is read by one member of a group: sharing='partition'")
         self._cluster = cluster = ender.cluster
         self._subscription = subscription
         self._listener = listener
@@ -175,7 +165,7 @@ class RocketMQReader(Reader):
     def _raise_faults(self) -> None:
         for reader in self._readers.values():
             if (fault := reader.fault) is not None and not reader.paused:
-                if isinstance(fault, NotFound):  # the topic may be created again, so the next `poll` tries again
+                if isinstance(fault, errors.NotFound):  # the topic may be created again, so the next `poll` tries again
                     reader.fault = None
                 raise fault
 
@@ -187,9 +177,9 @@ class RocketMQReader(Reader):
             task, self._task = self._task, None
             try:
                 task.finish()
-            except (PositionLost, EvidenceLost):
+            except (errors.PositionLost, errors.EvidenceLost):
                 raise
-            except (BrokerUnavailable, OutcomeUnknown) as error:
+            except (errors.BrokerUnavailable, errors.OutcomeUnknown) as error:
                 _log.warning("the assignment or a position is not known, and is asked for again: %s", error)
         if self._task is None and (due := self._due_task()) is not None:
             deadline = Deadline(self._timeout)
@@ -239,7 +229,7 @@ class RocketMQReader(Reader):
         if time.monotonic() >= self._refresh_at:
             self._refresh_at = time.monotonic() + _NEW_PARTITIONS_SECONDS
             for topic in self._subscription.topics:
-                with suppress(BrokerUnavailable):
+                with suppress(errors.BrokerUnavailable):
                     queues = self._cluster.topics.existing_queues(topic, Deadline(_ROUTE_LOOK_UP_SECONDS))
                     self._queues = {**self._queues, **{(topic, each.queue): each for each in queues}}
         return self._queues
@@ -293,7 +283,7 @@ class RocketMQReader(Reader):
         for reader, at in wanted.items():
             begin = self._offsets.begin(reader.queue, deadline)
             if at < begin:
-                raise PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
+                raise errors.PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
         found = {each: self._offsets.verifiable(each.queue, at, deadline) for each, at in wanted.items()}
         for reader, position in found.items():
             reader.continue_at(position)
@@ -305,7 +295,7 @@ class RocketMQReader(Reader):
         for reader, at in wanted.items():
             if self._group is not None:
                 reader.unsettle(SeekTarget(at, chosen=False))
-            elif not isinstance(reader.fault, PositionLost):
+            elif not isinstance(reader.fault, errors.PositionLost):
                 reader.go_back(at)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
@@ -339,7 +329,7 @@ class RocketMQReader(Reader):
         reader = self._readers.get(partition)
         if reader is None:
             topic, number = partition
-            raise InvalidState(
+            raise errors.InvalidState(
                 f"{topic}[{number}] is not assigned to this reader now; `positions()` lists the partitions that are"
             )
         return reader
@@ -358,7 +348,7 @@ class RocketMQReader(Reader):
 
     def ack_context(self) -> RocketMQAckContext:
         if self._context is None:
-            raise InvalidState("messages that were read without a group cannot be acknowledged")
+            raise errors.InvalidState("messages that were read without a group cannot be acknowledged")
         return self._context
 
     def _commit_offset(self, reader: QueueReader, at: int) -> None:
@@ -373,7 +363,7 @@ class RocketMQReader(Reader):
         if self._task is not None:  # otherwise the task might lock queues again after they are unlocked below
             self._task.join(min(deadline.left(), _CLOSE_SECONDS))
         if self._context is not None and self._context.was_used and self._group is not None:
-            with suppress(TxnBridgeError):
+            with suppress(errors.TxnBridgeError):
                 positions, _ = self._group.positions(Deadline(min(deadline.left(), _CLOSE_SECONDS)))
                 for partition, reader in self._readers.items():
                     if partition in positions:  # otherwise the group has no position in the partition yet
@@ -388,4 +378,4 @@ def _offset_of(position: Position) -> int:
     match position:
         case (int(offset),) if offset >= 0:
             return offset
-    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")
+    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

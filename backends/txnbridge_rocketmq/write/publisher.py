@@ -11,15 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    DeliveryFailed,
-    InvalidOption,
-    InvalidState,
-    NotSupported,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Publisher, RawHeaders
 from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.connection import Call
@@ -66,7 +58,7 @@ class RocketMQPublisher(Publisher):
         self._senders: dict[Queue, _QueueSender] = {}
         self._messages = self._bytes = 0  # accepted and not stored yet
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
-        self._failed: DeliveryFailed | AccessDenied | None = None
+        self._failed: errors.DeliveryFailed | errors.AccessDenied | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -89,7 +81,7 @@ class RocketMQPublisher(Publisher):
         queues = self._cluster.topics.require(topic, partition, deadline)
         most = self._cluster.brokers.config(queues[0].broker, deadline).message_bytes
         if len(value or b"") > most:
-            raise InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
+            raise errors.InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
         message = to_wire(topic, value, key, headers, timestamp, unique_key=uuid.uuid4().hex.upper())
         key = ordering_key(message, key)
         number = self._queue_number(key, len(queues)) if partition is None else partition
@@ -101,7 +93,7 @@ class RocketMQPublisher(Publisher):
     def _take(self, message: WireMessage, queue: Queue, deadline: Deadline) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended or self._has_room(message), deadline.left()):
-                raise DeadlineExceeded(
+                raise errors.DeadlineExceeded(
                     f"the send buffer had no room for a message to {queue.topic} for {deadline.seconds:g} s"
                 )
             self._check()
@@ -126,7 +118,7 @@ class RocketMQPublisher(Publisher):
         if self._failed is not None:
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
         if self._closed:
-            raise InvalidState("this publisher is closed")
+            raise errors.InvalidState("this publisher is closed")
 
     # --- flushing -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +130,7 @@ class RocketMQPublisher(Publisher):
 
     def _settle(self, deadline: Deadline) -> None:
         if not self._changed.wait_for(lambda: self._ended or self._messages == 0, deadline.left()):
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"{self._messages} messages were not stored within {deadline.seconds:g} s; they may yet be"
             )
         self._check()
@@ -226,7 +218,7 @@ class RocketMQPublisher(Publisher):
             self._require_stored(sender, error)
             return True
         # The broker is down, starting, or busy, which is no reason to fail.
-        if type(translate(error, "")) in (BrokerUnavailable, DeadlineExceeded):
+        if type(translate(error, "")) in (errors.BrokerUnavailable, errors.DeadlineExceeded):
             return False
         raise _PublishFailure(error, "a message was refused")
 
@@ -244,7 +236,7 @@ class RocketMQPublisher(Publisher):
                     return
                 until = until or time.monotonic() + _LOOK_UP_SECONDS
             except RemotingError as refused:
-                if isinstance(translate(refused, ""), AccessDenied):
+                if isinstance(translate(refused, ""), errors.AccessDenied):
                     raise _PublishFailure(
                         refused, "the broker did not respond for a message, and this user may not look it up"
                     ) from error
@@ -255,7 +247,11 @@ class RocketMQPublisher(Publisher):
         )
 
     def _fail(self, failure: _PublishFailure) -> None:
-        kind = AccessDenied if isinstance(translate(failure.cause, ""), AccessDenied) else DeliveryFailed
+        kind = (
+            errors.AccessDenied
+            if isinstance(translate(failure.cause, ""), errors.AccessDenied)
+            else errors.DeliveryFailed
+        )
         with self._changed:
             self._failed = kind(f"{failure}; no later message in its partition is stored: {failure.cause}")
             self._failed.__cause__ = failure.cause
@@ -270,5 +266,5 @@ class _PublishFailure(Exception):
         self.cause = cause
 
 
-def _no_sequences() -> NotSupported:
-    return NotSupported("RocketMQ keeps no sequence numbers of publishers; leave out sequence=")
+def _no_sequences() -> errors.NotSupported:
+    return errors.NotSupported("RocketMQ keeps no sequence numbers of publishers; leave out sequence=")

@@ -9,20 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    Conflict,
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    OutcomeUnknown,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import (
     Ack,
     Begin,
@@ -122,7 +109,7 @@ class RocketMQWriter(Writer):
         timestamp: int | None,
     ) -> None:
         if self.messages >= (most := self._cluster.settings.timing.transaction_messages):
-            raise InvalidOption(
+            raise errors.InvalidOption(
                 f"a transaction on RocketMQ has at most {most} messages, which are ended one by one; commit more often"
             )
         deadline = self._begun.deadline
@@ -150,7 +137,7 @@ class RocketMQWriter(Writer):
             if written is None:
                 settings = self._cluster.brokers.config(queues[0].broker, deadline)
                 if self._seconds > settings.longest_transaction:
-                    raise InvalidOption(
+                    raise errors.InvalidOption(
                         f"a transaction to {topic} may take {self._seconds:.0f} s here, and"
                         f" {settings.longest_transaction:g} s are allowed: broker {settings.name} discards halves"
                         f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
@@ -233,12 +220,12 @@ class RocketMQWriter(Writer):
         """
         try:
             outcome = self._end_direct(Decision.COMMIT, deadline)
-        except OutcomeUnknown:
+        except errors.OutcomeUnknown:
             raise
-        except TxnBridgeError as error:
-            raise OutcomeUnknown(f"the broker may have published the message: {error}") from error
+        except errors.TxnBridgeError as error:
+            raise errors.OutcomeUnknown(f"the broker may have published the message: {error}") from error
         if outcome is Outcome.ABORTED:
-            raise TransactionAborted("another process aborted the transaction; run it again")
+            raise errors.TransactionAborted("another process aborted the transaction; run it again")
 
     def _end_direct(self, decision: Decision, deadline: Deadline) -> Outcome:
         """End a transaction by `decision`, unless its direct END has published its message. Return its outcome."""
@@ -253,23 +240,25 @@ class RocketMQWriter(Writer):
         """
         try:
             claim = self._claim(Decision.COMMIT, deadline, self._all_acks())
-        except (Conflict, Fenced):
+        except (errors.Conflict, errors.Fenced):
             self._abort_quietly(deadline)
             raise
         if claim.decision is Decision.ABORT:
             self._drop(deadline)
             if self._begun.deadline.expired or time.time() * 1000 >= self._expires_at:
-                raise TransactionTimedOut("the transaction was aborted because its deadline was past; run it again")
-            raise TransactionAborted("another process aborted the transaction; run it again")
+                raise errors.TransactionTimedOut(
+                    "the transaction was aborted because its deadline was past; run it again"
+                )
+            raise errors.TransactionAborted("another process aborted the transaction; run it again")
         try:
             return self._publish(deadline)
         except PublishedMessageMissing as error:
             raise self._unpublished_error(error) from error
 
-    def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
+    def _unpublished_error(self, error: errors.TxnBridgeError) -> errors.OutcomeUnknown:
         """Return the error for a committed transaction that may be unpublished. The next `begin` publishes it."""
         self._unpublished = self._begun.transaction, self._halves.topics
-        return OutcomeUnknown(
+        return errors.OutcomeUnknown(
             "it is committed, and may not be published yet; after the broker's check-back any bridge of its application"
             f" publishes it: {error}"
         )
@@ -292,9 +281,9 @@ class RocketMQWriter(Writer):
         transaction = self._begun.transaction
         try:
             publish_exclusively(self._owner.ender, transaction, self._halves.topics, deadline)
-        except EvidenceLost:
+        except errors.EvidenceLost:
             raise
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             raise self._unpublished_error(error) from error
 
     def _store(self, deadline: Deadline) -> None:
@@ -302,7 +291,7 @@ class RocketMQWriter(Writer):
         deadline.check("the transaction")
         try:
             self.flush(deadline)
-        except (DeliveryFailed, AccessDenied):
+        except (errors.DeliveryFailed, errors.AccessDenied):
             self._abort_quietly(deadline)
             raise
 
@@ -310,7 +299,7 @@ class RocketMQWriter(Writer):
         """Abort a transaction that cannot commit, and log errors: if this fails, a check-back aborts it later."""
         try:
             self.abort(deadline)
-        except TxnBridgeError as error:
+        except errors.TxnBridgeError as error:
             _log.debug("transaction %s is aborted after its deadline: %s", self._begun.transaction, error)
 
     def abort(self, deadline: Deadline) -> None:
@@ -320,10 +309,10 @@ class RocketMQWriter(Writer):
             return
         try:
             claim = self._claim(Decision.ABORT, deadline)
-        except BrokerUnavailable as error:
-            raise OutcomeUnknown(f"it is aborted after its deadline: {error}") from error
+        except errors.BrokerUnavailable as error:
+            raise errors.OutcomeUnknown(f"it is aborted after its deadline: {error}") from error
         if claim.decision is Decision.COMMIT:
-            raise InvalidState("the transaction is committed: an earlier call of commit succeeded")
+            raise errors.InvalidState("the transaction is committed: an earlier call of commit succeeded")
         self._drop(deadline)
 
     def _drop(self, deadline: Deadline) -> None:
@@ -354,10 +343,12 @@ class RocketMQWriter(Writer):
                 self._end_direct(Decision.ABORT, deadline)
                 return
             claim = self._claim(Decision.ABORT, deadline)
-        except EvidenceLost as error:
+        except errors.EvidenceLost as error:
             _log.warning("the outcome of transaction %s is lost: %s", transaction, error)
-        except OutcomeUnknown as error:
-            raise BrokerUnavailable(f"the outcome of transaction {transaction} is not known yet: {error}") from error
+        except errors.OutcomeUnknown as error:
+            raise errors.BrokerUnavailable(
+                f"the outcome of transaction {transaction} is not known yet: {error}"
+            ) from error
         else:
             if claim.decision is Decision.COMMIT:
                 self._unpublished = transaction, halves_from_json(claim.data)
