@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -80,40 +80,34 @@ def reopen(url: str, name: str) -> None:
     connect(url, transactional_id=name, application=APPLICATION).close()
 
 
-def seconds(url: str, topic: str, arrivals: Arrivals, count: int, then: Callable[[str], object]) -> list[float]:
-    """Kill owners one after another, and call `then` with the id of each at once.
+def seconds(url: str, topic: str, arrivals: Arrivals, count: int, reopening: bool) -> list[float]:
+    """Kill owners one after another, and perhaps open the id of each at once.
 
     Return the seconds from each death until the owner's messages were read.
     """
     died: dict[str, float] = {}
-    for _ in range(count):
-        name = unique("owner")
-        arrivals[name] = Future()
-        died[name] = killed(url, topic, name)
-        then(name)
-    return [arrivals[name].result(PATIENCE) - at for name, at in died.items()]
+    with ThreadPoolExecutor(count) as pool:
+        for _ in range(count):
+            name = unique("owner")
+            arrivals[name] = Future()
+            died[name] = killed(url, topic, name)
+            if reopening:
+                pool.submit(reopen, url, name)
+        return [arrivals[name].result(PATIENCE) - at for name, at in died.items()]
 
 
 def measure_with(settings: Settings, told: str, own: dict[str, str] | None) -> None:
     count = 1 if settings.quick else KILLED
-    with (
-        rocketmq(own) as address,
-        connect(address.url, application=APPLICATION) as bridge,
-        ThreadPoolExecutor(count) as pool,
-    ):
-        url, topic = address.url, new_topic(address.url)
+    with rocketmq(own) as address, connect(address.url, application=APPLICATION) as bridge:
+        topic = new_topic(address.url)
         with bridge.transaction() as txn:  # so that the broker sends check-backs to this bridge
             txn.send(topic, b"first")
-        kinds: dict[str, Callable[[str], object]] = {
-            "its id opened again": lambda name: pool.submit(reopen, url, name),
-            "published by who is asked": lambda name: None,
-        }
         arrivals: Arrivals = {}
         with bridge.consumer(topic) as consumer, noting(consumer, arrivals):
             report = Report(settings, f"RocketMQ, {told}: {count} owners killed before publishing {MESSAGES} messages")
-            for kind, then in kinds.items():
-                found = seconds(url, topic, arrivals, count, then)
-                report.figure(f"until they can be read, {kind}", estimate(found), "s")
+            for told, reopening in (("its id opened again", True), ("published by who is asked", False)):
+                found = seconds(address.url, topic, arrivals, count, reopening)
+                report.figure(f"until they can be read, {told}", estimate(found), "s")
                 report.single("the same, the longest", max(found), "s")
 
 
