@@ -101,7 +101,7 @@ def test_failures_are_those_of_the_synchronous_processor(run, full_url):
             with pytest.raises(InvalidOption, match="async def"):
                 bridge.processor("in", group="g", each=lambda message, txn: None)  # type: ignore[arg-type, return-value]
             with pytest.raises(NotSupported, match="plain handler"):
-                bridge.processor("in", group="g", each=each, db="sqlite:///a.db")  # type: ignore[call-arg]
+                bridge.processor("in", group="g", each=each, db="sqlite:///a.db")
             with pytest.raises(InvalidOption):
                 bridge.processor("in", group="g", each=each, max_messages=0)
 

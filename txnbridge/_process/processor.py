@@ -91,8 +91,8 @@ class _Hidden(Exception):
     """Raised if an unknown message is to be set aside: the batch is then processed in halves to find it."""
 
 
-class LoopSettings(TypedDict, total=False):
-    """The settings of each `Processor`; see there for their meaning and defaults."""
+class HandlerSettings(TypedDict, total=False):
+    """The settings of a `Processor` that belong to its handler; see there for their meaning and defaults."""
 
     dead_letter: str | Topic | None
     poison: ExceptionClasses
@@ -106,11 +106,6 @@ class LoopSettings(TypedDict, total=False):
     backoff: tuple[float, float]
     retry_for: float | None
     start: str | int
-
-
-class HandlerSettings(LoopSettings, total=False):
-    """The settings of a processor whose handler may write to a database."""
-
     db: str | Engine | None
     outbox: Outbox | None
 

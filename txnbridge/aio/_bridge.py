@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from txnbridge._process.processor import LoopSettings
+    from txnbridge._process.processor import ProcessorSettings
     from txnbridge.sql import Outbox
 
 R = TypeVar("R")
@@ -243,8 +243,7 @@ class Bridge(ClosedByBlock):
         group: str,
         each: Each | None = None,
         batch: OnBatch | None = None,
-        stop_timeout: float = 30.0,
-        **settings: Unpack[LoopSettings],
+        **settings: Unpack[ProcessorSettings],
     ) -> Processor:
         """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings.
 
@@ -258,8 +257,7 @@ class Bridge(ClosedByBlock):
         if "db" in settings or "outbox" in settings:
             raise NotSupported("a processor with db= has a plain handler: use txnbridge.connect")
         begin = partial(self._sync.transaction, group_commit=False)
-        consumers = self._sync._consumers
-        make = partial(LoopProcessor, consumers, begin, inputs, group=group, stop_timeout=stop_timeout, **settings)
+        make = partial(LoopProcessor, self._sync._consumers, begin, inputs, group=group, **settings)
         return Processor(make, self._waiting, each, batch)
 
     def half_messages(self, group: str, *, execute: Execute, check: Check) -> HalfMessages:
