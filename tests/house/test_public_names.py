@@ -78,8 +78,6 @@ ONLY_SYNCHRONOUS = {
     "Admin": {},
     "Bridge": {
         "decisions": "for programs that build on decision logs, in threads",
-        "processor(db)": "what is in databases is done in threads",
-        "processor(outbox)": "goes with db=",
         "resolver(check)": "is needed, without db=",
         "resolver(db)": "what is in databases is done in threads",
         "transaction(db)": "what is in databases is done in threads",
