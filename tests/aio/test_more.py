@@ -175,7 +175,7 @@ def test_a_resolver_asks_check_on_the_loop(run, url):
     async def program():
         async with aio.connect(url + "?half_check_seconds=0.1") as bridge:
             async with bridge.half_messages("shop", execute=undecided, check=undecided) as sales:
-                async with sales.transaction(timeout=0.2) as txn:
+                async with sales.transaction(timeout=2) as txn:
                     await txn.send("orders", b"1")
             async with bridge.resolver("shop", check=check) as resolver:
                 await until(lambda: resolver.stats.committed)

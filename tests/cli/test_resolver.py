@@ -38,7 +38,7 @@ def leave_undecided(bridge: Bridge, *values: bytes) -> list[str]:
     with bridge.half_messages("shop", execute=undecided, check=undecided) as sales:
         sales.close()
         for value in values:
-            with sales.transaction(timeout=0.1) as txn:
+            with sales.transaction(timeout=2) as txn:
                 txn.send("orders", value)
             ids.append(txn.id)
     return ids

@@ -233,14 +233,15 @@ def test_a_prepared_acknowledgement_conflicts_with_any_other(broker, join):
     member.ack(messages[1])
 
 
-def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join):
+def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join, clock):
     fill(broker, 3)
     member = join()
     messages = member.take(3)
     writer = kit.open_preparing(broker)
-    kit.begin(writer, timeout=0.3, hold=0.001, prepare=True)
+    kit.begin(writer, timeout=60, hold=0.001, prepare=True)
     member.tell(writer, *messages)
     writer.prepare(Deadline(10))
+    clock.ahead = 3_600_000
     assert numbers(member.take(3)) == [0, 1, 2]
 
 

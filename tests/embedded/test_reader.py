@@ -163,12 +163,13 @@ def test_what_is_aborted_is_never_seen_and_leaves_no_lag(broker, reading):
     assert take_values(reader, 1) == [b"last"]
 
 
-def test_a_transaction_past_its_deadline_is_ended_by_the_reader_that_it_holds_back(broker, reading):
+def test_a_transaction_past_its_deadline_is_ended_by_the_reader_that_it_holds_back(broker, reading, clock):
     reader = reading()
     writer = kit.open_preparing(broker)
-    kit.begin(writer, timeout=0.3, hold=0.001, prepare=True)
+    kit.begin(writer, timeout=60, hold=0.001, prepare=True)
     kit.send(writer, "orders", b"expired")
     writer.prepare(Deadline(10))
+    clock.ahead = 3_600_000
     kit.commit(kit.open_writer(broker), "orders", b"after")
     assert take_values(reader, 1) == [b"after"]
     assert kit.rows(broker, "SELECT state FROM transactions") == [("aborted",)]

@@ -384,7 +384,7 @@ def test_a_parked_half_is_ended_by_an_administrator(
         connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
         asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,
     ):
-        with sales.transaction(UNDECIDED, timeout=0.5) as txn:
+        with sales.transaction(UNDECIDED, timeout=2) as txn:
             txn.send(topic, b"1")
         eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
         [half] = bridge.admin.parked(group)
