@@ -1,4 +1,4 @@
-"""Apache Kafka: confluent-kafka for data, kafka-python for the requests that confluent-kafka lacks.
+"""Apache Kafka: confluent-kafka for data, and raw requests for what confluent-kafka lacks.
 
 The parts of Kafka's model on which the guarantees of this backend depend:
 

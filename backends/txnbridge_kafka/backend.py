@@ -12,7 +12,7 @@ from txnbridge_kafka.settings import OPTIONS, read
 
 
 class KafkaBackend(Backend):
-    """The backend for Apache Kafka 2.5 and later."""
+    """The backend for Apache Kafka 3.0 and later."""
 
     name = "kafka"
     schemes = ("kafka",)
@@ -27,7 +27,6 @@ class KafkaBackend(Backend):
     def check_installed(self) -> None:
         try:
             from txnbridge_kafka import broker  # noqa: F401
-            from txnbridge_kafka.client.kafka_python import check_version
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0].replace("_", "-")
             if package.startswith("txnbridge"):
@@ -35,7 +34,6 @@ class KafkaBackend(Backend):
             raise BackendMissing(
                 f"{package} is not installed: in a clone of txnbridge, pip install -e '.[kafka]'"
             ) from error
-        check_version()
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         self.check_installed()

@@ -19,7 +19,7 @@ from tests.house.rooms import ROOT, packages
 pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("wheel"), pytest.mark.full]
 
 PACKAGES = [package.name for package in packages()]
-CLIENTS = ["confluent_kafka", "kafka", "pulsar", "rocketmq", "pyspark", "pyarrow", "sqlalchemy"]
+CLIENTS = ["confluent_kafka", "pulsar", "rocketmq", "pyspark", "pyarrow", "sqlalchemy"]
 
 # Imports every module of the packages named (but not their programs: `__main__` runs when it is imported), and prints
 # those that lack something, each with what it lacks.

@@ -43,7 +43,7 @@ def requests_of(bridge: Bridge) -> Requests:
 def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let EndTxn be sent in the version that leaves the epoch as it is, as to an older cluster."""
 
-    async def never(connections: Connections, node: object) -> bool:
+    def never(connections: Connections, node: object) -> bool:
         return False
 
     monkeypatch.setattr(Connections, "bumps_epochs", never)

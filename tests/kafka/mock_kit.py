@@ -1,7 +1,7 @@
 """Kafka's client against brokers that fail on demand: librdkafka's own mock cluster, in this process.
 
 It answers what the client sends, and any request with the error that was pushed for it. It knows nothing of what a
-coordinator does about errors, nor the requests that only kafka-python sends: `Coordinator` stands in for those and
+coordinator does about errors, nor the raw requests: `Coordinator` stands in for those and
 says what a test has decided. So this shows what our code makes of an answer, and nothing about Kafka.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import re
 import subprocess
@@ -12,10 +11,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +23,11 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.observing import take
-from txnbridge_kafka.client import messages, request_retry
+from txnbridge_kafka.client import request_retry, wire
 from txnbridge_kafka.client.protocol_types import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings.security import Access
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
@@ -36,7 +35,6 @@ from tests.in_time import takes
 from tests.kafka.kit import without_epoch_bumps
 from txnbridge.errors import (
     AccessDenied,
-    BackendMissing,
     BrokerUnavailable,
     DeadlineExceeded,
     Fenced,
@@ -60,9 +58,15 @@ _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 
 
-def settings_for(bootstrap: str, **raw: Any) -> KafkaSettings:
+def settings_for(bootstrap: str, **access: str) -> KafkaSettings:
     return KafkaSettings(
-        bootstrap=bootstrap, client={}, raw=raw, timeout=LONG, hold=None, application="tests", create_topics=0
+        bootstrap=bootstrap,
+        client={},
+        access=Access(**access),
+        timeout=LONG,
+        hold=None,
+        application="tests",
+        create_topics=0,
     )
 
 
@@ -864,10 +868,9 @@ def login(proxy: faults.Proxy, user: str, password: str = PASSWORD) -> Requests:
     return Requests(
         settings_for(
             proxy.url.removeprefix("kafka://"),
-            security_protocol="SASL_PLAINTEXT",
-            sasl_mechanism="PLAIN",
-            sasl_plain_username=user,
-            sasl_plain_password=password,
+            mechanism="PLAIN",
+            username=user,
+            password=password,
         )
     )
 
@@ -893,54 +896,14 @@ def test_rights_are_asked_for_and_a_refusal_tells_no_secret(guarded, capfd, capl
         assert root.end("mine", *who, COMMIT, Deadline(LONG)).code == 0
         for ours in (root, guest, stranger):
             ours.close()
-    heard = [*told, *capfd.readouterr(), caplog.text, repr(settings_for("x", sasl_plain_password=PASSWORD))]
+    heard = [*told, *capfd.readouterr(), caplog.text, repr(settings_for("x", password=PASSWORD))]
     assert not any(PASSWORD in text for text in heard)
 
 
-def test_kafka_pythons_own_lines_go_nowhere(kafka_broker, capfd, caplog):
-    caplog.set_level(logging.DEBUG)
-    absent, present = Requests(settings_for("127.0.0.1:1")), Requests(settings_for(kafka_broker.url[8:]))
-    with pytest.raises(DeadlineExceeded, match="ECONNREFUSED"):
-        absent.cluster_id(Deadline(0.5))
-    present.cluster_id(Deadline(LONG))
-    absent.close()
-    present.close()
-    assert capfd.readouterr() == ("", "")
-    assert [record for record in caplog.records if record.name.startswith("kafka")] == []
-    logging.getLogger("kafka.net.manager").warning("somebody else's")
-    assert "somebody else's" in caplog.text
-
-
-@pytest.mark.parametrize("version", ["3.0.11", "3.1.0", "3.1.0.dev1", "2.9.9", "4.0"])
-def test_another_version_of_kafka_python_is_refused(monkeypatch, version):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(BackendMissing, match="pip install 'kafka-python>=3"):
-        Requests(settings_for("127.0.0.1:1"))
-
-
-def test_a_users_file_that_hides_a_module_of_pythons_own_is_told(tmp_path: Path) -> None:
-    (tmp_path / "copy.py").touch()
-    (tmp_path / "program.py").write_text('import txnbridge\ntxnbridge.connect("kafka://127.0.0.1:1")\n')
-    said = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True).stderr
-    assert "BackendMissing" in said and "cannot be imported: cannot import name" in said
-
-
-def test_a_missing_kafka_python_is_told_with_what_to_install(monkeypatch):
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(BackendMissing, match=r"not installed: .* pip install -e '\.\[kafka\]'"):
-        Requests(settings_for("127.0.0.1:1"))
-
-
-@pytest.mark.parametrize("package", ["confluent_kafka", "kafka"])
-def test_no_kafka_is_started_for_a_demo_that_lacks_its_client(package):
-    program = f"""
-import importlib.metadata, sys
-sys.modules[{package!r}] = None
-if {package!r} == "kafka":
-    importlib.metadata.version = lambda name: (_ for _ in ()).throw(importlib.metadata.PackageNotFoundError(name))
+def test_no_kafka_is_started_for_a_demo_that_lacks_its_client():
+    program = """
+import sys
+sys.modules["confluent_kafka"] = None
 import txnbridge_conformance._commands as commands
 def start(name):
     raise AssertionError("started in vain")
@@ -954,12 +917,10 @@ main(["demo", "kafka"])
 
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
-    """One that knows only older versions of a request, as a newer client sees it."""
-    newer = messages.api_versions_request()
-    newer._min_version, newer._max_version = 99, 99
-    monkeypatch.setattr(messages, "api_versions_request", lambda: newer)
-    with pytest.raises(NotSupported, match=r"Kafka 3\.0"):
-        world.requests.transaction_version(Deadline(LONG))
+    newer = replace(wire.DESCRIBE_TRANSACTIONS, answers={99: {}})
+    monkeypatch.setattr(wire, "DESCRIBE_TRANSACTIONS", newer)
+    with pytest.raises(NotSupported, match=r"does not have DescribeTransactions; Kafka 3\.0"):
+        world.described()
 
 
 def test_every_final_answer_has_a_sentence():

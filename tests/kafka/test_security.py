@@ -208,7 +208,7 @@ def by_confluent(settings: KafkaSettings, seconds: float, lines: list[str]) -> s
         client.poll(0)
 
 
-def by_kafka_python(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
+def by_requests(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
     requests = Requests(settings)
     try:
         return requests.cluster_id(Deadline(seconds))
@@ -222,7 +222,7 @@ def by_kafka_python(settings: KafkaSettings, seconds: float, lines: list[str]) -
 Ask = Callable[[KafkaSettings, float, list[str]], str]
 
 
-@pytest.fixture(params=[by_confluent, by_kafka_python], ids=lambda ask: ask.__name__.removeprefix("by_"))
+@pytest.fixture(params=[by_confluent, by_requests], ids=lambda ask: ask.__name__.removeprefix("by_"))
 def ask(request) -> Ask:
     asker: Ask = request.param
     return asker
@@ -268,7 +268,7 @@ GOOD: dict[str, tuple[str, Callable[[World], dict[str, Any]]]] = {
 @pytest.mark.parametrize("way", GOOD)
 def test_what_is_given_once_opens_the_door_for_both_clients(world, ask, way):
     listener, tell = GOOD[way]
-    expected = by_kafka_python(world.settings("PLAINTEXT", {}), LONG, [])
+    expected = by_requests(world.settings("PLAINTEXT", {}), LONG, [])
     assert ask(world.settings(listener, tell(world)), LONG, []) == expected
 
 
@@ -411,7 +411,7 @@ def clock(monkeypatch) -> list[float]:
 
 
 def tokens(endpoint: Endpoint, **told: Any) -> OAuthTokens:
-    provider = read({**endpoint.login(), **told}).raw["sasl_oauth_token_provider"]
+    provider = read({**endpoint.login(), **told}).access.tokens
     assert isinstance(provider, OAuthTokens)
     return provider
 

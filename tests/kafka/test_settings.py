@@ -100,13 +100,13 @@ def test_options_and_defaults_arrive():
 @pytest.mark.parametrize(("timeout", "patience"), [(0.5, 1500), (6, 2000), (30, 10_000), (600, 10_000)])
 def test_a_half_open_connection_is_noticed_well_within_the_deadline(timeout, patience):
     found = read(timeout=timeout)
-    assert int(found.client["socket.timeout.ms"]) == found.raw["request_timeout_ms"] == patience
+    assert int(found.client["socket.timeout.ms"]) == round(found.access.answer_seconds * 1000) == patience
 
 
 def test_what_the_user_says_wins_over_our_defaults():
     found = read({"client.id": "billing", "socket.timeout.ms": 2500})
-    assert (found.client["client.id"], found.raw["client_id"]) == ("billing", "billing")
-    assert (found.client["socket.timeout.ms"], found.raw["request_timeout_ms"]) == ("2500", 2500)
+    assert (found.client["client.id"], found.access.client_id) == ("billing", "billing")
+    assert (found.client["socket.timeout.ms"], found.access.answer_seconds) == ("2500", 2.5)
 
 
 @pytest.mark.live
@@ -303,7 +303,8 @@ def test_the_same_setting_under_two_names_is_refused(told):
 def test_an_empty_algorithm_means_that_the_hosts_name_is_not_compared():
     found = read({"security.protocol": "SSL", "ssl.endpoint.identification.algorithm": ""})
     assert found.client["ssl.endpoint.identification.algorithm"] == "none"
-    assert (found.raw["ssl_context"].check_hostname, found.raw["ssl_context"].verify_mode) == (False, ssl.CERT_REQUIRED)
+    assert found.access.tls is not None
+    assert (found.access.tls.check_hostname, found.access.tls.verify_mode) == (False, ssl.CERT_REQUIRED)
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------------
@@ -315,14 +316,14 @@ def test_tls_settings_without_tls_are_refused(name):
 
 
 def test_by_default_certificates_and_names_are_checked():
-    context = read({"security.protocol": "SSL"}).raw["ssl_context"]
+    context = read({"security.protocol": "SSL"}).access.tls
     assert (context.check_hostname, context.verify_mode) == (True, ssl.CERT_REQUIRED)
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 @pytest.mark.parametrize("no", ["false", "False", "0", False])
 def test_checking_certificates_can_be_given_up(no):
-    context = read({"security.protocol": "SSL", "enable.ssl.certificate.verification": no}).raw["ssl_context"]
+    context = read({"security.protocol": "SSL", "enable.ssl.certificate.verification": no}).access.tls
     assert (context.check_hostname, context.verify_mode) == (False, ssl.CERT_NONE)
 
 
@@ -366,7 +367,7 @@ def as_java_text(authority: Authority) -> dict[str, Any]:
     ids=["files", "sealed", "java-files", "java-text"],
 )
 def test_pem_is_taken_in_every_form(tmp_path, tell):
-    context = read(tell(Authority(tmp_path, "ours"))).raw["ssl_context"]
+    context = read(tell(Authority(tmp_path, "ours"))).access.tls
     assert context.cert_store_stats()["x509_ca"] == 1  # ours, and none of the system's
 
 
@@ -441,7 +442,7 @@ def test_a_java_trust_store_is_refused_with_the_command_that_converts_it(stores,
     assert SECRET not in reason
     keytool(commanded(reason), SECRET)
     converted = {"ssl.truststore.location": folder / "trust.pem", "ssl.truststore.type": "PEM"}
-    context = read({"security.protocol": "SSL", **converted}).raw["ssl_context"]
+    context = read({"security.protocol": "SSL", **converted}).access.tls
     assert context.cert_store_stats()["x509_ca"] == 1
 
 
@@ -491,9 +492,9 @@ def test_a_password_reaches_both_clients(mechanism, module, line):
         told = {"sasl.jaas.config": f'{module} required username="anna" password="{SECRET}";'}
     found = read({**told, "security.protocol": "sasl_ssl", "sasl.mechanism": mechanism.lower()})
     assert (found.client["sasl.username"], found.client["sasl.password"]) == ("anna", SECRET)
-    assert (found.raw["sasl_plain_username"], found.raw["sasl_plain_password"]) == ("anna", SECRET)
-    assert found.client["sasl.mechanism"] == found.raw["sasl_mechanism"] == mechanism
-    assert found.client["security.protocol"] == found.raw["security_protocol"] == "SASL_SSL"
+    assert (found.access.username, found.access.password) == ("anna", SECRET)
+    assert found.client["sasl.mechanism"] == found.access.mechanism == mechanism
+    assert found.client["security.protocol"] == "SASL_SSL" and found.access.tls is not None
 
 
 @pytest.mark.parametrize(
@@ -537,7 +538,7 @@ def test_an_oauth_login_of_java_reaches_both_clients():
     assert found.client["sasl.oauthbearer.method"] == "oidc"
     assert found.client["sasl.oauthbearer.client.secret"] == SECRET
     assert (found.client["sasl.oauthbearer.scope"], found.client["sasl.oauthbearer.extensions"]) == ("a b", "pool=x")
-    assert found.raw["sasl_oauth_token_provider"].extensions() == {"pool": "x"}
+    assert found.access.tokens.extensions() == {"pool": "x"}
 
 
 # --- JAAS ------------------------------------------------------------------------------------------------------------
@@ -728,7 +729,7 @@ def test_no_secret_is_in_what_is_shown_logged_or_pickled(told, caplog):
         with pytest.raises(TypeError, match="secrets") as caught:
             copier(found)
         assert SECRET not in str(caught.value)
-    provider = found.raw.get("sasl_oauth_token_provider")
+    provider = found.access.tokens
     if provider is not None:
         assert SECRET not in repr(provider)
         with pytest.raises(TypeError, match="secrets"):

@@ -77,11 +77,9 @@ class Still:
     def _acknowledge(
         self, cluster: KafkaCluster, member: GroupMembership, offsets: Mapping[Partition, int], by: Deadline
     ) -> None:
-        async def attempt(connections: Connections) -> Any:
-            node = await connections.group_coordinator(self.group)
-            return await connections.send(
-                node, txn_offset_commit_request(self.id, self.pid, self.epoch, member, offsets, {})
-            )
+        def attempt(connections: Connections) -> Any:
+            node = connections.group_coordinator(self.group)
+            return connections.send(node, txn_offset_commit_request(self.id, self.pid, self.epoch, member, offsets, {}))
 
         with closing(RequestRunner(cluster.settings)) as runner:
             (topic,) = runner.repeat(by, "acknowledging", attempt).topics

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_kafka.client import kafka_python, messages
+from txnbridge_kafka.client import messages, wire
+from txnbridge_kafka.client.connection import AttemptError, Connection
 from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
 from txnbridge_kafka.client.protocol_types import (
     ENDING,
@@ -31,7 +31,7 @@ class CoordinatorSession:
     """
 
     def __init__(
-        self, id: str, connections: Connections, connection: Any, give_back: Callable[[Connections], None]
+        self, id: str, connections: Connections, connection: Connection, give_back: Callable[[Connections], None]
     ) -> None:
         self._id = id
         self._connections: Connections | None = connections  # None after the connection was lost or given back
@@ -50,7 +50,7 @@ class CoordinatorSession:
             try:
                 self._connections.notice_closed()
                 last = self._connections.run(self.describe, min(deadline.left(), LONGEST_ATTEMPT))
-            except (kafka_python.errors.KafkaError, OSError, TxnBridgeError, RetryLaterError):
+            except (AttemptError, TxnBridgeError, RetryLaterError):
                 self._connections.close()
                 self._connections = None
                 break
@@ -61,10 +61,8 @@ class CoordinatorSession:
             pause = min(pause * 2, _LONGEST_PAUSE)
         return None
 
-    async def describe(self, _: Connections) -> TransactionDescription | None:
-        answer = await self._connection.send_request(
-            kafka_python.DescribeTransactionsRequest(transactional_ids=[self._id])
-        )
+    def describe(self, connections: Connections) -> TransactionDescription | None:
+        answer = self._connection.ask(wire.DESCRIBE_TRANSACTIONS(transactional_ids=[self._id]), connections.until)
         (each,) = answer.transaction_states
         if each.error_code == TRANSACTIONAL_ID_NOT_FOUND:
             return None

@@ -1,4 +1,4 @@
-"""Requests built from kafka-python's classes, and its answers converted to the types in `protocol_types`."""
+"""Requests built from the core's types, and answers converted to the types in `protocol_types`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from txnbridge.spi import Partition
-from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client import wire
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.protocol_types import (
     DONE,
@@ -22,44 +22,18 @@ _READ_COMMITTED = 1
 _TOPIC_ID = "txnbridge-topic-id:"
 
 
-def api_versions_request() -> Any:
-    name = "txnbridge"
-    return kafka_python.ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
-
-
-def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
-    kind = kafka_python.ListOffsetsRequest.ListOffsetsTopic
+def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> wire.Request:
     topics = [
-        kind(
-            name=topic,
-            partitions=[
-                kind.ListOffsetsPartition(
-                    partition_index=number, current_leader_epoch=-1, timestamp=times[topic, number]
-                )
+        {
+            "name": topic,
+            "partitions": [
+                {"partition_index": number, "current_leader_epoch": -1, "timestamp": times[topic, number]}
                 for number in numbers
             ],
-        )
+        }
         for topic, numbers in by_topic(partitions).items()
     ]
-    return kafka_python.ListOffsetsRequest(
-        replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics, min_version=2, max_version=6
-    )
-
-
-def offset_fetch_request(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
-    topics = [
-        kafka_python.OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
-        for topic, numbers in by_topic(partitions).items()
-    ]
-    return kafka_python.OffsetFetchRequest(
-        group_id=group, topics=topics, require_stable=decided, min_version=7, max_version=7
-    )
-
-
-def add_offsets_request(id: str, pid: int, epoch: int, group: str) -> Any:
-    return kafka_python.AddOffsetsToTxnRequest(
-        transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
-    )
+    return wire.LIST_OFFSETS(replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics)
 
 
 def txn_offset_commit_request(
@@ -69,25 +43,23 @@ def txn_offset_commit_request(
     member: GroupMembership,
     offsets: Mapping[Partition, int],
     topic_ids: Mapping[Partition, str],
-) -> Any:
-    kind = kafka_python.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+) -> wire.Request:
     topics = [
-        kind(
-            name=topic,
-            partitions=[
-                kind.TxnOffsetCommitRequestPartition(
-                    partition_index=number,
-                    committed_offset=offsets[topic, number],
-                    committed_leader_epoch=-1,
-                    committed_metadata=metadata_of(topic_ids.get((topic, number))),
-                )
+        {
+            "name": topic,
+            "partitions": [
+                {
+                    "partition_index": number,
+                    "committed_offset": offsets[topic, number],
+                    "committed_leader_epoch": -1,
+                    "committed_metadata": metadata_of(topic_ids.get((topic, number))),
+                }
                 for number in numbers
             ],
-        )
+        }
         for topic, numbers in by_topic(offsets).items()
     ]
-    # The coordinator checks the group's member from version 3 on; version 5 belongs to another transaction protocol.
-    return kafka_python.TxnOffsetCommitRequest(
+    return wire.TXN_OFFSET_COMMIT(
         transactional_id=id,
         group_id=member.group,
         producer_id=pid,
@@ -96,8 +68,6 @@ def txn_offset_commit_request(
         member_id=member.name,
         group_instance_id=member.instance,
         topics=topics,
-        min_version=3,
-        max_version=3,
     )
 
 
@@ -117,20 +87,17 @@ def committed_offset(partition: Any) -> CommittedOffset | None:
     return CommittedOffset(partition.committed_offset, known)
 
 
-def markers_request(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
-    kind = kafka_python.WriteTxnMarkersRequest.WritableTxnMarker
-    topics = [
-        kind.WritableTxnMarkerTopic(name=topic, partition_indexes=numbers)
-        for topic, numbers in by_topic(partitions).items()
-    ]
-    marker = kind(
-        producer_id=pid,
-        producer_epoch=epoch,
-        transaction_result=commit,
-        topics=topics,
-        coordinator_epoch=coordinator_epoch,
-    )
-    return kafka_python.WriteTxnMarkersRequest(markers=[marker], min_version=1)
+def markers_request(
+    pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]
+) -> wire.Request:
+    marker = {
+        "producer_id": pid,
+        "producer_epoch": epoch,
+        "transaction_result": commit,
+        "topics": numbers_by_topic(partitions),
+        "coordinator_epoch": coordinator_epoch,
+    }
+    return wire.WRITE_TXN_MARKERS(markers=[marker])
 
 
 def transaction_description(state: Any) -> TransactionDescription:
@@ -146,7 +113,7 @@ def transaction_description(state: Any) -> TransactionDescription:
 
 
 def end_txn_result(answer: Any, pid: int, epoch: int, only_once: bool) -> EndTxnResult:
-    if answer.API_VERSION >= 5 and answer.error_code == DONE:
+    if answer.error_code == DONE and hasattr(answer, "producer_epoch"):
         return EndTxnResult(DONE, answer.producer_id, answer.producer_epoch, only_once)
     return EndTxnResult(answer.error_code, pid, epoch, only_once)
 
@@ -177,6 +144,10 @@ def by_topic(partitions: Iterable[Partition]) -> dict[str, list[int]]:
     for topic, number in sorted(partitions):
         found[topic].append(number)
     return found
+
+
+def numbers_by_topic(partitions: Iterable[Partition]) -> list[dict[str, Any]]:
+    return [{"name": topic, "partition_indexes": numbers} for topic, numbers in by_topic(partitions).items()]
 
 
 def each_partition(topics: Iterable[Any]) -> Iterator[tuple[Partition, Any]]:

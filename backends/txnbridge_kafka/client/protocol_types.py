@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from confluent_kafka import KafkaError
+
 from txnbridge import errors
 from txnbridge.spi import Partition
-from txnbridge_kafka.client import kafka_python
 
 DONE = 0
 INVALID_PRODUCER_EPOCH = 47
@@ -168,5 +169,4 @@ def refused(code: int, what: str) -> errors.TxnBridgeError:
 
 
 def error_name(code: int) -> str:
-    kind = kafka_python.errors.for_code(code)
-    return f"{getattr(kind, 'message', None) or kind.__name__} (error {code})"
+    return f"{KafkaError(code).name()} (error {code})"

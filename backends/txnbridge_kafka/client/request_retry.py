@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from txnbridge import errors
 from txnbridge.spi import Deadline
-from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client.connection import (
+    AttemptError,
+    LoginRefusedError,
+    NoAnswerError,
+    NotConnectedError,
+    TooOldError,
+)
 from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.protocol_types import RetryLaterError
+from txnbridge_kafka.client.protocol_types import RetryLaterError, error_name
 from txnbridge_kafka.settings import KafkaSettings
 
 T = TypeVar("T")
 
 # The least time for one attempt if there are several servers: a login on a busy machine takes tenths of a second.
 _SHORTEST_ATTEMPT = 0.3
-_NO_LISTENER = ("ECONNREFUSED", "DNS Resolution failure")  # kafka-python's texts if nothing listens at an address
 # The pauses between attempts; the last is repeated. Markers are written in milliseconds, coordinators move in seconds.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
 # How many idle connections are kept for reuse. If more threads call at once, their connections are closed afterwards.
 _MOST_IDLE = 4
-# The largest answer that is accepted: a list of all transactions, with 60 bytes each, soon exceeds kafka-python's 1 MB.
-_LARGEST_ANSWER = 256 << 20
 
 
 class RequestRunner:
@@ -34,7 +37,7 @@ class RequestRunner:
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
-        self._config = {"receive_message_max_bytes": _LARGEST_ANSWER, **settings.raw}
+        self._access = settings.access
         self._advice = f"; {settings.advice}" if settings.advice else ""
         self._idle: list[Connections] = []
         self._lock = threading.Lock()
@@ -44,7 +47,7 @@ class RequestRunner:
         self,
         deadline: Deadline,
         what: str,
-        attempt: Callable[[Connections], Awaitable[T]],
+        attempt: Callable[[Connections], T],
         no_listener_for: float = math.inf,
         slow: bool = False,
     ) -> T:
@@ -59,26 +62,22 @@ class RequestRunner:
         for pause in _pauses():
             if deadline.expired:
                 break
+            nobody_listens = False
             try:
                 return self._once(attempt, deadline.left() / 2 if slow else self._attempt_seconds(deadline))
             except errors.TxnBridgeError:
-                raise  # `AccessDenied` is also an `OSError`
+                raise
             except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
-            except kafka_python.errors.IncompatibleBrokerVersion as error:
-                raise errors.NotSupported(
-                    f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed"
-                ) from error
-            except _login_errors() as error:
-                name = type(error).__name__
-                raise errors.AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
-            except kafka_python.errors.KafkaTimeoutError as error:
+            except (TooOldError, LoginRefusedError) as error:
+                raise self._refusal(error, what) from error
+            except AttemptError as error:
+                nobody_listens = isinstance(error, NotConnectedError) and error.nobody_listens
                 # An earlier attempt's error has more details than the error of an attempt that the deadline ended.
-                reason, cause = (_reason(error), error) if cause is None else (reason, cause)
-            except (kafka_python.errors.KafkaError, OSError) as error:
-                advice = self._advice if isinstance(error, kafka_python.errors.KafkaConnectionError) else ""
-                reason, cause = _reason(error) + advice, error
-            silent = silent + 1 if any(sign in reason for sign in _NO_LISTENER) else 0
+                if cause is None or not isinstance(error, NoAnswerError):
+                    reason = f"{error}{self._advice if isinstance(error, NotConnectedError) else ''}"
+                    cause = error
+            silent = silent + 1 if nobody_listens else 0
             if silent >= len(self._servers) and time.monotonic() - begun >= no_listener_for:
                 raise errors.BrokerUnavailable(
                     f"nothing listens at {', '.join(self._servers)} ({reason.partition(';')[0]}); start the broker, or"
@@ -89,6 +88,11 @@ class RequestRunner:
             f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"
         ) from cause
 
+    def _refusal(self, error: TooOldError | LoginRefusedError, what: str) -> errors.TxnBridgeError:
+        if isinstance(error, TooOldError):
+            return errors.NotSupported(f"{what}: the broker does not have {error}; Kafka 3.0 or newer is needed")
+        return errors.AccessDenied(f"{what}: the broker refuses the login: {error_name(error.code)}{self._advice}")
+
     def _attempt_seconds(self, deadline: Deadline) -> float:
         """Return how long one attempt may take.
 
@@ -97,7 +101,7 @@ class RequestRunner:
         left = deadline.left()
         return min(left, LONGEST_ATTEMPT, max(left / 2, _SHORTEST_ATTEMPT) if len(self._servers) > 1 else left)
 
-    def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
+    def _once(self, attempt: Callable[[Connections], T], seconds: float) -> T:
         """Make one attempt, and return its result.
 
         After an answer the connections return to the pool, except those that a `CoordinatorSession` now uses.
@@ -111,7 +115,7 @@ class RequestRunner:
             connections.forget_coordinators()
             kept = True
             raise
-        except (kafka_python.errors.KafkaError, OSError):
+        except AttemptError:
             self._try_another(connections.server)
             raise
         finally:
@@ -130,7 +134,7 @@ class RequestRunner:
         if connections is not None:
             connections.notice_closed()
             return connections
-        return Connections(server, self._config)
+        return Connections(server, self._access)
 
     def give_back(self, connections: Connections) -> None:
         with self._lock:
@@ -152,19 +156,6 @@ class RequestRunner:
             idle, self._idle = self._idle, []
         for connections in idle:
             connections.close()
-
-
-def _login_errors() -> tuple[type[BaseException], ...]:
-    return (
-        kafka_python.errors.SaslAuthenticationFailedError,
-        kafka_python.errors.UnsupportedSaslMechanismError,
-        kafka_python.errors.IllegalSaslStateError,
-        kafka_python.errors.AuthorizationError,
-    )
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, kafka_python.errors.KafkaError) else f"{type(error).__name__}: {error}"
 
 
 def _pauses() -> Iterator[float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from txnbridge.errors import OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client import kafka_python, messages
+from txnbridge_kafka.client import messages, wire
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import GroupMembership
@@ -51,8 +51,6 @@ class Requests:
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
-        kafka_python.check_version()
-        kafka_python.silence()
         self._runner = RequestRunner(settings)
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
@@ -62,9 +60,9 @@ class Requests:
         if not left:
             return described
 
-        async def attempt(connections: Connections) -> dict[str, TransactionDescription]:
-            for node, keys in (await connections.coordinators(left)).items():
-                answer = await connections.send(node, kafka_python.DescribeTransactionsRequest(transactional_ids=keys))
+        def attempt(connections: Connections) -> dict[str, TransactionDescription]:
+            for node, keys in connections.coordinators(left).items():
+                answer = connections.send(node, wire.DESCRIBE_TRANSACTIONS(transactional_ids=keys))
                 for each in answer.transaction_states:
                     if each.error_code in COORDINATOR_RETRY_CODES:
                         continue
@@ -82,11 +80,11 @@ class Requests:
     def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
         """Return a new connection to a transactional id's coordinator, which is never re-established."""
 
-        async def attempt(connections: Connections) -> CoordinatorSession:
+        def attempt(connections: Connections) -> CoordinatorSession:
             session = CoordinatorSession(
-                id, connections, await connections.connect(await connections.coordinator(id)), self._runner.give_back
+                id, connections, connections.connect(connections.coordinator(id)), self._runner.give_back
             )
-            session.first_description = await session.describe(connections)
+            session.first_description = session.describe(connections)
             return session
 
         return self._runner.repeat(deadline, f"asking the coordinator of {id!r}", attempt)
@@ -106,17 +104,15 @@ class Requests:
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
 
-        async def attempt(connections: Connections) -> EndTxnResult:
+        def attempt(connections: Connections) -> EndTxnResult:
             nonlocal asked
-            node = await connections.coordinator(id)
+            node = connections.coordinator(id)
             may_bump = commit if bump_epoch is None else bump_epoch
-            newest = 5 if may_bump and await connections.bumps_epochs(node) else 4
-            request = kafka_python.EndTxnRequest(
-                transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
-            )
-            await connections.connect(node)
+            end = wire.END_TXN_AND_BUMP if may_bump and connections.bumps_epochs(node) else wire.END_TXN
+            request = end(transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit)
+            connections.connect(node)
             before, asked = asked, True
-            answer = await connections.send(node, request)
+            answer = connections.send(node, request)
             if answer.error_code in NOT_CARRIED_OUT or answer.error_code in DENIED:
                 asked = before  # this copy of the request was refused and will never be carried out
             if answer.error_code in DENIED:
@@ -139,15 +135,11 @@ class Requests:
         """
         what = f"opening the transactional id {id!r}"
 
-        async def attempt(connections: Connections) -> tuple[int, int]:
-            request = kafka_python.InitProducerIdRequest(
-                transactional_id=id,
-                transaction_timeout_ms=timeout_ms,
-                producer_id=-1,
-                producer_epoch=-1,
-                max_version=4,  # 5 only adds an error code, and 6 is another protocol
+        def attempt(connections: Connections) -> tuple[int, int]:
+            request = wire.INIT_PRODUCER_ID(
+                transactional_id=id, transaction_timeout_ms=timeout_ms, producer_id=-1, producer_epoch=-1
             )
-            answer = await connections.send(await connections.coordinator(id), request)
+            answer = connections.send(connections.coordinator(id), request)
             check(answer.error_code, what)
             return answer.producer_id, answer.producer_epoch
 
@@ -160,11 +152,11 @@ class Requests:
         """
         what = f"adding a group to the transaction of {id!r}"
 
-        async def attempt(connections: Connections) -> None:
-            answer = await connections.send(
-                await connections.coordinator(id), messages.add_offsets_request(id, pid, epoch, group)
+        def attempt(connections: Connections) -> None:
+            request = wire.ADD_OFFSETS_TO_TXN(
+                transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group
             )
-            check(answer.error_code, what)
+            check(connections.send(connections.coordinator(id), request).error_code, what)
 
         self._runner.repeat(deadline, what, attempt)
 
@@ -181,26 +173,29 @@ class Requests:
         """Add a group's offsets to a transaction. Raise `DeadlineExceeded` if no final answer came."""
         added, out, lost = False, False, False
 
-        async def send(connections: Connections, node: int, request: Any) -> Any:
+        def send(connections: Connections, node: int, request: Any) -> Any:
             nonlocal out, lost
-            await connections.connect(node)
+            connections.connect(node)
             lost, out = lost or out, True
-            answer = await connections.send(node, request)
+            answer = connections.send(node, request)
             out = False
             return answer
 
-        async def attempt(connections: Connections) -> int:
+        def attempt(connections: Connections) -> int:
             nonlocal added
             if not added:
-                node = await connections.coordinator(id)
-                answer = await send(connections, node, messages.add_offsets_request(id, pid, epoch, member.group))
+                node = connections.coordinator(id)
+                request = wire.ADD_OFFSETS_TO_TXN(
+                    transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=member.group
+                )
+                answer = send(connections, node, request)
                 if answer.error_code in COORDINATOR_RETRY_CODES:
                     raise RetryLaterError(f"the coordinator of {id!r} answered {error_name(answer.error_code)}")
                 if answer.error_code != DONE:
                     return int(answer.error_code)
                 added = True
-            node = await connections.group_coordinator(member.group)
-            answer = await send(
+            node = connections.group_coordinator(member.group)
+            answer = send(
                 connections, node, messages.txn_offset_commit_request(id, pid, epoch, member, offsets, topic_ids or {})
             )
             refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
@@ -224,16 +219,16 @@ class Requests:
             return offsets
         what = "looking up offsets of partitions"
 
-        async def attempt(connections: Connections) -> dict[Partition, int]:
+        def attempt(connections: Connections) -> dict[Partition, int]:
             left = times.keys() - offsets.keys()
-            leaders = await connections.leaders(left)
+            leaders = connections.leaders(left)
             if missing := left.difference(*leaders.values()):
-                await connections.counts({topic for topic, _ in missing})
+                connections.counts({topic for topic, _ in missing})
                 raise RetryLaterError(f"there is no {messages.partition_name(min(missing))}")
             later = set()
             for node, led in leaders.items():
                 for partition, each in messages.each_partition(
-                    (await connections.send(node, messages.list_offsets_request(led, times))).topics
+                    connections.send(node, messages.list_offsets_request(led, times)).topics
                 ):
                     if each.error_code in LEADER_RETRY_CODES:
                         later.add(each.error_code)
@@ -255,9 +250,11 @@ class Requests:
         """
         what = f"reading the positions of group {group!r}"
 
-        async def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
-            node = await connections.group_coordinator(group)
-            answer = await connections.send(node, messages.offset_fetch_request(group, partitions, decided))
+        def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
+            request = wire.OFFSET_FETCH(
+                group_id=group, topics=messages.numbers_by_topic(partitions), require_stable=decided
+            )
+            answer = connections.send(connections.group_coordinator(group), request)
             check(answer.error_code, what)
             positions: dict[Partition, CommittedOffset | None] = {}
             for partition, each in messages.each_partition(answer.topics):
@@ -271,8 +268,8 @@ class Requests:
     def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
         """Return how many partitions each topic has. Raise `NotFound` if a topic does not exist."""
 
-        async def attempt(connections: Connections) -> dict[str, int]:
-            return await connections.counts(topics)
+        def attempt(connections: Connections) -> dict[str, int]:
+            return connections.counts(topics)
 
         return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", attempt) if topics else {}
 
@@ -284,11 +281,11 @@ class Requests:
         """
         wanted = sorted(set(topics))
 
-        async def attempt(connections: Connections) -> dict[str, str]:
-            first = await connections.metadata(wanted)
+        def attempt(connections: Connections) -> dict[str, str]:
+            first = connections.metadata(wanted)
             ids = messages.topic_ids(first)
             for node in messages.leaders(first) if len(first.brokers) > 1 else ():
-                others = messages.topic_ids(await connections.metadata(wanted, node))
+                others = messages.topic_ids(connections.metadata(wanted, node))
                 if strange := [topic for topic, id in others.items() if ids.get(topic, id) != id]:
                     raise RetryLaterError(f"not every broker knows yet that topic {strange[0]!r} was created again")
             return ids
@@ -301,13 +298,11 @@ class Requests:
         """List the transactional ids of all brokers, or only those in these states or with these producer ids."""
         what = "listing transactions"
 
-        async def attempt(connections: Connections) -> list[TransactionListing]:
+        def attempt(connections: Connections) -> list[TransactionListing]:
             listed: dict[str, TransactionListing] = {}
-            for node in await connections.nodes():
-                request = kafka_python.ListTransactionsRequest(
-                    state_filters=list(states), producer_id_filters=list(pids), max_version=0
-                )
-                answer = await connections.send(node, request)
+            for node in connections.nodes():
+                request = wire.LIST_TRANSACTIONS(state_filters=states, producer_id_filters=pids)
+                answer = connections.send(node, request)
                 check(answer.error_code, what)
                 for each in answer.transaction_states:
                     listed[each.transactional_id] = TransactionListing(
@@ -328,15 +323,11 @@ class Requests:
         producers: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
 
-        async def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
-            leaders = await connections.leaders(left)
+        def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
+            leaders = connections.leaders(left)
             left.intersection_update(partition for led in leaders.values() for partition in led)
             for node, led in leaders.items():
-                topics = [
-                    kafka_python.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
-                    for topic, numbers in messages.by_topic(led).items()
-                ]
-                answer = await connections.send(node, kafka_python.DescribeProducersRequest(topics=topics))
+                answer = connections.send(node, wire.DESCRIBE_PRODUCERS(topics=messages.numbers_by_topic(led)))
                 for partition, each in messages.each_partition(answer.topics):
                     if each.error_code in NO_LEADER:
                         raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
@@ -371,10 +362,10 @@ class Requests:
             known = [each for led in self.producers(partitions, deadline).values() for each in led]
             coordinator_epoch = max([0, *(each.coordinator_epoch for each in known if each.pid == pid)])
 
-        async def attempt(connections: Connections) -> None:
-            for node, led in (await connections.leaders(left)).items():
+        def attempt(connections: Connections) -> None:
+            for node, led in connections.leaders(left).items():
                 request = messages.markers_request(pid, epoch, commit, coordinator_epoch, led)
-                answer = await connections.send(node, request)
+                answer = connections.send(node, request)
                 for partition, each in messages.each_partition(answer.markers[0].topics):
                     if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
                         continue
@@ -388,8 +379,8 @@ class Requests:
     def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
         """Return how many of a topic's partitions have a leader in every broker's metadata."""
 
-        async def attempt(connections: Connections) -> int:
-            answers = [(await connections.metadata([topic], node)).topics[0] for node in await connections.nodes()]
+        def attempt(connections: Connections) -> int:
+            answers = [connections.metadata([topic], node).topics[0] for node in connections.nodes()]
             return min(len([1 for each in answer.partitions if each.leader_id >= 0]) for answer in answers)
 
         return self._runner.repeat(deadline, f"asking every broker for topic {topic!r}", attempt)
@@ -397,47 +388,49 @@ class Requests:
     def transaction_version(self, deadline: Deadline) -> int:
         """Return the cluster's finalised level of the feature transaction.version; 0 if there is none."""
 
-        async def attempt(connections: Connections) -> int:
-            return await connections.transaction_version(connections.bootstrap_node)
+        def attempt(connections: Connections) -> int:
+            return connections.transaction_version(connections.bootstrap_node)
 
         return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
 
     def cluster_id(self, deadline: Deadline, *, no_listener_for: float = math.inf) -> str:
         """Return the cluster's id. Raise `BrokerUnavailable` if no server listened for `no_listener_for` seconds."""
 
-        async def attempt(connections: Connections) -> str:
-            return str((await connections.metadata()).cluster_id)
+        def attempt(connections: Connections) -> str:
+            return str(connections.metadata().cluster_id)
 
         return self._runner.repeat(deadline, "asking for the cluster's id", attempt, no_listener_for)
 
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
     ) -> RequestResult:
-        kind = kafka_python.CreateTopicsRequest.CreatableTopic
-        configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
-        topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
-        request = partial(kafka_python.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
+        topic = {
+            "name": name,
+            "num_partitions": partitions,
+            "replication_factor": replicas,
+            "assignments": [],
+            "configs": [{"name": key, "value": value} for key, value in config.items()],
+        }
+        request = partial(wire.CREATE_TOPICS, topics=[topic], validate_only=False)
         return self._ask_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
 
     def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:
-        request = partial(kafka_python.DeleteTopicsRequest, topic_names=[name], max_version=5)
+        request = partial(wire.DELETE_TOPICS, topic_names=[name])
         return self._ask_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
-        topic = kafka_python.CreatePartitionsRequest.CreatePartitionsTopic(
-            name=name, count=partitions, assignments=None
-        )
-        request = partial(kafka_python.CreatePartitionsRequest, topics=[topic], validate_only=False)
+        topic = {"name": name, "count": partitions, "assignments": None}
+        request = partial(wire.CREATE_PARTITIONS, topics=[topic], validate_only=False)
         return self._ask_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
 
     def _ask_controller(
         self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
     ) -> RequestResult:
-        async def attempt(connections: Connections) -> RequestResult:
-            node = (await connections.metadata()).controller_id
-            answer = await connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
+        def attempt(connections: Connections) -> RequestResult:
+            node = connections.metadata().controller_id
+            answer = connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
             (each,) = results(answer)
-            return RequestResult(each.error_code, getattr(each, "error_message", None) or error_name(each.error_code))
+            return RequestResult(each.error_code, each.error_message or error_name(each.error_code))
 
         return self._runner.repeat(deadline, what, attempt, slow=True)
 
@@ -448,15 +441,13 @@ class Requests:
 
         The settings of a broker are requested from that broker itself.
         """
-        resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
-        asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
+        asked = [{"resource_type": kind, "resource_name": name, "configuration_keys": None} for name in names]
+        request = wire.DESCRIBE_CONFIGS(resources=asked, include_synonyms=False, include_documentation=False)
 
-        async def attempt(connections: Connections) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
-            await connections.metadata()
-            answer = await connections.send(
-                int(names[0]) if kind == BROKER else connections.bootstrap_node,
-                kafka_python.DescribeConfigsRequest(resources=asked),
-            )
+        def attempt(connections: Connections) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
+            connections.metadata()
+            node = int(names[0]) if kind == BROKER else connections.bootstrap_node
+            answer = connections.send(node, request)
             return {
                 each.resource_name: (
                     RequestResult(each.error_code, each.error_message or error_name(each.error_code)),
@@ -468,17 +459,15 @@ class Requests:
         return self._runner.repeat(deadline, "asking for settings", attempt) if names else {}
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> RequestResult:
-        kind = kafka_python.DeleteRecordsRequest.DeleteRecordsTopic
-        number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
+        topic, number = partition
+        asked = {"name": topic, "partitions": [{"partition_index": number, "offset": before}]}
 
-        async def attempt(connections: Connections) -> RequestResult:
-            leaders = await connections.leaders([partition])
+        def attempt(connections: Connections) -> RequestResult:
+            leaders = connections.leaders([partition])
             if not leaders:
                 return RequestResult(UNKNOWN_TOPIC, f"there is no {messages.partition_name(partition)}")
-            request = kafka_python.DeleteRecordsRequest(
-                topics=[kind(name=partition[0], partitions=[number])], timeout_ms=max(1, int(deadline.left() * 1000))
-            )
-            ((_, each),) = messages.each_partition((await connections.send(next(iter(leaders)), request)).topics)
+            request = wire.DELETE_RECORDS(topics=[asked], timeout_ms=max(1, int(deadline.left() * 1000)))
+            ((_, each),) = messages.each_partition((connections.send(next(iter(leaders)), request)).topics)
             return RequestResult(each.error_code, error_name(each.error_code))
 
         return self._runner.repeat(deadline, "dropping old records", attempt)

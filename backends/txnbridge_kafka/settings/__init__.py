@@ -1,4 +1,4 @@
-"""The settings of a bridge to Kafka, read once from its URL and options, for both client libraries."""
+"""The settings of a bridge to Kafka, read once from its URL and options."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PORT = 9092  # for a host without a port, as in other Kafka clients
 
 @dataclass(frozen=True)
 class KafkaSettings:
-    """The checked settings of a bridge to a Kafka cluster, in the names of both client libraries."""
+    """The checked settings of a bridge to a Kafka cluster, for confluent-kafka's clients and for raw requests."""
 
     bootstrap: str  # "host:port,host:port"
     client: Mapping[str, Any] = field(repr=False)  # librdkafka's settings, for every confluent-kafka client
-    raw: Mapping[str, Any] = field(repr=False)  # the same settings in kafka-python's names, for raw requests
+    access: security.Access = field(repr=False)  # the same settings for raw requests
     timeout: float  # the bridge's default deadline in seconds
     hold: float | None
     application: str
@@ -59,7 +59,7 @@ class KafkaSettings:
         raise TypeError("settings have secrets and cannot be pickled")
 
 
-_DEFAULTS = KafkaSettings("", {}, {}, 0, None, "", 0)
+_DEFAULTS = KafkaSettings("", {}, security.Access(), 0, None, "", 0)
 _RETRIES = 2_147_483_647  # the default of Kafka's Java client
 
 OPTIONS: Mapping[str, Option] = {
@@ -112,7 +112,7 @@ _CODECS = "values and keys are bytes, or what a topic's codec makes of them"
 _PLUGINS = "interceptors and metrics are plug-ins of txnbridge, which get its events and headers"
 _REPORTS = "delivery reports are the writer's own"
 _POLL = "the number is an argument of poll() and batches()"
-_NOTHING_LIKE_IT = "neither client library has a setting like it"
+_NOTHING_LIKE_IT = "the client library has no setting like it"
 _KEYS = "certificates and keys are PEM files or text here, because two clients need them"
 _OIDC = "only a client's id and secret are supported for a token endpoint"
 _KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
@@ -147,7 +147,7 @@ REFUSED: Mapping[str, str] = {
         "share groups are not supported": "share.acknowledgement.mode share.acquire.mode",
         "prepared transactions work without it": "transaction.two.phase.commit.enable",
         "any value may be env:NAME or file:/path": "config.providers",
-        "both clients use TLS 1.2 or newer": "ssl.protocol ssl.enabled.protocols",
+        "TLS 1.2 or newer is used": "ssl.protocol ssl.enabled.protocols",
         _KEYS: "ssl.engine.location ssl.engine.id ssl.providers ssl.engine.factory.class ssl.certificate.verify_cb",
         _OIDC: "enable.sasl.oauthbearer.unsecure.jwt sasl.oauthbearer.config sasl.oauthbearer.grant.type "
         "sasl.oauthbearer.metadata.authentication.type sasl.oauthbearer.assertion.algorithm "
@@ -199,12 +199,12 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSetting
             raise InvalidOption(f"{name!r} is not yours to set: {REFUSED[name]}")
     completed = security.complete(java.librdkafka_names(given))
     client, producer, consumer = _sorted({**_defaults(context.timeout), **completed})
-    raw = security.raw(client)
+    access = security.access(client)
     _check_by_creating_clients(client, producer, consumer, options["group_protocol"])
     return KafkaSettings(
         bootstrap=bootstrap,
         client={"bootstrap.servers": bootstrap, **client},
-        raw=raw,
+        access=access,
         timeout=context.timeout,
         hold=context.hold,
         application=context.application,

@@ -43,7 +43,7 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", _algorithm),
 }
 
-# Settings with the Java classes that are ignored, because both clients do the same by themselves.
+# Settings with the Java classes that are ignored, because the same happens without them.
 _CLASSES = {
     "sasl.login.callback.handler.class": (
         "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",

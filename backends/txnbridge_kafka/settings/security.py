@@ -1,9 +1,10 @@
-"""The TLS and SASL settings in librdkafka's names: checked, completed, and translated for kafka-python."""
+"""The TLS and SASL settings in librdkafka's names: checked, completed, and translated for raw requests."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import json
 import os
 import ssl
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, InvalidOption
@@ -82,26 +84,34 @@ def advice(client: Mapping[str, str]) -> str:
     return f"check {listener}{mechanism}" + (f", and {', '.join(checks)}" if checks else "")
 
 
-def raw(client: Mapping[str, str]) -> dict[str, Any]:
-    """Translate librdkafka's settings into kafka-python's."""
-    patience = int(client["socket.timeout.ms"])
-    config: dict[str, Any] = {
-        "client_id": client["client.id"],
-        "security_protocol": client["security.protocol"],
-        "request_timeout_ms": patience,
-        "socket_connection_setup_timeout_ms": int(client["socket.connection.setup.timeout.ms"]),
-        "reconnect_backoff_max_ms": int(client["reconnect.backoff.max.ms"]),
-    }
-    if client["security.protocol"].endswith("SSL"):
-        config["ssl_context"] = ssl_context(client)
-    if client["security.protocol"].startswith("SASL"):
-        config["sasl_mechanism"] = client["sasl.mechanism"]
-        if client["sasl.mechanism"] == _OAUTH:
-            config["sasl_oauth_token_provider"] = OAuthTokens(client, patience / 1000)
-        else:
-            config["sasl_plain_username"] = client["sasl.username"]
-            config["sasl_plain_password"] = client["sasl.password"]
-    return config
+@dataclass(frozen=True)
+class Access:
+    """The settings with which raw requests reach a broker."""
+
+    client_id: str = "txnbridge"
+    answer_seconds: float = 60
+    setup_seconds: float = 30
+    tls: ssl.SSLContext | None = None
+    mechanism: str = ""  # of SASL; "" without a login
+    username: str = ""
+    password: str = field(default="", repr=False)
+    tokens: OAuthTokens | None = None
+
+
+def access(client: Mapping[str, str]) -> Access:
+    """Translate librdkafka's settings for raw requests."""
+    patience = int(client["socket.timeout.ms"]) / 1000
+    mechanism = client["sasl.mechanism"] if client["security.protocol"].startswith("SASL") else ""
+    return Access(
+        client_id=client["client.id"],
+        answer_seconds=patience,
+        setup_seconds=int(client["socket.connection.setup.timeout.ms"]) / 1000,
+        tls=ssl_context(client) if client["security.protocol"].endswith("SSL") else None,
+        mechanism=mechanism,
+        username=client.get("sasl.username", "") if mechanism else "",
+        password=client.get("sasl.password", "") if mechanism else "",
+        tokens=OAuthTokens(client, patience) if mechanism == _OAUTH else None,
+    )
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------------
@@ -110,7 +120,6 @@ def raw(client: Mapping[str, str]) -> dict[str, Any]:
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
     """Return a TLS context with librdkafka's checks. Raise `InvalidOption` for an unusable file or cipher."""
     context = _tls_context(client, "ssl.ca")
-    context.sslsocket_class = _SelfClosingSocket
     if client.get("enable.ssl.certificate.verification", "true").lower() in ("false", "f", "0"):
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -133,13 +142,6 @@ def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
         elif certificate or key:
             raise InvalidOption("a client certificate needs both: ssl.certificate.location (or .pem) and ssl.key.…")
     return context
-
-
-class _SelfClosingSocket(ssl.SSLSocket):
-    """A TLS socket that is closed when it is freed: kafka-python leaks a connection whose handshake failed."""
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _tls_context(client: Mapping[str, str], option: str) -> ssl.SSLContext:
@@ -190,7 +192,7 @@ _DEFAULT_LIFETIME = 0.0
 
 
 class OAuthTokens:
-    """Fetches OAuth tokens for kafka-python from the token endpoint, by client credentials, as librdkafka does."""
+    """Fetches OAuth tokens for raw requests from the token endpoint, by client credentials, as librdkafka does."""
 
     def __init__(self, client: Mapping[str, str], timeout: float) -> None:
         self._url = client[_ENDPOINT]
@@ -204,7 +206,7 @@ class OAuthTokens:
         self._renew_at = self._expires_at = 0.0  # by time.monotonic()
 
     def token(self) -> str:
-        """Return a valid OAuth token, for kafka-python. Raise `AccessDenied` if the token endpoint refuses."""
+        """Return a valid OAuth token. Raise `AccessDenied` if the token endpoint refuses."""
         with self._lock:
             now = time.monotonic()
             if now >= self._renew_at:
@@ -220,7 +222,7 @@ class OAuthTokens:
             return self._token
 
     def extensions(self) -> dict[str, str]:
-        """Return the SASL extensions, for kafka-python, which sends them to the broker with the token."""
+        """Return the SASL extensions, which are sent to the broker with the token."""
         return dict(pair.split("=", 1) for pair in self._extensions.split(",") if "=" in pair)
 
     def _fetch(self) -> dict[str, Any]:
@@ -238,7 +240,7 @@ class OAuthTokens:
                 hint = "check sasl.oauthbearer.client.id, .client.secret and .scope"
                 raise AccessDenied(f"{where} gave no token (HTTP {error.code}): {hint}") from None
             raise BrokerUnavailable(f"{where} answered with HTTP {error.code}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise BrokerUnavailable(f"{where} gave no token: {type(error).__name__}") from error
         if not isinstance(answer, dict) or "access_token" not in answer:
             raise BrokerUnavailable(f"{where} answered without an access_token")

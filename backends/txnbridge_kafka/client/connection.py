@@ -1,0 +1,182 @@
+"""One connection to a broker. Its requests are answered one after another; any error closes it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+from txnbridge.errors import TxnBridgeError
+from txnbridge_kafka.client import wire
+from txnbridge_kafka.client.login import login
+from txnbridge_kafka.settings.security import Access
+
+# The largest answer that is accepted: a list of all transactions, with 60 bytes each, is long.
+_LARGEST_ANSWER = 256 << 20
+_READ_BYTES = 1 << 20
+# A login that ends by itself is given up after this share of its life, before the broker closes the connection.
+_LOGIN_SHARE = 0.8
+# Errors that an answer causes which is not an answer of Kafka's protocol.
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
+
+
+class AttemptError(Exception):
+    """An attempt failed, and another one may succeed."""
+
+
+class NotConnectedError(AttemptError):
+    """No connection was made. `nobody_listens` is true if nothing listens at the address, or nobody knows it."""
+
+    def __init__(self, text: str, *, nobody_listens: bool = False) -> None:
+        super().__init__(text)
+        self.nobody_listens = nobody_listens
+
+
+class NoAnswerError(AttemptError):
+    """The time for an attempt passed."""
+
+
+class LoginRefusedError(Exception):
+    """The broker refused the login, with an error code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class TooOldError(Exception):
+    """The broker does not support a request in a version that is known here."""
+
+
+class Connection:
+    """A connection to a broker: encrypted and logged in, as the settings say. One thread at a time uses it.
+
+    `until` is a time by time.monotonic() in each method. Resolving a host name and fetching an OAuth token can last
+    longer.
+    """
+
+    def __init__(self, host: str, port: int, access: Access, until: float) -> None:
+        self._access = access
+        self._asked = 0
+        self._versions: dict[int, range] = {wire.API_VERSIONS.key: range(3, 4), wire.SASL_HANDSHAKE.key: range(1, 2)}
+        self._login_ends = float("inf")
+        setup_until = min(until, time.monotonic() + access.setup_seconds)
+        self._socket = _connected(host, port, setup_until)
+        try:
+            if access.tls is not None:
+                self._socket.settimeout(_left(setup_until))
+                self._socket = access.tls.wrap_socket(self._socket, server_hostname=host)
+            known = self.ask(api_versions(), until).api_keys
+            self._versions = {each.api_key: range(each.min_version, each.max_version + 1) for each in known}
+            if access.mechanism:
+                self._log_in(until)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TxnBridgeError):
+                raise
+            if isinstance(error, TimeoutError):
+                raise NoAnswerError(f"no connection to {host}:{port} in time") from None
+            if type(error) is AttemptError or isinstance(error, OSError):
+                raise NotConnectedError(f"{host}:{port}: {error}") from error
+            raise
+
+    def _log_in(self, until: float) -> None:
+        code = self.ask(wire.sasl_handshake(self._access.mechanism), until)
+        if code:
+            raise LoginRefusedError(code)
+        exchange = login(self._access)
+        message = next(exchange)
+        with contextlib.suppress(StopIteration):
+            while True:
+                answer = self.ask(wire.SASL_AUTHENTICATE(auth_bytes=message), until)
+                if answer.error_code:
+                    raise LoginRefusedError(answer.error_code)
+                if answer.session_lifetime_ms > 0:
+                    self._login_ends = time.monotonic() + _LOGIN_SHARE * answer.session_lifetime_ms / 1000
+                message = exchange.send(answer.auth_bytes)
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the broker has not closed the connection, as far as this side knows, nor the login ended."""
+        if self._socket.fileno() < 0 or time.monotonic() > self._login_ends:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return not poll.poll(0)  # nothing was asked, so there is nothing to read but the end
+
+    def ask(self, request: wire.Request, until: float) -> Any:
+        """Send a request, and return the answer's fields as attributes."""
+        api, body = request
+        version = max((each for each in api.answers if each in self._versions.get(api.key, ())), default=None)
+        if version is None:
+            raise TooOldError(api.name)
+        self._asked += 1
+        until = min(until, time.monotonic() + self._access.answer_seconds)
+        try:
+            self._socket.settimeout(_left(until))
+            self._socket.sendall(api.frame(version, self._asked, self._access.client_id, body))
+            (size,) = struct.unpack(">i", self._receive(4, until))
+            if not 4 <= size <= _LARGEST_ANSWER:
+                raise ValueError("this is no answer of Kafka's protocol")
+            return api.answer(version, self._asked, self._receive(size, until))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise NoAnswerError(f"no answer to {api.name} in time") from None
+            if isinstance(error, OSError):
+                raise AttemptError(f"{type(error).__name__}: {error}") from error
+            if isinstance(error, UNREADABLE):
+                raise AttemptError(f"the broker's answer cannot be read ({type(error).__name__})") from error
+            raise
+
+    def _receive(self, size: int, until: float) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            self._socket.settimeout(_left(until))
+            data = self._socket.recv(min(size - len(found), _READ_BYTES))
+            if not data:
+                raise ConnectionResetError("the broker closed the connection")
+            found += data
+        return bytes(found)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def api_versions() -> wire.Request:
+    return wire.API_VERSIONS(client_software_name="txnbridge", client_software_version="1")
+
+
+def _connected(host: str, port: int, until: float) -> socket.socket:
+    """Connect to the first address of a host that accepts. Each address gets an equal share of the time."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise NotConnectedError(f"{host}:{port}: {error.strerror}", nobody_listens=True) from None
+    failures = list[OSError]()
+    for number, (family, kind, protocol, _, address) in enumerate(addresses):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(_left(until) / (len(addresses) - number))
+            connection.connect(address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+            failures.append(error)
+    if any(isinstance(each, TimeoutError) for each in failures):
+        raise NoAnswerError(f"no connection to {host}:{port} in time")
+    refused = all(isinstance(each, ConnectionRefusedError) for each in failures)
+    raise NotConnectedError(f"{host}:{port}: {failures[-1].strerror}", nobody_listens=refused)
+
+
+def _left(until: float) -> float:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

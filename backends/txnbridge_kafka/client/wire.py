@@ -1,0 +1,322 @@
+"""Kafka's protocol as bytes: the requests that are sent here, and how their fields are written and read.
+
+Each request has a version that Kafka has had since 3.0. All but the first of a login use the flexible encoding, in
+which fields that are not known here can be skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
+
+# The name of a primitive type, the fields of a structure, or one of these in a list of one, for an array.
+Kind: TypeAlias = "str | Mapping[str, Kind] | list[Kind]"
+
+_NUMBERS = {"bool": ">?", "i8": ">b", "i16": ">h", "i32": ">i", "i64": ">q"}
+_LONGEST_LENGTH = 5  # bytes of an encoded length
+
+
+class Request(NamedTuple):
+    api: Api
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Api:
+    """A kind of request: the versions of it that are used here, its fields, and those of its answers."""
+
+    name: str
+    key: int
+    fields: Kind
+    answers: Mapping[int, Kind]  # by version
+
+    def __call__(self, **values: Any) -> Request:
+        body = bytearray()
+        _write(body, self.fields, values)
+        return Request(self, bytes(body))
+
+    def frame(self, version: int, number: int, client: str, body: bytes) -> bytes:
+        name = client.encode()
+        head = struct.pack(f">hhih{len(name)}s", self.key, version, number, len(name), name)
+        head += b"" if self is SASL_HANDSHAKE else b"\0"  # no tagged fields
+        return struct.pack(">i", len(head) + len(body)) + head + body
+
+    def answer(self, version: int, number: int, frame: bytes) -> Any:
+        """Return an answer's fields as attributes. Raise `ValueError` or `struct.error` if it cannot be read."""
+        if struct.unpack_from(">i", frame) != (number,):
+            raise ValueError("the answer is to another request")
+        reader = _Reader(frame, 4)
+        if self not in (SASL_HANDSHAKE, API_VERSIONS):
+            reader.read({})  # tagged fields of the header
+        return reader.read(self.answers[version])
+
+
+def _write(out: bytearray, kind: Kind, value: Any) -> None:
+    if isinstance(kind, Mapping):
+        for name, each in kind.items():
+            _write(out, each, value[name])
+        out.append(0)  # no tagged fields
+    elif isinstance(kind, list):
+        _write_length(out, value)
+        for each in value or ():
+            _write(out, kind[0], each)
+    elif kind == "uuid":
+        out += value.bytes
+    elif kind in ("str", "bytes"):
+        data = value.encode() if isinstance(value, str) else value
+        _write_length(out, data)
+        out += data or b""
+    else:
+        out += struct.pack(_NUMBERS[kind], value)
+
+
+def _write_length(out: bytearray, value: Any) -> None:
+    left = 0 if value is None else len(value) + 1
+    while left > 0x7F:
+        out.append(0x80 | left & 0x7F)
+        left >>= 7
+    out.append(left)
+
+
+class _Reader:
+    """Reads an answer. Each length is compared with the bytes that are left."""
+
+    def __init__(self, data: bytes, at: int = 0) -> None:
+        self._data = data
+        self._at = at
+
+    def read(self, kind: Kind) -> Any:
+        if isinstance(kind, Mapping):
+            found = SimpleNamespace(**{name: self.read(each) for name, each in kind.items() if "@" not in name})
+            self._read_tagged_fields(kind, vars(found))
+            return found
+        if isinstance(kind, list):
+            size = self._length()
+            return None if size is None else [self.read(kind[0]) for _ in range(size)]
+        if kind == "uuid":
+            return uuid.UUID(bytes=self._take(16))
+        if kind in ("str", "bytes"):
+            size = self._length()
+            data = None if size is None else self._take(size)
+            return data.decode() if data is not None and kind == "str" else data
+        return struct.unpack(_NUMBERS[kind], self._take(struct.calcsize(_NUMBERS[kind])))[0]
+
+    def _read_tagged_fields(self, kind: Mapping[str, Kind], found: dict[str, Any]) -> None:
+        """Read a structure's tagged fields that it names as "NUMBER@NAME", and skip all others."""
+        wanted = {int(tag): (name, kind[field]) for field in kind for tag, _, name in [field.partition("@")] if name}
+        found.update((name, None) for name, _ in wanted.values())
+        for _ in range(self._varint()):
+            tag, size = self._varint(), self._varint()
+            data = self._take(size)
+            if tag in wanted:
+                name, each = wanted[tag]
+                found[name] = _Reader(data).read(each)
+
+    def _length(self) -> int | None:
+        size = self._varint() - 1
+        if size > len(self._data) - self._at:
+            raise ValueError("a length exceeds the answer")
+        return None if size < 0 else size
+
+    def _varint(self) -> int:
+        number = 0
+        for place in range(_LONGEST_LENGTH):
+            byte = self._take(1)[0]
+            number |= (byte & 0x7F) << 7 * place
+            if byte < 0x80:
+                return number
+        raise ValueError("a length is too long")
+
+    def _take(self, size: int) -> bytes:
+        data = self._data[self._at : self._at + size]
+        if len(data) < size:
+            raise ValueError("the answer ends early")
+        self._at += size
+        return data
+
+
+def _parsed(text: str) -> Mapping[str, Kind]:
+    """Parse the fields of a structure, such as "name:str partitions:[index:i32 replicas:[i32]]"."""
+    return _fields(re.findall(r"[\w@]+:|\[|\]|\w+", text)[::-1])
+
+
+def _fields(tokens: list[str]) -> Mapping[str, Kind]:
+    fields: dict[str, Kind] = {}
+    while tokens and tokens[-1] != "]":
+        name = tokens.pop().removesuffix(":")
+        fields[name] = _kind(tokens)
+    return fields
+
+
+def _kind(tokens: list[str]) -> Kind:
+    token = tokens.pop()
+    if token != "[":
+        return token
+    element: Kind = _fields(tokens) if tokens[-1].endswith(":") else tokens.pop()
+    tokens.pop()  # the closing bracket
+    return [element]
+
+
+def _api(name: str, key: int, versions: tuple[int, ...], fields: str, answer: str) -> Api:
+    return Api(name, key, _parsed(fields), dict.fromkeys(versions, _parsed(answer)))
+
+
+_PRODUCER = "producer_id:i64 producer_epoch:i16"
+_NUMBERS_OF_TOPICS = "topics:[name:str partition_indexes:[i32]]"
+_CODES_OF_TOPICS = "topics:[name:str partitions:[partition_index:i32 error_code:i16]]"
+_REASON = "error_code:i16 error_message:str"
+
+API_VERSIONS = _api(
+    "ApiVersions",
+    18,
+    (3,),
+    "client_software_name:str client_software_version:str",
+    "error_code:i16 api_keys:[api_key:i16 min_version:i16 max_version:i16] throttle_time_ms:i32"
+    " 2@finalized_features:[name:str max_version_level:i16 min_version_level:i16]",
+)
+SASL_HANDSHAKE = Api("SaslHandshake", 17, {}, {1: "i16"})  # the answer is an error code, and a list that is not read
+SASL_AUTHENTICATE = _api(
+    "SaslAuthenticate", 36, (2,), "auth_bytes:bytes", f"{_REASON} auth_bytes:bytes session_lifetime_ms:i64"
+)
+METADATA = _api(
+    "Metadata",
+    3,
+    (11,),
+    "topics:[topic_id:uuid name:str] allow_auto_topic_creation:bool include_topic_authorized_operations:bool",
+    "throttle_time_ms:i32 brokers:[node_id:i32 host:str port:i32 rack:str] cluster_id:str controller_id:i32"
+    " topics:[error_code:i16 name:str topic_id:uuid is_internal:bool partitions:[error_code:i16 partition_index:i32"
+    " leader_id:i32 leader_epoch:i32 replica_nodes:[i32] isr_nodes:[i32] offline_replicas:[i32]]"
+    " topic_authorized_operations:i32]",
+)
+FIND_COORDINATOR = _api(
+    "FindCoordinator",
+    10,
+    (4,),
+    "key_type:i8 coordinator_keys:[str]",
+    f"throttle_time_ms:i32 coordinators:[key:str node_id:i32 host:str port:i32 {_REASON}]",
+)
+INIT_PRODUCER_ID = _api(
+    "InitProducerId",
+    22,
+    (4,),  # 5 only adds an error code, and 6 is another transaction protocol
+    f"transactional_id:str transaction_timeout_ms:i32 {_PRODUCER}",
+    f"throttle_time_ms:i32 error_code:i16 {_PRODUCER}",
+)
+_END = f"transactional_id:str {_PRODUCER} committed:bool"
+END_TXN = _api("EndTxn", 26, (3, 4), _END, "throttle_time_ms:i32 error_code:i16")
+# EndTxn of the transaction protocol in which an end raises the producer epoch.
+END_TXN_AND_BUMP = _api("EndTxn", 26, (5,), _END, f"throttle_time_ms:i32 error_code:i16 {_PRODUCER}")
+ADD_OFFSETS_TO_TXN = _api(
+    "AddOffsetsToTxn",
+    25,
+    (3,),
+    f"transactional_id:str {_PRODUCER} group_id:str",
+    "throttle_time_ms:i32 error_code:i16",
+)
+TXN_OFFSET_COMMIT = _api(
+    "TxnOffsetCommit",
+    28,
+    (3,),  # the coordinator checks the group's member from 3 on; 5 belongs to another transaction protocol
+    f"transactional_id:str group_id:str {_PRODUCER} generation_id:i32 member_id:str group_instance_id:str"
+    " topics:[name:str partitions:[partition_index:i32 committed_offset:i64 committed_leader_epoch:i32"
+    " committed_metadata:str]]",
+    f"throttle_time_ms:i32 {_CODES_OF_TOPICS}",
+)
+WRITE_TXN_MARKERS = _api(
+    "WriteTxnMarkers",
+    27,
+    (1,),
+    f"markers:[{_PRODUCER} transaction_result:bool {_NUMBERS_OF_TOPICS} coordinator_epoch:i32]",
+    f"markers:[producer_id:i64 {_CODES_OF_TOPICS}]",
+)
+LIST_OFFSETS = _api(
+    "ListOffsets",
+    2,
+    (6,),
+    "replica_id:i32 isolation_level:i8"
+    " topics:[name:str partitions:[partition_index:i32 current_leader_epoch:i32 timestamp:i64]]",
+    "throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16 timestamp:i64 offset:i64"
+    " leader_epoch:i32]]",
+)
+OFFSET_FETCH = _api(
+    "OffsetFetch",
+    9,
+    (7,),
+    f"group_id:str {_NUMBERS_OF_TOPICS} require_stable:bool",
+    "throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 committed_offset:i64"
+    " committed_leader_epoch:i32 metadata:str error_code:i16]] error_code:i16",
+)
+DESCRIBE_PRODUCERS = _api(
+    "DescribeProducers",
+    61,
+    (0,),
+    _NUMBERS_OF_TOPICS,
+    f"throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 {_REASON} active_producers:["
+    "producer_id:i64 producer_epoch:i32 last_sequence:i32 last_timestamp:i64 coordinator_epoch:i32"
+    " current_txn_start_offset:i64]]]",
+)
+DESCRIBE_TRANSACTIONS = _api(
+    "DescribeTransactions",
+    65,
+    (0,),
+    "transactional_ids:[str]",
+    "throttle_time_ms:i32 transaction_states:[error_code:i16 transactional_id:str transaction_state:str"
+    f" transaction_timeout_ms:i32 transaction_start_time_ms:i64 {_PRODUCER} topics:[topic:str partitions:[i32]]]",
+)
+LIST_TRANSACTIONS = _api(
+    "ListTransactions",
+    66,
+    (0,),
+    "state_filters:[str] producer_id_filters:[i64]",
+    "throttle_time_ms:i32 error_code:i16 unknown_state_filters:[str]"
+    " transaction_states:[transactional_id:str producer_id:i64 transaction_state:str]",
+)
+CREATE_TOPICS = _api(
+    "CreateTopics",
+    19,
+    (6,),
+    "topics:[name:str num_partitions:i32 replication_factor:i16 assignments:[partition_index:i32 broker_ids:[i32]]"
+    " configs:[name:str value:str]] timeout_ms:i32 validate_only:bool",
+    f"throttle_time_ms:i32 topics:[name:str {_REASON} num_partitions:i32 replication_factor:i16"
+    " configs:[name:str value:str read_only:bool config_source:i8 is_sensitive:bool]]",
+)
+DELETE_TOPICS = _api(
+    "DeleteTopics",
+    20,
+    (5,),
+    "topic_names:[str] timeout_ms:i32",
+    f"throttle_time_ms:i32 responses:[name:str {_REASON}]",
+)
+CREATE_PARTITIONS = _api(
+    "CreatePartitions",
+    37,
+    (2, 3),
+    "topics:[name:str count:i32 assignments:[broker_ids:[i32]]] timeout_ms:i32 validate_only:bool",
+    f"throttle_time_ms:i32 results:[name:str {_REASON}]",
+)
+DESCRIBE_CONFIGS = _api(
+    "DescribeConfigs",
+    32,
+    (4,),
+    "resources:[resource_type:i8 resource_name:str configuration_keys:[str]] include_synonyms:bool"
+    " include_documentation:bool",
+    f"throttle_time_ms:i32 results:[{_REASON} resource_type:i8 resource_name:str configs:[name:str value:str"
+    " read_only:bool config_source:i8 is_sensitive:bool synonyms:[name:str value:str source:i8] config_type:i8"
+    " documentation:str]]",
+)
+DELETE_RECORDS = _api(
+    "DeleteRecords",
+    21,
+    (2,),
+    "topics:[name:str partitions:[partition_index:i32 offset:i64]] timeout_ms:i32",
+    "throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 low_watermark:i64 error_code:i16]]",
+)
+
+
+def sasl_handshake(mechanism: str) -> Request:
+    return Request(SASL_HANDSHAKE, struct.pack(f">h{len(mechanism)}s", len(mechanism), mechanism.encode()))
