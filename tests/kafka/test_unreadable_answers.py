@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import random
 import socket
 import struct
@@ -11,12 +14,14 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import pytest
-from txnbridge_kafka.client.connection import AttemptError
+from txnbridge_kafka.client.connection import AttemptError, LoginRefusedError
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.login import login
 from txnbridge_kafka.client.protocol_types import RetryLaterError
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.settings import KafkaSettings
 
 from tests.kafka.test_settings import read
 from txnbridge import TxnBridgeError
@@ -46,6 +51,15 @@ ASKED: dict[str, Callable[[Requests, Deadline], object]] = {
     "settings": lambda requests, by: requests.configs(2, ["t"], by),
     "create": lambda requests, by: requests.create_topic("t", 1, 1, {}, by),
     "cluster": lambda requests, by: requests.cluster_id(by),
+}
+LOGINS: dict[str, dict[str, str]] = {
+    mechanism: {
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": mechanism,
+        "sasl.username": "anna",
+        "sasl.password": "secret",
+    }
+    for mechanism in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 }
 
 
@@ -95,13 +109,48 @@ def babbler() -> Iterator[Babbler]:
         yield babbler
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler, asked: str) -> None:
-    settings = read()
+def check_errors(babbler: Babbler, settings: KafkaSettings, asked: str) -> None:
     requests = Requests(settings)
     requests._runner = Once(settings)
     requests._runner._servers = [babbler.address]
     with closing(requests):
         for _ in range(20):
-            with suppress(TxnBridgeError, RetryLaterError, AttemptError):
+            with suppress(TxnBridgeError, RetryLaterError, AttemptError, LoginRefusedError):
                 ASKED[asked](requests, Deadline(0.15))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler, asked: str) -> None:
+    check_errors(babbler, read(), asked)
+
+
+@pytest.mark.parametrize("mechanism", LOGINS)
+def test_an_answer_to_a_login_that_is_none_is_an_error_that_is_understood(babbler: Babbler, mechanism: str) -> None:
+    check_errors(babbler, read(LOGINS[mechanism]), "cluster")
+
+
+def broker_says(asked: bytes, challenge: str, password: str) -> bytes:
+    """Return the last word of a broker that knows a password, in SCRAM-SHA-256."""
+    opening = asked.decode().removeprefix("n,,")
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), b"salt", 4096)
+    signed = f"{opening},{challenge},c=biws,r={opening.partition('r=')[2]}b"
+    key = hmac.digest(salted, b"Server Key", "sha256")
+    return b"v=" + base64.b64encode(hmac.digest(key, signed.encode(), "sha256"))
+
+
+@pytest.mark.parametrize("known", ["secret", "another"])
+def test_a_broker_has_to_know_the_password_too(known: str) -> None:
+    exchange = login(read(LOGINS["SCRAM-SHA-256"]).access)
+    asked = next(exchange)
+    challenge = f"r={asked.decode().partition('r=')[2]}b,s={base64.b64encode(b'salt').decode()},i=4096"
+    assert b",p=" in exchange.send(challenge.encode())
+    with pytest.raises(StopIteration if known == "secret" else ValueError):
+        exchange.send(broker_says(asked, challenge, known))
+
+
+@pytest.mark.parametrize("challenge", ["", "r=x,s=eA==,i=4096", "r={nonce},s=eA==,i=2000000000", "r={nonce},s=eA==,i=x"])
+def test_a_challenge_that_is_not_valid_is_refused_at_once(challenge: str) -> None:
+    exchange = login(read(LOGINS["SCRAM-SHA-256"]).access)
+    nonce = next(exchange).decode().partition("r=")[2]
+    with pytest.raises((ValueError, LookupError)):
+        exchange.send(challenge.replace("{nonce}", nonce).encode())
