@@ -50,9 +50,11 @@ from txnbridge.errors import (
     TxnBridgeError,
     UsageError,
 )
+from txnbridge.spi import GroupInfo, Half, OpenTransaction, TopicInfo
 
 if _typing.TYPE_CHECKING:
     from txnbridge._app import App, Outgoing, Router
+    from txnbridge._decisions.decisions import Claim, Decisions
 
 __version__ = "0.1.0.dev0"
 
@@ -67,15 +69,19 @@ __all__ = [
     "BrokerUnavailable",
     "Capabilities",
     "Capability",
+    "Claim",
     "Conflict",
     "Consumer",
     "DeadlineExceeded",
     "Decision",
+    "Decisions",
     "DeliveryFailed",
     "Event",
     "EventLogger",
     "EvidenceLost",
     "Fenced",
+    "GroupInfo",
+    "Half",
     "HalfMessages",
     "HalfTransaction",
     "Headers",
@@ -89,6 +95,7 @@ __all__ = [
     "MessageColumns",
     "NotFound",
     "NotSupported",
+    "OpenTransaction",
     "Outcome",
     "OutcomeUnknown",
     "Outgoing",
@@ -106,6 +113,7 @@ __all__ = [
     "Token",
     "TokenState",
     "Topic",
+    "TopicInfo",
     "Transaction",
     "TransactionAborted",
     "TransactionTimedOut",
@@ -119,9 +127,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import the names that only services need at their first use, so that `import txnbridge` stays fast."""
+    """Import the names that few programs need at their first use, so that `import txnbridge` stays fast."""
     if name in ("App", "Outgoing", "Router"):
         from txnbridge import _app
 
         return getattr(_app, name)
+    if name in ("Claim", "Decisions"):
+        from txnbridge._decisions import decisions
+
+        return getattr(decisions, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Deadline
-from txnbridge._base.messages import Position
+from txnbridge._base.messages import Position, milliseconds
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._base.topic import Topic, check_topic_name
 from txnbridge._half.common import check_decision, half_store
@@ -53,7 +54,7 @@ class Admin:
         for topic in topics:
             if topic.name not in found:
                 wanted = topic.partitions or partitions
-                if self.create_topic(topic.name, wanted, retention_seconds=topic.retention):
+                if self.create_topic(topic.name, wanted, retention_seconds=topic.retention_seconds):
                     created.append(topic.name)
             elif topic.partitions not in (None, has := found[topic.name]):
                 raise InvalidOption(
@@ -116,15 +117,17 @@ class Admin:
         return self._broker.admin.group(name, self._deadline())
 
     def reset_group(
-        self, name: str, to: str | int = "earliest", topics: str | Iterable[str] | None = None
+        self, name: str, to: str | int | datetime = "earliest", topics: str | Iterable[str] | None = None
     ) -> dict[Partition, Position]:
-        """Set the positions of a group without members to "earliest", "latest" or a time in milliseconds since 1970.
+        """Set the positions of a group without members to "earliest", "latest" or a time.
+
+        A time is in milliseconds since 1970, or a datetime with a time zone.
 
         Return the new positions, in the given topics or in all that the group has read. Raise `NotFound` for an unknown
         group or topic, `InvalidState` while the group has members or an open transaction has acknowledged for it.
         """
-        if to not in ("earliest", "latest") and (not isinstance(to, int) or isinstance(to, bool)):
-            raise InvalidOption(f"a group is set to 'earliest', 'latest' or milliseconds since 1970, not {to!r}")
+        if not isinstance(to, str) or to not in ("earliest", "latest"):
+            to = milliseconds(to, "a group is set to 'earliest', 'latest' or a time: it")
         names = (topics,) if isinstance(topics, str) else None if topics is None else tuple(topics)
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return self._broker.admin.reset_group(name, to, names, self._deadline())

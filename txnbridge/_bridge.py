@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
     from txnbridge._half.lanes import LaneStore
     from txnbridge._half.resolver import Check, Resolver
     from txnbridge._process.processor import Each, OnBatch, Processor, ProcessorSettings
-    from txnbridge.sql import BarrierTransaction, Outbox, Relay
-    from txnbridge.sql.barrier import Barriers, SessionOrEngine
+    from txnbridge.sql import Outbox, Relay
+    from txnbridge.sql.barrier import Barriers, BarrierTransaction, SessionOrEngine
 
 _log = logging.getLogger("txnbridge")
 
@@ -145,7 +146,7 @@ def _log_provider(where: str | Engine, application: str, timeout: float) -> LogP
         if any(where.partition(":")[0] in backend.schemes for backend in plugins.backends()):
             return _OtherBroker(connect(where, application=application, timeout=timeout))
     try:
-        from txnbridge.sql import SqlLogs
+        from txnbridge.sql.log import SqlLogs
     except ModuleNotFoundError as error:
         if error.name != "sqlalchemy":
             raise
@@ -415,9 +416,9 @@ class Bridge:
     def ensure_topics(self, *topics: str | Topic) -> list[str]:
         """Create missing topics with their declared partitions and retention; return the created topics' names.
 
-        `Topic("orders", codecs.json, partitions=6, retention=86_400)` declares a topic; without `partitions` it gets
-        as many partitions as `connect(create_topics=…)` says, or one. An existing topic, with its retention, is not
-        changed.
+        `Topic("orders", codecs.json, partitions=6, retention_seconds=86_400)` declares a topic; without `partitions` it
+        gets as many partitions as `connect(create_topics=…)` says, or one. An existing topic, with its retention, is
+        not changed.
 
         Raise `InvalidOption` if a topic exists with another number of partitions than declared, `NotSupported` on a
         broker that cannot create topics, `AccessDenied` if the broker refuses to create them.
@@ -432,7 +433,7 @@ class Bridge:
         topics: str | Topic | Iterable[str | Topic],
         group: str | None = None,
         *,
-        start: str | int = "earliest",
+        start: str | int | datetime = "earliest",
         sharing: str = "partition",
     ) -> Consumer:
         """Return a consumer of committed messages. Group members share the partitions; without a group all are read.
@@ -442,7 +443,7 @@ class Bridge:
         "message" or "key" (members share each partition message by message, or key by key).
         """
         self._connection.check_open()
-        return Consumer.open(self._consumers, topics, group, start, sharing)
+        return Consumer._open(self._consumers, topics, group, start, sharing)
 
     def processor(
         self,

@@ -84,8 +84,6 @@ ONLY_SYNCHRONOUS = {
         "transaction(group)": "goes with db=",
     },
     "Consumer": {
-        "open": "makes one",
-        "close_behind_bridge": "part of closing a bridge",
         "poll_columns": "for programs that read in bulk, which use no event loop",
     },
     "HalfMessages": {"close": "the end of the block"},

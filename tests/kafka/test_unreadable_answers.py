@@ -148,7 +148,9 @@ def test_a_broker_has_to_know_the_password_too(known: str) -> None:
         exchange.send(broker_says(asked, challenge, known))
 
 
-@pytest.mark.parametrize("challenge", ["", "r=x,s=eA==,i=4096", "r={nonce},s=eA==,i=2000000000", "r={nonce},s=eA==,i=x"])
+@pytest.mark.parametrize(
+    "challenge", ["", "r=x,s=eA==,i=4096", "r={nonce},s=eA==,i=2000000000", "r={nonce},s=eA==,i=x"]
+)
 def test_a_challenge_that_is_not_valid_is_refused_at_once(challenge: str) -> None:
     exchange = login(read(LOGINS["SCRAM-SHA-256"]).access)
     nonce = next(exchange).decode().partition("r=")[2]

@@ -29,7 +29,8 @@ from txnbridge.errors import (
     OutcomeUnknown,
 )
 from txnbridge.spi import Deadline
-from txnbridge.sql import Outbox, SqlLogs
+from txnbridge.sql import Outbox
+from txnbridge.sql.log import SqlLogs
 from txnbridge.sql.relay import OutboxStore
 from txnbridge.testing import Child
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
@@ -19,6 +20,9 @@ else:  # the default is for type checkers only: a `Message` has a value of any t
     from typing import TypeVar
 
     T = TypeVar("T")
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND = timedelta(milliseconds=1)
 
 Position = tuple[int, ...]  # a message's position in its partition: ordered as tuples, otherwise opaque to users
 
@@ -127,16 +131,24 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def check_place(partition: Any, timestamp: Any) -> None:
-    """Raise `InvalidOption` unless the values are a partition number and a time in milliseconds, or None."""
+def check_place(partition: Any, timestamp: Any) -> int | None:
+    """Return a message's timestamp in milliseconds. Raise `InvalidOption` if it or the partition is none, nor None."""
     if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
         raise InvalidOption(f"a partition is a whole number, not {type(partition).__name__}")
-    if timestamp is None:
-        return
-    if not isinstance(timestamp, int) or isinstance(timestamp, bool):
-        raise InvalidOption(f"a timestamp is milliseconds since 1970, a whole number, not {type(timestamp).__name__}")
-    if not 0 <= timestamp < 1 << 63:
-        raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
+    return None if timestamp is None else milliseconds(timestamp, "a timestamp")
+
+
+def milliseconds(time: Any, what: str) -> int:
+    """Return a time in milliseconds since 1970. Raise `InvalidOption` for a value that is none."""
+    if isinstance(time, datetime):
+        if time.tzinfo is None:
+            raise InvalidOption(f"{what} needs a time zone: {time!r} may be any place's time")
+        time = (time - _EPOCH) // _MILLISECOND
+    if not isinstance(time, int) or isinstance(time, bool):
+        raise InvalidOption(f"{what} is milliseconds since 1970 or a datetime, not {time!r}")
+    if not 0 <= time < 1 << 63:
+        raise InvalidOption(f"{what} is milliseconds since 1970, not {time}")
+    return time
 
 
 def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes | None], ...] | None]:

@@ -18,21 +18,21 @@ from txnbridge.errors import InvalidOption, Poison
 class Topic:
     """A topic's name with the codecs of its values and keys. Without codecs values are bytes, keys bytes or text.
 
-    `partitions`, and `retention` in seconds, are used by `bridge.ensure_topics` when it creates the topic.
+    `partitions`, and `retention_seconds`, are used by `bridge.ensure_topics` when it creates the topic.
     """
 
     name: str
     codec: Codec = codecs.bytes
     key: Codec | None = None
     partitions: int | None = field(default=None, kw_only=True)
-    retention: float | None = field(default=None, kw_only=True)
+    retention_seconds: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_topic_name(self.name)
         if self.partitions is not None and (type(self.partitions) is not int or self.partitions < 1):
             raise InvalidOption(f"the partitions of a topic are a whole number from 1, not {self.partitions!r}")
-        if self.retention is not None:
-            check_seconds("the retention of a topic", self.retention, above_0=True)
+        if self.retention_seconds is not None:
+            check_seconds("the retention of a topic", self.retention_seconds, above_0=True)
 
     @property
     def plain(self) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from types import TracebackType
 from typing import Any
 
@@ -85,12 +86,12 @@ class HalfTransaction(ConnectionUser):
         key: Any = None,
         headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         partition: int | None = None,
-        timestamp: int | None = None,
+        timestamp: int | datetime | None = None,
     ) -> None:
         """Add one message, kept in memory until the end of the block. Raise `InvalidOption` if it can't be sent."""
         with self._in_turn("send"):
             self._connection.check_open()
-            check_place(partition, timestamp)
+            timestamp = check_place(partition, timestamp)
             self._check_room()
             name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
             size = len(data) if data is not None else None

@@ -248,7 +248,7 @@ class LaneIndex:
 
     def _reader(self) -> RawConsumer:
         if self._consumer is None:
-            self._consumer = RawConsumer.open(self._consumers, self._partition[0], None, "earliest")
+            self._consumer = RawConsumer._open(self._consumers, self._partition[0], None, "earliest")
         self._used_at = time.monotonic()
         return self._consumer
 

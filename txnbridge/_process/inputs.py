@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import datetime
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message
@@ -34,18 +35,23 @@ class ProcessorInputs:
     """
 
     def __init__(
-        self, consumers: Consumers, topics: Sequence[Topic], retry_topics: Sequence[str], group: str, start: str | int
+        self,
+        consumers: Consumers,
+        topics: Sequence[Topic],
+        retry_topics: Sequence[str],
+        group: str,
+        start: str | int | datetime,
     ) -> None:
         """Join the groups. Raise `NotFound` for a missing topic that may not be created."""
         self._timeout = consumers.connection.timeout
         self._without_partition = consumers.connection.timing.without_partition
         self._retries: RetryConsumer | None = None
         with ExitStack() as unless_opened:
-            self._inputs = RawConsumer.open(consumers, topics, group, start)
+            self._inputs = RawConsumer._open(consumers, topics, group, start)
             unless_opened.callback(self._inputs.close)
             if retry_topics:
                 # A message that waits must be read, whenever the group has begun.
-                self._retries = RetryConsumer.open(consumers, retry_topics, retry_group(group), "earliest")
+                self._retries = RetryConsumer._open(consumers, retry_topics, retry_group(group), "earliest")
             unless_opened.pop_all()
         self._retries_next = True  # whether the next `take` looks for due messages first
         self._look_at = 0.0  # when to look for due messages again

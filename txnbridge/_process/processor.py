@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
@@ -105,7 +106,7 @@ class HandlerSettings(TypedDict, total=False):
     max_dead_letters_in_a_row: int | None
     backoff: tuple[float, float]
     retry_for: float | None
-    start: str | int
+    start: str | int | datetime
     db: str | Engine | None
     outbox: Outbox | None
 
@@ -172,7 +173,7 @@ class Processor(ConnectionUser):
         max_dead_letters_in_a_row: int | None = 10,
         backoff: tuple[float, float] = (0.1, 30.0),
         retry_for: float | None = None,
-        start: str | int = "earliest",
+        start: str | int | datetime = "earliest",
         db: str | Engine | None = None,
         outbox: Outbox | None = None,
     ) -> None:

@@ -6,13 +6,14 @@ import logging
 import weakref
 from _thread import RLock as _RLock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import wraps
 from threading import TIMEOUT_MAX
 from typing import Concatenate, ParamSpec, TypeVar
 
 from txnbridge._base.connection import ConnectionUser, never_ran
 from txnbridge._base.deadline import Deadline, check_seconds
-from txnbridge._base.messages import Batch, Message, MessageColumns, Position, as_messages, columns_of
+from txnbridge._base.messages import Batch, Message, MessageColumns, Position, as_messages, columns_of, milliseconds
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._read.consumers import Consumers
 from txnbridge._read.deliveries import Assignment, Deliveries
@@ -86,19 +87,19 @@ class Consumer(ConnectionUser):
         consumers.add(self, self._reader)
 
     @classmethod
-    def open(
+    def _open(
         cls: type[_Kind],
         consumers: Consumers,
         topics: str | Topic | Iterable[str | Topic],
         group: str | None,
-        start: str | int,
+        start: str | int | datetime,
         sharing: str = "partition",
     ) -> _Kind:
         connection = consumers.connection
         if sharing not in ("partition", "message", "key"):
             raise InvalidOption(f"sharing is 'partition', 'message' or 'key', not {sharing!r}")
-        if start not in ("earliest", "latest") and not _is_time(start):
-            raise InvalidOption(f"start is 'earliest', 'latest' or milliseconds since 1970, not {start!r}")
+        if not isinstance(start, str) or start not in ("earliest", "latest"):
+            start = milliseconds(start, "start is 'earliest', 'latest' or a time: it")
         if sharing != "partition":
             connection.capabilities.require(Capability.SHARE_MESSAGE if sharing == "message" else Capability.SHARE_KEY)
         if isinstance(start, int):
@@ -249,15 +250,17 @@ class Consumer(ConnectionUser):
         return self._deliveries.next_positions(self._reader.positions())
 
     @one_call("seek")
-    def seek(self, positions: Mapping[Partition, Position] | int) -> None:
-        """Continue reading at these positions, or in all partitions at a time (milliseconds since 1970).
+    def seek(self, positions: Mapping[Partition, Position] | int | datetime) -> None:
+        """Continue reading at these positions, or in all partitions at a time (milliseconds since 1970, or a datetime).
 
         Raise `PositionLost` if retention has deleted a position, `InvalidState` while an open transaction holds
         acknowledgements of this consumer. After a failed seek the next poll continues at the position before the seek,
         and redelivers unacknowledged messages (in a group that shares messages, only these).
         """
-        if not _is_time(positions) and not (isinstance(positions, Mapping) and all(map(_is_partition, positions))):
-            raise InvalidOption("seek takes a mapping of (topic, partition) to positions, or milliseconds since 1970")
+        if not isinstance(positions, Mapping):
+            positions = milliseconds(positions, "seek takes a mapping of (topic, partition) to positions or a time: it")
+        elif not all(map(_is_partition, positions)):
+            raise InvalidOption("seek takes a mapping of (topic, partition) to positions")
         self._connection.capabilities.require(Capability.REPLAY)
         if (holder := self._deliveries.holder) is not None:
             raise InvalidState(f"transaction {holder} holds acknowledgements of this consumer; end it first")
@@ -342,7 +345,7 @@ class Consumer(ConnectionUser):
             raise
         self._closed = True
 
-    def close_behind_bridge(self) -> None:
+    def _close_behind_bridge(self) -> None:
         """Close the consumer once its running call has ended; runs in a thread after the bridge was closed."""
         try:
             self._guard.acquire()
@@ -515,11 +518,6 @@ def _check_limits(max_messages: int, timeout: float) -> None:
     if type(max_messages) is not int or max_messages < 1:
         raise InvalidOption(f"max_messages is a whole number from 1, not {max_messages!r}")
     check_seconds("timeout", timeout)
-
-
-def _is_time(given: object) -> bool:
-    """Return whether the value is a time in milliseconds since 1970 that fits in 63 bits, as brokers store it."""
-    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 1 << 63
 
 
 def _is_partition(given: object) -> bool:

@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.01
 class ClosableConsumer(Protocol):
     def close(self, timeout: float | None = None) -> None: ...
 
-    def close_behind_bridge(self) -> None: ...
+    def _close_behind_bridge(self) -> None: ...
 
 
 class Consumers:
@@ -106,7 +106,7 @@ def _close(consumer: ClosableConsumer, polls: Deadline, deadline: Deadline) -> N
         except InvalidState:  # another thread is polling
             if polls.expired:
                 with suppress(RuntimeError):  # an interpreter that is ending starts no threads
-                    threading.Thread(target=consumer.close_behind_bridge, daemon=True).start()
+                    threading.Thread(target=consumer._close_behind_bridge, daemon=True).start()
                 raise
         time.sleep(_LOOK_SECONDS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any
 
 from txnbridge import spi
@@ -37,7 +38,7 @@ class Publisher(ConnectionUser):
         key: Any = None,
         headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         partition: int | None = None,
-        timestamp: int | None = None,
+        timestamp: int | datetime | None = None,
         sequence: int | None = None,
     ) -> None:
         """Send one message. Wait for buffer space if necessary, at most for the bridge's timeout.
@@ -45,7 +46,7 @@ class Publisher(ConnectionUser):
         Raise `InvalidOption` for a sequence that is not above the last one sent by this publisher, because the broker
         would drop the message silently.
         """
-        check_place(partition, timestamp)
+        timestamp = check_place(partition, timestamp)
         if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool)):
             raise InvalidOption(f"a sequence is a whole number, not {type(sequence).__name__}")
         if sequence is not None and not 0 <= sequence < 1 << 63:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
+from datetime import datetime
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -187,9 +188,11 @@ class Transaction(ConnectionUser):
         key: Any = None,
         headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         partition: int | None = None,
-        timestamp: int | None = None,
+        timestamp: int | datetime | None = None,
     ) -> None:
         """Add one message to the transaction. Wait while the broker is slow, but not beyond the transaction's deadline.
+
+        `timestamp` is in milliseconds since 1970, or a datetime with a time zone; the default is now.
 
         Raise `NotFound` if the topic does not exist, `InvalidOption` for a message that cannot be sent: the transaction
         stays usable. After any other error it can only be aborted.
@@ -228,7 +231,7 @@ class Transaction(ConnectionUser):
                 if key is not None and key.__class__ is not bytes:
                     key = encode_key(key)
                 if partition is not None or timestamp is not None:
-                    check_place(partition, timestamp)
+                    timestamp = check_place(partition, timestamp)
                 self._write(topic, value, key, None, partition, timestamp)
         except errors.UsageError:
             raise
@@ -245,9 +248,9 @@ class Transaction(ConnectionUser):
         key: Any,
         headers: Any,
         partition: int | None,
-        timestamp: int | None,
+        timestamp: int | datetime | None,
     ) -> None:
-        check_place(partition, timestamp)
+        timestamp = check_place(partition, timestamp)
         name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
         with self._events.step("message.send", self.id, topic=name, partition=partition, bytes=size):
@@ -277,7 +280,7 @@ class Transaction(ConnectionUser):
         key: Any,
         headers: Any,
         partition: int | None,
-        timestamp: int | None,
+        timestamp: int | datetime | None,
     ) -> bool:
         """Add one message as `send` does if that needs memory only, and return True; otherwise do nothing.
 
@@ -295,7 +298,7 @@ class Transaction(ConnectionUser):
                 return False
             assert isinstance(topic, str)
             check_topic_name(topic)
-            check_place(partition, timestamp)
+            timestamp = check_place(partition, timestamp)
             return self._taken.keep(KeptMessage(topic, value, encode_key(key), None, partition, timestamp))
         finally:
             self._turn.append(quick)

@@ -17,7 +17,6 @@ except ModuleNotFoundError as _error:
 
 from txnbridge.aio._admin import Admin
 from txnbridge.aio._bridge import Bridge, connect
-from txnbridge.aio._calls import Opening
 from txnbridge.aio._consumer import Consumer
 from txnbridge.aio._half_messages import HalfMessages, HalfTransaction
 from txnbridge.aio._processor import Processor
@@ -31,7 +30,6 @@ __all__ = [
     "Consumer",
     "HalfMessages",
     "HalfTransaction",
-    "Opening",
     "Processor",
     "Publisher",
     "Relay",

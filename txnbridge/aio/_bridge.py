@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -209,7 +210,7 @@ class Bridge(ClosedByBlock):
         topics: str | Topic | Iterable[str | Topic],
         group: str | None = None,
         *,
-        start: str | int = "earliest",
+        start: str | int | datetime = "earliest",
         sharing: str = "partition",
     ) -> Opening[Consumer]:
         """Open a consumer of committed messages. Group members share the partitions; without a group all are read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -89,9 +90,11 @@ class Transaction:
         key: Any = None,
         headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         partition: int | None = None,
-        timestamp: int | None = None,
+        timestamp: int | datetime | None = None,
     ) -> None:
         """Add one message to the transaction. Wait while the broker is slow, but not beyond the transaction's deadline.
+
+        `timestamp` is in milliseconds since 1970, or a datetime with a time zone; the default is now.
 
         Raise `NotFound` if the topic does not exist, `InvalidOption` for a message that cannot be sent: the transaction
         stays usable. After any other error it can only be aborted.

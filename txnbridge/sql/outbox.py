@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -15,6 +16,7 @@ from sqlalchemy import exc, orm
 from sqlalchemy.dialects import mysql
 from sqlalchemy.util.concurrency import in_greenlet
 
+from txnbridge._base.messages import milliseconds
 from txnbridge._base.plugins import plugins
 from txnbridge._base.topic import Topic, encode_message
 from txnbridge.errors import InvalidOption, InvalidState, StorageFailed
@@ -75,7 +77,7 @@ class Outbox:
         key: Any = None,
         headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         partition: int | None = None,
-        timestamp: int | None = None,
+        timestamp: int | datetime | None = None,
     ) -> None:
         """Add one message to the database transaction of `to`, a `Session`, `AsyncSession` or `Connection`.
 
@@ -91,15 +93,13 @@ class Outbox:
         encoded = encode_message(topic, value, key, headers, _header_makers())
         if partition is not None and (type(partition) is not int or partition < 0):
             raise InvalidOption(f"partition= is a number from 0, not {partition!r}")
-        if timestamp is not None and (type(timestamp) is not int or timestamp < 0):
-            raise InvalidOption(f"timestamp= is a time in milliseconds since 1970, not {timestamp!r}")
         row = {
             "topic": encoded.topic,
             "key": encoded.key,
             "value": encoded.value,
             "headers": _packed(encoded.headers),
             "partition": partition,
-            "timestamp": timestamp,
+            "timestamp": None if timestamp is None else milliseconds(timestamp, "timestamp="),
             "state": WAITING,
             "changed_at": int(time.time() * 1000),
         }

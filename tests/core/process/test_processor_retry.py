@@ -176,7 +176,7 @@ def test_a_message_that_waits_holds_only_its_retry_partition(bridge):
 def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
     put_waiting(bridge, b"waits", NEVER, due_in=NEVER)
     topic = retry_topic("g", NEVER)
-    consumer = RetryConsumer.open(bridge._consumers, topic, "readers", "earliest")
+    consumer = RetryConsumer._open(bridge._consumers, topic, "readers", "earliest")
     with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "it has not fetched the message")
         put_waiting(bridge, b"behind", NEVER)
@@ -187,7 +187,7 @@ def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
 def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_together(bridge, monkeypatch):
     for number in range(3):
         put_waiting(bridge, b"%d" % number, NEVER, due_in=2)
-    consumer = RetryConsumer.open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
+    consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
     with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
         found: list[Message] = []
@@ -214,7 +214,7 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
         put_waiting(bridge, b"%d" % number, NEVER, due_in=60)
     due: set[bytes | None] = set()
     monkeypatch.setattr(_retry_consumer, "seconds_until_due", lambda message: float(message.value not in due))
-    consumer = RetryConsumer.open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
+    consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
     with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
         due |= {b"0", b"1"}
