@@ -19,7 +19,7 @@ from opentelemetry import context, propagate, trace
 from opentelemetry import metrics as otel
 from opentelemetry.trace import SpanKind, StatusCode
 
-from txnbridge import metrics
+from txnbridge import _metrics as metrics
 from txnbridge._base.events import Event
 from txnbridge._base.messages import Headers, Message
 from txnbridge._base.plugins import hookimpl, plugins

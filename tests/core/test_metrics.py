@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
 from tests.app.test_app import until
-from txnbridge import Bridge, Decision, metrics
+from txnbridge import Bridge, Decision, _metrics, metrics
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, OutcomeUnknown
 
 
@@ -147,7 +147,7 @@ def test_the_dashboard_shows_metrics_that_exist():
     shown = {name for query in queries for name in re.findall(r"txnbridge_(\w+)", query)}
     known = {
         f"{name}{suffix}"
-        for name, definition in metrics.DEFINITIONS.items()
+        for name, definition in _metrics.DEFINITIONS.items()
         for suffix in (("_bucket", "_sum", "_count") if definition.kind == "histogram" else ("",))
     }
     assert queries and shown <= known

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from txnbridge import InvalidOption
+from txnbridge._metrics import Family, PrometheusCollector, merged, require_prometheus_client
 from txnbridge.cli._health import Answer
-from txnbridge.metrics import Family, PrometheusCollector, merged, require_prometheus_client
 
 
 def to_json(families: Iterable[Family]) -> list[Any]:

@@ -1,0 +1,305 @@
+"""What is counted and measured, and how Prometheus reads it."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from txnbridge._base.events import Event
+from txnbridge._base.plugins import hookimpl, plugins
+from txnbridge._base.service import Service
+from txnbridge._bridge import Bridge, open_bridges
+from txnbridge._half.common import half_store
+from txnbridge._half.resolver import Resolver
+from txnbridge.capabilities import Capability
+from txnbridge.errors import InvalidOption, TxnBridgeError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+Kind = Literal["counter", "gauge", "histogram"]
+Labels = tuple[tuple[str, str], ...]  # names and values
+
+# The upper bounds of the histograms' buckets, in seconds.
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, float("inf"))
+
+
+class Definition(NamedTuple):
+    """The kind of a metric, and what its numbers mean."""
+
+    kind: Kind
+    text: str
+
+
+DEFINITIONS = {
+    "transactions_total": Definition("counter", "Transactions by state at their end; a prepared one ends by a token."),
+    "transaction_seconds": Definition("histogram", "Time from the begin of a transaction to its end."),
+    "transaction_end_seconds": Definition("histogram", "Time that a commit, abort or prepare takes."),
+    "resolved_total": Definition("counter", "Tokens whose transactions were ended or looked up, by the outcome."),
+    "half_messages_total": Definition("counter", "Half messages that were stored, ended or parked, by event."),
+    "half_checks_total": Definition("counter", "Check-backs by the decision that `check` gave."),
+    "processor_messages_total": Definition("counter", "Messages that a processor has processed, with dead letters."),
+    "processor_transactions_total": Definition("counter", "Transactions that a processor has committed."),
+    "processor_dead_letters_total": Definition("counter", "Messages that a processor has set aside as dead letters."),
+    "processor_delayed_total": Definition("counter", "Messages that a processor has sent to a retry topic."),
+    "processor_retries_total": Definition(
+        "counter", "Failed attempts of a processor to poll and process a batch, repeated in place."
+    ),
+    "processor_lag": Definition("gauge", "Messages that wait in the partitions of a processor."),
+    "processor_healthy": Definition("gauge", "1 while a processor gets on, otherwise 0."),
+    "service_healthy": Definition("gauge", "1 while a resolver or relay gets on, otherwise 0."),
+    "relay_rows_total": Definition("counter", "Rows of an outbox that a relay has published or parked."),
+    "relay_lag": Definition("gauge", "Rows of an outbox that wait."),
+    "open_transactions": Definition("gauge", "Transactions that are open at the broker, by state."),
+    "half_messages_parked": Definition("gauge", "Half messages without a decision, which somebody has to end."),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One metric with a sample for each combination of labels.
+
+    The sample of a histogram is a list: the count of each bucket, and at last the sum of all values.
+    """
+
+    name: str
+    samples: dict[Labels, Any] = field(default_factory=dict)
+
+    @property
+    def definition(self) -> Definition:
+        """The metric's kind, and what its numbers mean."""
+        return DEFINITIONS[self.name.removeprefix("txnbridge_")]
+
+    def add(self, labels: Labels, value: float) -> None:
+        """Add to the sample of these labels."""
+        self.samples[labels] = self.samples.get(labels, 0) + value
+
+    def observe(self, labels: Labels, value: float) -> None:
+        """Count a value in the histogram of these labels."""
+        sample = self.samples.setdefault(labels, [0] * len(BUCKETS) + [0.0])
+        sample[bisect.bisect_left(BUCKETS, value)] += 1
+        sample[-1] += value
+
+
+class Metrics:
+    """Collects the metrics of the bridges that are opened while it is registered as a plug-in.
+
+    It listens to a few events of each transaction, and to none of each message.
+    """
+
+    txnbridge_event_names = frozenset(
+        {"transaction.end", "abort", "resolve", "half.store", "half.end", "half.park", "half.check"}
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counted: dict[str, Family] = {}
+        self._watched: dict[Bridge, BrokerWatch] = {}
+        # Called with the name, the labels and the value of each duration, besides the histograms here.
+        self.on_duration: list[Callable[[str, Labels, float], object]] = []
+
+    def families(self) -> list[Family]:
+        """Return all metrics with their present values."""
+        with self._lock:
+            counted = merged([self._counted.values()])  # a copy, as other threads count on
+        found: dict[str, Family] = {}
+        for bridge in open_bridges():
+            for name, labels, value in _of_bridge(bridge):
+                _family(found, name).add((("backend", bridge.backend), *labels), value)
+        watches = [watch for bridge, watch in list(self._watched.items()) if not bridge._connection.closed]
+        asked = [family for watch in watches for family in watch.families]
+        return merged([counted, found.values(), asked])
+
+    def watch(self, bridge: Bridge, every: float = 30.0) -> BrokerWatch:
+        """Ask a bridge's broker at intervals for what only the broker knows, such as open transactions.
+
+        Return the service that does so until it or the bridge is closed.
+        """
+        watch = BrokerWatch(bridge, every)
+        self._watched = {b: w for b, w in self._watched.items() if not b._connection.closed} | {bridge: watch}
+        watch.start()
+        return watch
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        """Count an event."""
+        if event.phase == "before":
+            return
+        backend = ("backend", event.bridge.rpartition("-")[0])
+        data = event.data
+        if event.name == "transaction.end":
+            self._count("transactions_total", backend, ("state", data["state"]))
+            self._observe("transaction_seconds", data["seconds"], backend)
+            self._observe("transaction_end_seconds", data["end_seconds"], backend)
+        elif event.name == "abort" and data.get("abandoned"):
+            self._count("transactions_total", backend, ("state", "aborted"))
+        elif event.name == "resolve" and "outcome" in data:
+            self._count("resolved_total", backend, ("outcome", data["outcome"]))
+        elif event.name == "half.check" and event.phase == "after":
+            self._count("half_checks_total", backend, ("decision", data.get("decision", "undecided")))
+        elif event.name in _HALF_EVENTS and event.phase == "after":
+            self._count("half_messages_total", backend, ("event", data.get("outcome", _HALF_EVENTS[event.name])))
+
+    def _count(self, name: str, *labels: tuple[str, str]) -> None:
+        with self._lock:
+            _family(self._counted, name).add(labels, 1)
+
+    def _observe(self, name: str, seconds: float, *labels: tuple[str, str]) -> None:
+        with self._lock:
+            _family(self._counted, name).observe(labels, seconds)
+        for told in self.on_duration:
+            told(name, labels, seconds)
+
+
+_HALF_EVENTS = {"half.store": "stored", "half.end": "unknown", "half.park": "parked"}
+
+
+def _family(families: dict[str, Family], name: str) -> Family:
+    if name not in families:
+        families[name] = Family(f"txnbridge_{name}")
+    return families[name]
+
+
+def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
+    """Yield the present values of a bridge's processors and services: name, labels, value."""
+    for processor in list(bridge._connection.processors):
+        labels = (("group", processor._group), ("topics", ",".join(topic.name for topic in processor._topics)))
+        for name in ("messages", "transactions", "dead_letters", "delayed", "retries"):
+            yield f"processor_{name}_total", labels, getattr(processor.stats, name)
+        if processor.lag is not None:
+            yield "processor_lag", labels, processor.lag
+        yield "processor_healthy", labels, processor.healthy
+    service: Any
+    for service in list(bridge._connection.services):
+        label = ("service", service._name)
+        if hasattr(service, "healthy"):
+            yield "service_healthy", (label,), service.healthy
+        if _is_relay(service):
+            yield "relay_rows_total", (label, ("result", "published")), service.stats.published
+            yield "relay_rows_total", (label, ("result", "parked")), service.stats.parked
+
+
+def _is_relay(service: object) -> bool:
+    return hasattr(type(service), "lag")  # the class is in a module that needs SQLAlchemy
+
+
+class BrokerWatch(Service):
+    """Asks a broker at intervals for its open transactions, and for what waits in outboxes and among half messages."""
+
+    def __init__(self, bridge: Bridge, every: float) -> None:
+        if not every > 0:
+            raise InvalidOption(f"every= is the seconds between two questions to the broker, not {every!r}")
+        super().__init__(bridge._connection, "watch of metrics", stop_timeout=1.0)
+        self._bridge = bridge
+        self._every = every
+        self.families: list[Family] = []
+
+    def _loop(self) -> None:
+        while not self._stop.asked and not self._connection.closed:
+            found: dict[str, Family] = {}
+            backend = ("backend", self._bridge.backend)
+            for ask in (self._ask_transactions, self._ask_services):
+                with suppress(TxnBridgeError):  # a metric that cannot be asked for is missing until it can
+                    for name, label, value in ask():
+                        _family(found, name).add((backend, label), value)
+            self.families = list(found.values())
+            self._stop.sleep(self._every)
+
+    def _ask_transactions(self) -> Iterator[tuple[str, tuple[str, str], float]]:
+        if self._connection.capabilities[Capability.LIST_OPEN]:
+            transactions = self._bridge.admin.transactions()
+            for state in ("open", "prepared"):
+                yield "open_transactions", ("state", state), 0
+            for transaction in transactions:
+                yield "open_transactions", ("state", transaction.state), 1
+
+    def _ask_services(self) -> Iterator[tuple[str, tuple[str, str], float]]:
+        groups = set()
+        service: Any
+        for service in list(self._connection.services):
+            if _is_relay(service):
+                yield "relay_lag", ("service", service._name), service.lag
+            if isinstance(service, Resolver):
+                groups.add(service._group)
+        for group in groups:
+            parked = half_store(self._connection).parked(group, self._connection.deadline())
+            yield "half_messages_parked", ("group", group), len(parked)
+
+
+def merged(parts: Iterable[Iterable[Family]]) -> list[Family]:
+    """Return the metrics of several processes as one: each sample is the sum of theirs."""
+    whole: dict[str, Family] = {}
+    for family in (each for part in parts for each in part):
+        samples = whole.setdefault(family.name, Family(family.name)).samples
+        for labels, value in family.samples.items():
+            known = samples.get(labels)
+            if isinstance(value, list):
+                samples[labels] = [a + b for a, b in zip(known or [0] * len(value), value, strict=True)]
+            else:
+                samples[labels] = (known or 0) + value
+    return list(whole.values())
+
+
+class PrometheusCollector:
+    """A collector for a registry of `prometheus_client`: `REGISTRY.register(PrometheusCollector(metrics.families))`."""
+
+    def __init__(self, families: Callable[[], Iterable[Family]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as those of `prometheus_client`."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        for family in self._families():
+            kind, text = family.definition
+            names = [name for name, _ in next(iter(family.samples), ())]
+            if kind == "histogram":
+                histogram = HistogramMetricFamily(family.name, text, labels=names)
+                for labels, sample in family.samples.items():
+                    histogram.add_metric([value for _, value in labels], list(_cumulated(sample)), sample[-1])
+                yield histogram
+                continue
+            plain = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(family.name, text, labels=names)
+            for labels, value in family.samples.items():
+                plain.add_metric([value for _, value in labels], value)
+            yield plain
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registering the collector does not collect."""
+        return []
+
+
+def _cumulated(sample: list[float]) -> Iterator[tuple[str, float]]:
+    total = 0.0
+    for bound, count in zip(BUCKETS, sample[:-1], strict=True):
+        total += count
+        yield ("+Inf" if bound == float("inf") else str(bound)), total
+
+
+def serve(port: int, host: str = "0.0.0.0", registry: CollectorRegistry | None = None) -> Metrics:
+    """Collect the metrics of bridges opened from now on, and answer Prometheus by HTTP at `/metrics`.
+
+    With `registry`, a registry of `prometheus_client`, its other metrics are answered, too. Raise `InvalidOption` if
+    the package `prometheus-client` is missing.
+    """
+    client = require_prometheus_client()
+    found = Metrics()
+    plugins.register(found)
+    registry = client.CollectorRegistry() if registry is None else registry
+    registry.register(PrometheusCollector(found.families))
+    client.start_http_server(port, addr=host, registry=registry)
+    return found
+
+
+def require_prometheus_client() -> Any:
+    """Return the module `prometheus_client`. Raise `InvalidOption` if it is not installed."""
+    try:
+        import prometheus_client
+    except ImportError:
+        raise InvalidOption("metrics for Prometheus need a package: pip install prometheus-client") from None
+    return prometheus_client
