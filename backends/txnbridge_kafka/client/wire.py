@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -162,160 +162,127 @@ def _kind(tokens: list[str]) -> Kind:
     return [element]
 
 
-def _api(name: str, key: int, versions: tuple[int, ...], fields: str, answer: str) -> Api:
-    return Api(name, key, _parsed(fields), dict.fromkeys(versions, _parsed(answer)))
+# The requests: name, key and versions in a line, then the fields of the request and, behind "=", of the answer.
+_TABLE = """
+ApiVersions 18 3
+    client_software_name:str client_software_version:str
+  = error_code:i16 api_keys:[api_key:i16 min_version:i16 max_version:i16] throttle_time_ms:i32
+    2@finalized_features:[name:str max_version_level:i16 min_version_level:i16]
+SaslAuthenticate 36 2
+    auth_bytes:bytes
+  = error_code:i16 error_message:str auth_bytes:bytes session_lifetime_ms:i64
+Metadata 3 11
+    topics:[topic_id:uuid name:str] allow_auto_topic_creation:bool include_topic_authorized_operations:bool
+  = throttle_time_ms:i32 brokers:[node_id:i32 host:str port:i32 rack:str] cluster_id:str controller_id:i32
+    topics:[error_code:i16 name:str topic_id:uuid is_internal:bool partitions:[error_code:i16 partition_index:i32
+    leader_id:i32 leader_epoch:i32 replica_nodes:[i32] isr_nodes:[i32] offline_replicas:[i32]]
+    topic_authorized_operations:i32]
+FindCoordinator 10 4
+    key_type:i8 coordinator_keys:[str]
+  = throttle_time_ms:i32 coordinators:[key:str node_id:i32 host:str port:i32 error_code:i16 error_message:str]
+# 5 only adds an error code, and 6 is another transaction protocol.
+InitProducerId 22 4
+    transactional_id:str transaction_timeout_ms:i32 producer_id:i64 producer_epoch:i16
+  = throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16
+EndTxn 26 3,4
+    transactional_id:str producer_id:i64 producer_epoch:i16 committed:bool
+  = throttle_time_ms:i32 error_code:i16
+# The transaction protocol in which an end raises the producer epoch.
+EndTxn 26 5
+    transactional_id:str producer_id:i64 producer_epoch:i16 committed:bool
+  = throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16
+AddOffsetsToTxn 25 3
+    transactional_id:str producer_id:i64 producer_epoch:i16 group_id:str
+  = throttle_time_ms:i32 error_code:i16
+# The coordinator checks the group's member from 3 on; 5 belongs to another transaction protocol.
+TxnOffsetCommit 28 3
+    transactional_id:str group_id:str producer_id:i64 producer_epoch:i16 generation_id:i32 member_id:str
+    group_instance_id:str topics:[name:str partitions:[partition_index:i32 committed_offset:i64
+    committed_leader_epoch:i32 committed_metadata:str]]
+  = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16]]
+WriteTxnMarkers 27 1
+    markers:[producer_id:i64 producer_epoch:i16 transaction_result:bool topics:[name:str partition_indexes:[i32]]
+    coordinator_epoch:i32]
+  = markers:[producer_id:i64 topics:[name:str partitions:[partition_index:i32 error_code:i16]]]
+ListOffsets 2 6
+    replica_id:i32 isolation_level:i8 topics:[name:str partitions:[partition_index:i32 current_leader_epoch:i32
+    timestamp:i64]]
+  = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16 timestamp:i64 offset:i64
+    leader_epoch:i32]]
+OffsetFetch 9 7
+    group_id:str topics:[name:str partition_indexes:[i32]] require_stable:bool
+  = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 committed_offset:i64
+    committed_leader_epoch:i32 metadata:str error_code:i16]] error_code:i16
+DescribeProducers 61 0
+    topics:[name:str partition_indexes:[i32]]
+  = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16 error_message:str
+    active_producers:[producer_id:i64 producer_epoch:i32 last_sequence:i32 last_timestamp:i64 coordinator_epoch:i32
+    current_txn_start_offset:i64]]]
+DescribeTransactions 65 0
+    transactional_ids:[str]
+  = throttle_time_ms:i32 transaction_states:[error_code:i16 transactional_id:str transaction_state:str
+    transaction_timeout_ms:i32 transaction_start_time_ms:i64 producer_id:i64 producer_epoch:i16 topics:[topic:str
+    partitions:[i32]]]
+ListTransactions 66 0
+    state_filters:[str] producer_id_filters:[i64]
+  = throttle_time_ms:i32 error_code:i16 unknown_state_filters:[str] transaction_states:[transactional_id:str
+    producer_id:i64 transaction_state:str]
+CreateTopics 19 6
+    topics:[name:str num_partitions:i32 replication_factor:i16 assignments:[partition_index:i32 broker_ids:[i32]]
+    configs:[name:str value:str]] timeout_ms:i32 validate_only:bool
+  = throttle_time_ms:i32 topics:[name:str error_code:i16 error_message:str num_partitions:i32 replication_factor:i16
+    configs:[name:str value:str read_only:bool config_source:i8 is_sensitive:bool]]
+DeleteTopics 20 5
+    topic_names:[str] timeout_ms:i32
+  = throttle_time_ms:i32 responses:[name:str error_code:i16 error_message:str]
+CreatePartitions 37 2,3
+    topics:[name:str count:i32 assignments:[broker_ids:[i32]]] timeout_ms:i32 validate_only:bool
+  = throttle_time_ms:i32 results:[name:str error_code:i16 error_message:str]
+DescribeConfigs 32 4
+    resources:[resource_type:i8 resource_name:str configuration_keys:[str]] include_synonyms:bool
+    include_documentation:bool
+  = throttle_time_ms:i32 results:[error_code:i16 error_message:str resource_type:i8 resource_name:str
+    configs:[name:str value:str read_only:bool config_source:i8 is_sensitive:bool synonyms:[name:str value:str
+    source:i8] config_type:i8 documentation:str]]
+DeleteRecords 21 2
+    topics:[name:str partitions:[partition_index:i32 offset:i64]] timeout_ms:i32
+  = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 low_watermark:i64 error_code:i16]]
+"""
 
 
-_PRODUCER = "producer_id:i64 producer_epoch:i16"
-_NUMBERS_OF_TOPICS = "topics:[name:str partition_indexes:[i32]]"
-_CODES_OF_TOPICS = "topics:[name:str partitions:[partition_index:i32 error_code:i16]]"
-_REASON = "error_code:i16 error_message:str"
+def _apis() -> Iterator[Api]:
+    lines = [line for line in _TABLE.splitlines() if not line.startswith("#")]
+    for entry in re.split(r"\n(?=\w)", "\n".join(lines))[1:]:
+        head, _, fields = entry.partition("\n")
+        name, key, versions = head.split()
+        asked, _, answered = fields.partition("=")
+        answers = dict.fromkeys(map(int, versions.split(",")), _parsed(answered))
+        yield Api(name, int(key), _parsed(asked), answers)
 
-API_VERSIONS = _api(
-    "ApiVersions",
-    18,
-    (3,),
-    "client_software_name:str client_software_version:str",
-    "error_code:i16 api_keys:[api_key:i16 min_version:i16 max_version:i16] throttle_time_ms:i32"
-    " 2@finalized_features:[name:str max_version_level:i16 min_version_level:i16]",
-)
+
+(
+    API_VERSIONS,
+    SASL_AUTHENTICATE,
+    METADATA,
+    FIND_COORDINATOR,
+    INIT_PRODUCER_ID,
+    END_TXN,
+    END_TXN_AND_BUMP,
+    ADD_OFFSETS_TO_TXN,
+    TXN_OFFSET_COMMIT,
+    WRITE_TXN_MARKERS,
+    LIST_OFFSETS,
+    OFFSET_FETCH,
+    DESCRIBE_PRODUCERS,
+    DESCRIBE_TRANSACTIONS,
+    LIST_TRANSACTIONS,
+    CREATE_TOPICS,
+    DELETE_TOPICS,
+    CREATE_PARTITIONS,
+    DESCRIBE_CONFIGS,
+    DELETE_RECORDS,
+) = _apis()
 SASL_HANDSHAKE = Api("SaslHandshake", 17, {}, {1: "i16"})  # the answer is an error code, and a list that is not read
-SASL_AUTHENTICATE = _api(
-    "SaslAuthenticate", 36, (2,), "auth_bytes:bytes", f"{_REASON} auth_bytes:bytes session_lifetime_ms:i64"
-)
-METADATA = _api(
-    "Metadata",
-    3,
-    (11,),
-    "topics:[topic_id:uuid name:str] allow_auto_topic_creation:bool include_topic_authorized_operations:bool",
-    "throttle_time_ms:i32 brokers:[node_id:i32 host:str port:i32 rack:str] cluster_id:str controller_id:i32"
-    " topics:[error_code:i16 name:str topic_id:uuid is_internal:bool partitions:[error_code:i16 partition_index:i32"
-    " leader_id:i32 leader_epoch:i32 replica_nodes:[i32] isr_nodes:[i32] offline_replicas:[i32]]"
-    " topic_authorized_operations:i32]",
-)
-FIND_COORDINATOR = _api(
-    "FindCoordinator",
-    10,
-    (4,),
-    "key_type:i8 coordinator_keys:[str]",
-    f"throttle_time_ms:i32 coordinators:[key:str node_id:i32 host:str port:i32 {_REASON}]",
-)
-INIT_PRODUCER_ID = _api(
-    "InitProducerId",
-    22,
-    (4,),  # 5 only adds an error code, and 6 is another transaction protocol
-    f"transactional_id:str transaction_timeout_ms:i32 {_PRODUCER}",
-    f"throttle_time_ms:i32 error_code:i16 {_PRODUCER}",
-)
-_END = f"transactional_id:str {_PRODUCER} committed:bool"
-END_TXN = _api("EndTxn", 26, (3, 4), _END, "throttle_time_ms:i32 error_code:i16")
-# EndTxn of the transaction protocol in which an end raises the producer epoch.
-END_TXN_AND_BUMP = _api("EndTxn", 26, (5,), _END, f"throttle_time_ms:i32 error_code:i16 {_PRODUCER}")
-ADD_OFFSETS_TO_TXN = _api(
-    "AddOffsetsToTxn",
-    25,
-    (3,),
-    f"transactional_id:str {_PRODUCER} group_id:str",
-    "throttle_time_ms:i32 error_code:i16",
-)
-TXN_OFFSET_COMMIT = _api(
-    "TxnOffsetCommit",
-    28,
-    (3,),  # the coordinator checks the group's member from 3 on; 5 belongs to another transaction protocol
-    f"transactional_id:str group_id:str {_PRODUCER} generation_id:i32 member_id:str group_instance_id:str"
-    " topics:[name:str partitions:[partition_index:i32 committed_offset:i64 committed_leader_epoch:i32"
-    " committed_metadata:str]]",
-    f"throttle_time_ms:i32 {_CODES_OF_TOPICS}",
-)
-WRITE_TXN_MARKERS = _api(
-    "WriteTxnMarkers",
-    27,
-    (1,),
-    f"markers:[{_PRODUCER} transaction_result:bool {_NUMBERS_OF_TOPICS} coordinator_epoch:i32]",
-    f"markers:[producer_id:i64 {_CODES_OF_TOPICS}]",
-)
-LIST_OFFSETS = _api(
-    "ListOffsets",
-    2,
-    (6,),
-    "replica_id:i32 isolation_level:i8"
-    " topics:[name:str partitions:[partition_index:i32 current_leader_epoch:i32 timestamp:i64]]",
-    "throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16 timestamp:i64 offset:i64"
-    " leader_epoch:i32]]",
-)
-OFFSET_FETCH = _api(
-    "OffsetFetch",
-    9,
-    (7,),
-    f"group_id:str {_NUMBERS_OF_TOPICS} require_stable:bool",
-    "throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 committed_offset:i64"
-    " committed_leader_epoch:i32 metadata:str error_code:i16]] error_code:i16",
-)
-DESCRIBE_PRODUCERS = _api(
-    "DescribeProducers",
-    61,
-    (0,),
-    _NUMBERS_OF_TOPICS,
-    f"throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 {_REASON} active_producers:["
-    "producer_id:i64 producer_epoch:i32 last_sequence:i32 last_timestamp:i64 coordinator_epoch:i32"
-    " current_txn_start_offset:i64]]]",
-)
-DESCRIBE_TRANSACTIONS = _api(
-    "DescribeTransactions",
-    65,
-    (0,),
-    "transactional_ids:[str]",
-    "throttle_time_ms:i32 transaction_states:[error_code:i16 transactional_id:str transaction_state:str"
-    f" transaction_timeout_ms:i32 transaction_start_time_ms:i64 {_PRODUCER} topics:[topic:str partitions:[i32]]]",
-)
-LIST_TRANSACTIONS = _api(
-    "ListTransactions",
-    66,
-    (0,),
-    "state_filters:[str] producer_id_filters:[i64]",
-    "throttle_time_ms:i32 error_code:i16 unknown_state_filters:[str]"
-    " transaction_states:[transactional_id:str producer_id:i64 transaction_state:str]",
-)
-CREATE_TOPICS = _api(
-    "CreateTopics",
-    19,
-    (6,),
-    "topics:[name:str num_partitions:i32 replication_factor:i16 assignments:[partition_index:i32 broker_ids:[i32]]"
-    " configs:[name:str value:str]] timeout_ms:i32 validate_only:bool",
-    f"throttle_time_ms:i32 topics:[name:str {_REASON} num_partitions:i32 replication_factor:i16"
-    " configs:[name:str value:str read_only:bool config_source:i8 is_sensitive:bool]]",
-)
-DELETE_TOPICS = _api(
-    "DeleteTopics",
-    20,
-    (5,),
-    "topic_names:[str] timeout_ms:i32",
-    f"throttle_time_ms:i32 responses:[name:str {_REASON}]",
-)
-CREATE_PARTITIONS = _api(
-    "CreatePartitions",
-    37,
-    (2, 3),
-    "topics:[name:str count:i32 assignments:[broker_ids:[i32]]] timeout_ms:i32 validate_only:bool",
-    f"throttle_time_ms:i32 results:[name:str {_REASON}]",
-)
-DESCRIBE_CONFIGS = _api(
-    "DescribeConfigs",
-    32,
-    (4,),
-    "resources:[resource_type:i8 resource_name:str configuration_keys:[str]] include_synonyms:bool"
-    " include_documentation:bool",
-    f"throttle_time_ms:i32 results:[{_REASON} resource_type:i8 resource_name:str configs:[name:str value:str"
-    " read_only:bool config_source:i8 is_sensitive:bool synonyms:[name:str value:str source:i8] config_type:i8"
-    " documentation:str]]",
-)
-DELETE_RECORDS = _api(
-    "DeleteRecords",
-    21,
-    (2,),
-    "topics:[name:str partitions:[partition_index:i32 offset:i64]] timeout_ms:i32",
-    "throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 low_watermark:i64 error_code:i16]]",
-)
 
 
 def sasl_handshake(mechanism: str) -> Request:
