@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._kafka_wire import ask
+from txnbridge_conformance.brokers._kafka_wire import ask, metadata
 from txnbridge_conformance.brokers._ports import HOST, free_ports
-
-CREATE_TOPICS, METADATA = 19, 3
+from txnbridge_kafka.client import wire
 
 # Linux lists listening sockets here.
 LISTENERS = Path("/proc/self/net/tcp")
@@ -92,18 +90,24 @@ def port_of(broker: brokers.Broker, node: int = 1) -> int:
 
 def create_topic(port: int, name: str, replicas: int = 1) -> int:
     """Create a topic with one partition, and return Kafka's error code."""
-    topic = struct.pack(f">h{len(name)}sihii", len(name), name.encode(), 1, replicas, 0, 0)
-    answer = ask(port, CREATE_TOPICS, 2, struct.pack(">i", 1) + topic + struct.pack(">i?", 10_000, False), timeout=15)
-    _throttled, _topics, size = struct.unpack_from(">iih", answer)
-    code: int = struct.unpack_from(">h", answer, 10 + size)[0]
+    topic = {
+        "name": name,
+        "num_partitions": 1,
+        "replication_factor": replicas,
+        "assignments": [],
+        "configs": [],
+    }
+    request = wire.CREATE_TOPICS(topics=[topic], timeout_ms=10_000, validate_only=False)
+    (answer,) = ask(port, request, 15).topics
+    code: int = answer.error_code
     return code
 
 
-def topics(port: int) -> bytes:
-    """Return the metadata answer with the names of all topics."""
-    return ask(port, METADATA, 4, struct.pack(">i?", -1, False))
+def topics(port: int) -> list[str]:
+    """Return the names of all topics."""
+    return [each.name for each in ask(port, metadata(None)).topics]
 
 
 def topic_appears(port: int, name: str) -> bool:
     """Wait for a topic, which a broker knows a moment after the controller, and return whether it appears."""
-    return wait_until(lambda: name.encode() in topics(port), 30)
+    return wait_until(lambda: name in topics(port), 30)

@@ -11,7 +11,8 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._kafka import TRANSACTION_VERSIONS, VERSIONS
-from txnbridge_conformance.brokers._kafka_wire import _parse, ask, cluster
+from txnbridge_conformance.brokers._kafka_wire import ask, cluster
+from txnbridge_kafka.client.connection import api_versions
 
 from tests.brokers import programs
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
@@ -25,14 +26,7 @@ API_VERSIONS = 18
 
 
 def finalized_features(port: int) -> dict[str, int]:
-    """Return the finalized features of a cluster from ApiVersions."""
-    body = ask(port, API_VERSIONS, 3, b"\0" + b"\2t" + b"\2t" + b"\0")  # flexible: no header tags, "t" and "t", no tags
-    # The tag with the finalized features; names are short, so a length is one byte.
-    found = {}
-    for name in (b"transaction.version", b"metadata.version"):
-        at = body.rfind(bytes([len(name) + 1]) + name)  # the last one: supported features come before
-        found[name.decode()] = struct.unpack_from(">h", body, at + 1 + len(name))[0]
-    return found
+    return {each.name: each.max_version_level for each in ask(port, api_versions()).finalized_features}
 
 
 def sees(port: int, nodes: int) -> bool:
@@ -57,7 +51,7 @@ def test_committed_data_is_there_after_kill_and_restart(kafka_broker):
     port = port_of(kafka_broker)
     assert create_topic(port, "survivor") == 0
     kafka_broker.kill()
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(OSError, match="refused"):
         cluster(port)
     kafka_broker.restart()
     assert topic_appears(port, "survivor")
@@ -67,7 +61,7 @@ def test_a_broker_that_was_stopped_starts_again(kafka_broker):
     port = port_of(kafka_broker)
     before = cluster(port)
     kafka_broker.stop()
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(OSError, match="refused"):
         cluster(port)
     kafka_broker.start()
     assert cluster(port) == before
@@ -101,7 +95,7 @@ def test_no_java_is_left_when_the_starter_is_killed():
         starter.kill()
     assert wait_until(lambda: not state(pid), 30)
     assert wait_until(lambda: not folder.exists(), 30)
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(OSError, match="refused"):
         cluster(port)
 
 
@@ -177,11 +171,6 @@ def test_other_ports_are_tried_when_somebody_took_one(monkeypatch, failures):
     assert attempts == [9092]
 
 
-def test_the_answer_of_a_cluster_is_taken_apart():
-    node = struct.pack(">ih4sih", 1, 4, b"host", 9092, -1)
-    assert _parse(struct.pack(">ii", 0, 2) + node + node + struct.pack(">h2s", 2, b"id")) == ("id", 2)
-
-
 def test_what_does_not_speak_kafka_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -196,6 +185,6 @@ def test_what_does_not_speak_kafka_is_an_error():
         thread.start()
         port = server.getsockname()[1]
         for _ in range(3):
-            with pytest.raises(OSError, match=r"does not speak Kafka's protocol|hung up"):
+            with pytest.raises(OSError, match=r"cannot be read|closed the connection"):
                 cluster(port)
         thread.join()

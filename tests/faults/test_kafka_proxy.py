@@ -6,14 +6,15 @@ import struct
 
 import pytest
 from txnbridge_conformance import faults
-from txnbridge_conformance.brokers._kafka_wire import ask, cluster
+from txnbridge_conformance.brokers._kafka_wire import ask, cluster, metadata
+from txnbridge_kafka.client import wire
 
-from tests.brokers.kit import CREATE_TOPICS, create_topic, port_of, topic_appears, topics
-from tests.faults.kit import API_VERSIONS, METADATA, Client
+from tests.brokers.kit import create_topic, port_of, topic_appears, topics
+from tests.faults.kit import API_VERSIONS, Client
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 
-FIND_COORDINATOR, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 10, 22, 24, 26
+CREATE_TOPICS, FIND_COORDINATOR, INIT_PRODUCER_ID, ADD_PARTITIONS, END_TXN = 19, 10, 22, 24, 26
 
 
 @pytest.fixture
@@ -28,15 +29,7 @@ def text(value: str) -> bytes:
 
 def told_ports(port: int) -> list[int]:
     """The ports that a broker tells to those who ask at this one."""
-    with Client(port) as client:
-        body = client.ask(METADATA, struct.pack(">i?", 0, False), version=4)
-    _throttled, nodes = struct.unpack_from(">ii", body)
-    at, ports = 8, []
-    for _ in range(nodes):
-        (size,) = struct.unpack_from(">h", body, at + 4)
-        ports.append(struct.unpack_from(">i", body, at + 6 + size)[0])
-        at += 12 + size  # id, host, port, no rack
-    return ports
+    return [each.port for each in ask(port, metadata([])).brokers]
 
 
 def test_who_comes_through_the_proxy_stays_with_it(kafka_broker, proxy):
@@ -53,7 +46,7 @@ def test_a_request_of_one_kind_is_held_while_others_pass(kafka_broker, proxy):
         topic = text(name) + struct.pack(">ihii", 1, 1, 0, 0)
         late.send(CREATE_TOPICS, struct.pack(">i", 1) + topic + struct.pack(">i?", 10_000, False), version=2)
         hold.wait()
-        assert name.encode() not in topics(proxy.ports[0])
+        assert name not in topics(proxy.ports[0])
         proxy.cut()
     hold.release()
     hold.answered()
@@ -97,22 +90,16 @@ def test_a_late_end_of_a_transaction_ends_it_after_its_client_is_gone(kafka_brok
         hold = proxy.hold(requests="EndTxn")
         client.send(END_TXN, who + b"\1", version=0)
         assert hold.wait().correlation_id > 0
-        assert state_of("late-end", port_of(kafka_broker)) == b"Ongoing"
+        assert state_of("late-end", port_of(kafka_broker)) == "Ongoing"
     hold.release()
     hold.answered()
-    assert state_of("late-end", port_of(kafka_broker)) in {b"PrepareCommit", b"CompleteCommit"}
+    assert state_of("late-end", port_of(kafka_broker)) in {"PrepareCommit", "CompleteCommit"}
 
 
-def state_of(transactional_id: str, port: int) -> bytes:
-    """Return a transaction's state from DescribeTransactions."""
-    name = transactional_id.encode()
-    # Flexible: a byte for the header's tags, compact array of one compact string, no tags.
-    body = ask(port, 65, 0, b"\0\2" + bytes([len(name) + 1]) + name + b"\0")
-    _tags, _throttled, _count, error = struct.unpack_from(">bibh", body)
-    assert error == 0
-    at = 8 + 1 + len(name)  # behind the transactional id
-    size = body[at] - 1
-    return body[at + 1 : at + 1 + size]
+def state_of(transactional_id: str, port: int) -> str:
+    (told,) = ask(port, wire.DESCRIBE_TRANSACTIONS(transactional_ids=[transactional_id])).transaction_states
+    state: str = told.transaction_state
+    return state
 
 
 def test_a_cut_connection_is_replaced_by_the_next(proxy):

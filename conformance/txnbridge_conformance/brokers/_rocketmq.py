@@ -7,11 +7,18 @@ import signal
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
+
+from txnbridge_rocketmq.client import administration, routes
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
+from txnbridge_rocketmq.client.requests import RpcRequest
 
 from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, wait_until
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, properties
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, is_open
-from txnbridge_conformance.brokers._rocketmq_wire import brokers, brokers_with, create_group, create_topic, is_serving
+
+T = TypeVar("T")
 
 # The versions that the project tests with; the first is the default.
 VERSIONS = ("5.5.0",)
@@ -19,6 +26,7 @@ VERSIONS = ("5.5.0",)
 NODES = (1, 2)
 
 _GROUP = "org.apache.rocketmq"
+_ANSWER_SECONDS = 5.0
 _NAME_SERVER = "name-server"
 _JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-Djava.net.preferIPv4Stack=true")
 # The name server uses 140 MB of memory, a broker 500 to 900 MB, of which 64 MB are buffers from the start.
@@ -149,7 +157,7 @@ class RocketMQ(ProcessBroker):
         `kind` matters only to gRPC clients: NORMAL, FIFO, DELAY or TRANSACTION.
         """
         for node in self.nodes:
-            create_topic(self._brokers[node], topic, queues, kind)
+            ask(self._brokers[node], administration.create_topic(topic, queues, kind))
         # A gRPC proxy that asks the name server too early caches for 20 s that the topic is missing.
         if not wait_until(lambda: brokers_with(self._name_server, topic) == len(self.nodes), _TOPIC_SECONDS):
             raise CannotStart(f"the name server did not list topic {topic} within {_TOPIC_SECONDS:g} s")
@@ -157,7 +165,7 @@ class RocketMQ(ProcessBroker):
     def create_group(self, group: str, orderly: bool = False) -> None:
         """Create a consumer group on every node. gRPC clients can read only in a group that exists."""
         for node in self.nodes:
-            create_group(self._brokers[node], group, orderly)
+            ask(self._brokers[node], administration.create_group(group, orderly))
 
     def _prepare(self) -> None:
         (self.folder / "logback.xml").write_text(_LOGGING)
@@ -186,7 +194,8 @@ class RocketMQ(ProcessBroker):
         if not (is_open(self._grpc[node]) and is_serving(self._brokers[node])):
             return False
         try:
-            return _name(node) in brokers(self._name_server).get(self._cluster, {})
+            # Another name server may have taken the port.
+            return ask(self._name_server, routes.masters()).get(_name(node)) == self.broker_address(node)
         except OSError:
             return False
 
@@ -238,11 +247,35 @@ def check(nodes: int, version: str) -> None:
 def answering(url: str) -> int:
     """Return how many brokers of the cluster at a URL answer a request."""
     try:
-        known = brokers(int(url.rpartition(":")[2]))
+        known = ask(int(url.rpartition(":")[2]), routes.masters())
     except OSError:
         return 0
-    ports = [int(address.rpartition(":")[2]) for cluster in known.values() for address in cluster.values()]
-    return sum(map(is_serving, ports))
+    return sum(is_serving(int(address.rpartition(":")[2])) for address in known.values())
+
+
+def ask(port: int, request: RpcRequest[T]) -> T:
+    """Send a request to the name server or broker at a port. Raise `OSError` if it is refused or not answered."""
+    address = f"{HOST}:{port}"
+    try:
+        with RemotingClient([address]) as client:
+            return client.call_address(address, request, _ANSWER_SECONDS)
+    except RemotingError as error:
+        raise OSError(f"port {port}: {error}") from error
+
+
+def is_serving(port: int) -> bool:
+    """Return whether a broker answers a request. An error counts too, because the broker may ask for credentials."""
+    try:
+        ask(port, administration.broker_settings())
+    except OSError as error:
+        return isinstance(error.__cause__, ErrorResponse)
+    return True
+
+
+def brokers_with(name_server: int, topic: str) -> int:
+    """Return the number of brokers in a topic's route. Raise `OSError` if the name server does not answer."""
+    route = ask(name_server, routes.route(topic))
+    return len(route.masters) if route is not None else 0
 
 
 def _name(node: int) -> str:
@@ -251,7 +284,7 @@ def _name(node: int) -> str:
 
 def _is_named(port: int) -> bool:
     try:
-        brokers(port)
+        ask(port, routes.masters())
     except OSError:
         return False
     return True
