@@ -29,6 +29,7 @@ from txnbridge_kafka.decision_log import KafkaDecisionLog
 from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome import transaction_state_log as state_log
 from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.topics import KEEP_ALL, KafkaTopics
 
 import txnbridge
@@ -113,7 +114,7 @@ def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> KafkaS
     settings = KafkaSettings(
         bootstrap=bootstrap,
         client={"bootstrap.servers": bootstrap, "allow.auto.create.topics": "false"},
-        raw={},
+        access=Access(),
         timeout=LONG,
         hold=None,
         application="tests",
@@ -341,7 +342,6 @@ def guarded(start_kafka: StartKafka) -> Iterator[tuple[brokers.Broker, faults.Pr
 
 
 def as_guest(proxy: faults.Proxy) -> dict[str, Any]:
-    sasl = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN"}
     return {
         "client": {
             "bootstrap.servers": bootstrap_of(proxy),
@@ -350,7 +350,7 @@ def as_guest(proxy: faults.Proxy) -> dict[str, Any]:
             "sasl.username": "guest",
             "sasl.password": PASSWORD,
         },
-        "raw": {**sasl, "sasl_plain_username": "guest", "sasl_plain_password": PASSWORD},
+        "access": Access(mechanism="PLAIN", username="guest", password=PASSWORD),
     }
 
 

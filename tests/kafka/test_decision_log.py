@@ -19,6 +19,7 @@ from confluent_kafka.cimpl import NewTopic
 from txnbridge_conformance import faults
 from txnbridge_kafka.decision_log import KafkaDecisionLog
 from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings.security import Access
 
 from tests.in_time import takes
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
@@ -41,16 +42,14 @@ def client_settings(url):
     return {"bootstrap.servers": url.removeprefix("kafka://"), "logger": logging.getLogger("tests")}
 
 
-def settings_for(url, raw=None, **client):
+def settings_for(url, access=Access(), **client):  # noqa: B008
     bootstrap = url.removeprefix("kafka://")
     quick = {"reconnect.backoff.max.ms": "200"}  # what waits for a broker that comes back need not wait longer
-    return KafkaSettings(
-        bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, raw or {}, 30, None, "tests", 0
-    )
+    return KafkaSettings(bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, access, 30, None, "tests", 0)
 
 
-def open_log(url, name, timeout=30, raw=None, **client):
-    return KafkaDecisionLog(settings_for(url, raw, **client), name, Deadline(timeout), Emitter("tests", []))
+def open_log(url, name, timeout=30, access=Access(), **client):  # noqa: B008
+    return KafkaDecisionLog(settings_for(url, access, **client), name, Deadline(timeout), Emitter("tests", []))
 
 
 @pytest.fixture
@@ -382,9 +381,9 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
     guest = as_guest(proxy)
     sasl = {key: value for key, value in guest["client"].items() if key != "bootstrap.servers"}
     with pytest.raises(AccessDenied, match=rf"(?s){topic}.*kafka-topics\.sh.*kafka-acls\.sh"):
-        open_log(proxy.url, name, raw=guest["raw"], **sasl)
+        open_log(proxy.url, name, access=guest["access"], **sasl)
     grant(broker, topic, ["DESCRIBE"])
-    log = open_log(proxy.url, name, raw=guest["raw"], **sasl)  # its settings it may not read
+    log = open_log(proxy.url, name, access=guest["access"], **sasl)  # its settings it may not read
     assert bounds(log) == ((0,), (1,))
     granting = rf"(?s){topic}.*kafka-acls\.sh .* --topic {topic}"
     with pytest.raises(AccessDenied, match=granting):

@@ -16,6 +16,7 @@ from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.settings.timing import Timing
 from txnbridge_kafka.topics import KafkaTopics
 
@@ -203,7 +204,7 @@ class Cluster:
 
     def settings(self, **options):
         client = {"bootstrap.servers": self.bootstrap}
-        return KafkaSettings(self.bootstrap, client, {}, 30, None, APPLICATION, 0, **options)
+        return KafkaSettings(self.bootstrap, client, Access(), 30, None, APPLICATION, 0, **options)
 
     def ledger(self, id):
         return self.ledgers.setdefault(id, Openings())

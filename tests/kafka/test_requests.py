@@ -58,7 +58,7 @@ _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 
 
-def settings_for(bootstrap: str, **access: str) -> KafkaSettings:
+def settings_for(bootstrap: str, **access: Any) -> KafkaSettings:
     return KafkaSettings(
         bootstrap=bootstrap,
         client={},
@@ -800,11 +800,8 @@ def cluster(three_nodes, make_world) -> Iterator[World]:
 def coordinator_of(world: World) -> int:
     """The number of the node that coordinates a world's id."""
 
-    async def ask(connections: Any) -> int:
-        node: int = await connections.coordinator(world.id)
-        return node
-
-    return request_retry.RequestRunner(settings_for(world.bootstrap)).repeat(Deadline(LONG), "asking", ask)
+    runner = request_retry.RequestRunner(settings_for(world.bootstrap))
+    return runner.repeat(Deadline(LONG), "asking", lambda connections: connections.coordinator(world.id))
 
 
 @pytest.mark.full

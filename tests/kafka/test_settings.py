@@ -317,6 +317,7 @@ def test_tls_settings_without_tls_are_refused(name):
 
 def test_by_default_certificates_and_names_are_checked():
     context = read({"security.protocol": "SSL"}).access.tls
+    assert context is not None
     assert (context.check_hostname, context.verify_mode) == (True, ssl.CERT_REQUIRED)
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
 
@@ -324,6 +325,7 @@ def test_by_default_certificates_and_names_are_checked():
 @pytest.mark.parametrize("no", ["false", "False", "0", False])
 def test_checking_certificates_can_be_given_up(no):
     context = read({"security.protocol": "SSL", "enable.ssl.certificate.verification": no}).access.tls
+    assert context is not None
     assert (context.check_hostname, context.verify_mode) == (False, ssl.CERT_NONE)
 
 
@@ -368,6 +370,7 @@ def as_java_text(authority: Authority) -> dict[str, Any]:
 )
 def test_pem_is_taken_in_every_form(tmp_path, tell):
     context = read(tell(Authority(tmp_path, "ours"))).access.tls
+    assert context is not None
     assert context.cert_store_stats()["x509_ca"] == 1  # ours, and none of the system's
 
 
@@ -443,6 +446,7 @@ def test_a_java_trust_store_is_refused_with_the_command_that_converts_it(stores,
     keytool(commanded(reason), SECRET)
     converted = {"ssl.truststore.location": folder / "trust.pem", "ssl.truststore.type": "PEM"}
     context = read({"security.protocol": "SSL", **converted}).access.tls
+    assert context is not None
     assert context.cert_store_stats()["x509_ca"] == 1
 
 
@@ -538,6 +542,7 @@ def test_an_oauth_login_of_java_reaches_both_clients():
     assert found.client["sasl.oauthbearer.method"] == "oidc"
     assert found.client["sasl.oauthbearer.client.secret"] == SECRET
     assert (found.client["sasl.oauthbearer.scope"], found.client["sasl.oauthbearer.extensions"]) == ("a b", "pool=x")
+    assert found.access.tokens is not None
     assert found.access.tokens.extensions() == {"pool": "x"}
 
 
