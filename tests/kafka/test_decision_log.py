@@ -42,13 +42,15 @@ def client_settings(url):
     return {"bootstrap.servers": url.removeprefix("kafka://"), "logger": logging.getLogger("tests")}
 
 
-def settings_for(url, access=Access(), **client):  # noqa: B008
+def settings_for(url, access=None, **client):
     bootstrap = url.removeprefix("kafka://")
     quick = {"reconnect.backoff.max.ms": "200"}  # what waits for a broker that comes back need not wait longer
-    return KafkaSettings(bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, access, 30, None, "tests", 0)
+    return KafkaSettings(
+        bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, access or Access(), 30, None, "tests", 0
+    )
 
 
-def open_log(url, name, timeout=30, access=Access(), **client):  # noqa: B008
+def open_log(url, name, timeout=30, access=None, **client):
     return KafkaDecisionLog(settings_for(url, access, **client), name, Deadline(timeout), Emitter("tests", []))
 
 
