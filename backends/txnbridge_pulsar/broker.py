@@ -136,7 +136,8 @@ class PulsarBroker(Broker):
         return PulsarReader(self._cluster, subscription, listener, self._context, deadline)
 
     def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
-        self._cluster.topics.require(topic, None, deadline)
+        concrete, *_ = self._cluster.topics.require(topic, None, deadline)
+        self._cluster.topics.check_may_send(concrete, deadline)
         return TopicRules()
 
     # --- tokens ---------------------------------------------------------------------------------------------------

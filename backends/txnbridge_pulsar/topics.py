@@ -61,6 +61,19 @@ class PulsarTopics:
             raise NotFound(f"{topic} has {len(names)} partitions, so there is no partition {partition}")
         return names
 
+    def check_may_send(self, concrete: str, deadline: Deadline) -> None:
+        """Open a producer on a concrete topic and close it.
+
+        Raise `AccessDenied` without the right to send, and the broker's refusal of a terminated topic. A topic that has
+        its most producers is no refusal: one of them may be this bridge's own.
+        """
+
+        def open_and_close() -> None:
+            with suppress(wire.ProducerBusy), needing("produce", concrete):
+                self._client.create_producer(concrete, timeout=deadline.left()).close(deadline.left())
+
+        retry_translated(open_and_close, lambda error: translate(error, f"sending to topic {concrete}"), deadline)
+
     def existing(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
         """Return the concrete topics that a topic has now; none for a missing topic, which is not created."""
         full = self._settings.namespace.full_name(topic)

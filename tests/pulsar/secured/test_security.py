@@ -157,6 +157,11 @@ def publish(bridge: Bridge, topic: str) -> None:
         publisher.send(topic, b"x")
 
 
+def require(bridge: Bridge, topic: str) -> None:
+    """Ask as half messages do before the work."""
+    bridge._connection.broker.require_topic(topic, Deadline(SOON))
+
+
 def consume(bridge: Bridge, topic: str) -> None:
     with bridge.consumer(topic, unique("group")) as consumer:
         consumer.poll(1, SOON)
@@ -172,6 +177,7 @@ def look(bridge: Bridge, topic: str) -> None:
         (send, (), "produce,consume"),
         (send, ("consume",), "produce"),
         (publish, ("consume",), "produce"),
+        (require, ("consume",), "produce"),
         (consume, ("produce",), "consume"),
         (look, ("produce",), "consume"),
     ],
