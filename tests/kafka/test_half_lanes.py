@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from confluent_kafka.admin._resource import ResourceType
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, values
 
+from tests.core.half.test_half_lanes import check_wherever_a_seller_dies
+from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
 from txnbridge._base.connection import Connection
 from txnbridge._half.lanes import LaneGroup
@@ -149,3 +152,11 @@ def test_large_half_messages_of_two_threads_and_one_of_many_messages_are_publish
         True,
     ]
     assert len(bridge.read(big, 100)) == 80
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_database_and_topics_agree_wherever_a_seller_dies(
+    txnbridge_url: str, tmp_path: Path, kill_walk: KillWalk
+) -> None:
+    check_wherever_a_seller_dies(txnbridge_url, tmp_path, kill_walk)

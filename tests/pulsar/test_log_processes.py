@@ -1,9 +1,10 @@
-"""Processes that decide at once on one log of Pulsar: they are killed, lose answers, and so does their broker."""
+"""Processes on Pulsar that decide at once on one log, or sell by half messages: they are killed, lose answers, and so does their broker."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.core.half.test_half_lanes import check_wherever_a_seller_dies
 from tests.core.races import race
 from tests.pulsar.test_decision_log import OpenLog
 from txnbridge._decisions.records import decode
@@ -24,3 +25,9 @@ def test_four_processes_race_and_nobody_disagrees(start_pulsar, tmp_path, races,
         ((_, first),) = log.read(begin, begin, Deadline(SECONDS))
         assert decode(first).kind != "birth"  # it was trimmed under way
     log.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_database_and_topics_agree_wherever_a_seller_of_half_messages_dies(txnbridge_url, tmp_path, kill_walk):
+    check_wherever_a_seller_dies(txnbridge_url, tmp_path, kill_walk)

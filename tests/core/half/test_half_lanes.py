@@ -6,12 +6,13 @@ import itertools
 import json
 import random
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from txnbridge_conformance.observing import eventually, seen, values
@@ -398,22 +399,26 @@ def test_a_parked_half_is_ended_by_an_administrator(
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-def shop(url: str) -> None:
+class Shop(NamedTuple):
+    """Where a shop sells: a broker, the beginning of its topics' names, and the file of its database."""
+
+    url: str
+    name: str
+    books: Path
+
+
+def shop(shop: Shop) -> None:
     """Sell three times, and wait until all that was sold, also by an earlier run that was killed, is published."""
     Connection.timing = replace(Connection.timing, lane_beat=0.2, lane_look=0.1, lane_takeover=1.0)
-    books = Sales(_books_of(url))
-    with connect(url, create_topics=1) as bridge:
+    books = Sales(shop.books)
+    with connect(shop.url, create_topics=1, application=shop.name) as bridge:
         check = lambda id, _: books.decide(id, ABORT)  # noqa: E731
-        with bridge.half_messages("shop", execute=lambda txn, d: books.decide(txn.id, d), check=check) as sales:
+        with bridge.half_messages(shop.name, execute=lambda txn, d: books.decide(txn.id, d), check=check) as sales:
             for decision in (COMMIT, ABORT, COMMIT):
-                with sales.transaction(decision, timeout=2) as txn:
-                    txn.send("orders", txn.id.encode())
-                    txn.send("audit", txn.id.encode())
-            eventually(lambda: sold(bridge, "audit") >= committed(books), "all is published")
-
-
-def _books_of(url: str) -> Path:
-    return Path(url.partition(":")[2].partition("?")[0]).with_name("books.db")
+                with sales.transaction(decision, timeout=5) as txn:
+                    txn.send(f"{shop.name}-orders", txn.id.encode())
+                    txn.send(f"{shop.name}-audit", txn.id.encode())
+            eventually(lambda: sold(bridge, f"{shop.name}-audit") >= committed(books), "all is published")
 
 
 def committed(books: Sales) -> set[str]:
@@ -424,26 +429,26 @@ def sold(bridge: Bridge, topic: str) -> set[str]:
     return {str(message.value, "ascii") for message in bridge.read(topic, 1000)}
 
 
-def agrees(url: str) -> None:
+def agrees(shop: Shop) -> None:
     """Check that the database and both topics have the same sales, each once."""
-    with connect(url, create_topics=1) as bridge:
-        for topic in ("orders", "audit"):
+    with connect(shop.url, create_topics=1, application=shop.name) as bridge:
+        for topic in (f"{shop.name}-orders", f"{shop.name}-audit"):
             found = [str(message.value, "ascii") for message in bridge.read(topic, 1000)]
-            assert sorted(found) == sorted(committed(Sales(_books_of(url))))
+            assert sorted(found) == sorted(committed(Sales(shop.books)))
+
+
+def check_wherever_a_seller_dies(url: str, folder: Path, kill_walk: KillWalk) -> None:
+    names = (f"shop-{uuid.uuid4().hex[:8]}" for _ in itertools.count())
+    least = {"half.store/before", "half.store/after", "half.end/before", "half.end/after", "half.open/after"}
+    fresh = (Shop(url.replace("NAME", name), name, folder / f"{name}.db") for name in names)
+    kill_walk(shop, agrees, fresh=lambda: next(fresh), least=least, at_once=2, timeout=120)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_database_and_topics_agree_wherever_a_seller_dies(tmp_path: Path, kill_walk: KillWalk) -> None:
-    folders = (tmp_path / str(number) for number in itertools.count())
-
-    def fresh() -> str:
-        folder = next(folders)
-        folder.mkdir()
-        return f"half-topic:{folder}/broker.db?lease_seconds=1.5&half_check_seconds=0.2"
-
-    least = {"half.store/before", "half.store/after", "half.end/before", "half.end/after", "half.open/after"}
-    kill_walk(shop, agrees, fresh=fresh, least=least, at_once=2, timeout=120)
+    url = f"half-topic:{tmp_path}/NAME.broker?lease_seconds=1.5&half_check_seconds=0.2"
+    check_wherever_a_seller_dies(url, tmp_path, kill_walk)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
