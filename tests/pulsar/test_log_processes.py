@@ -1,4 +1,4 @@
-"""Processes on Pulsar that decide at once on one log, or sell by half messages: they are killed, lose answers, and so does their broker."""
+"""Processes on Pulsar that decide at once on one log, or sell by half messages, and die; and so does their broker."""
 
 from __future__ import annotations
 
