@@ -18,9 +18,9 @@ FULLER_FOLDERS = {
     "spark/pyspark_txnbridge": 23,
     "txnbridge/cli": 26,
 }
-LINES = 77_700  # of the packages, as `wc -l` counts them
+LINES = 77_900  # of the packages, as `wc -l` counts them
 WORDS = 64_500  # of the docs, the README and the page for contributors, as `wc -w` counts them
-PUBLIC_NAMES = 195
+PUBLIC_NAMES = 190
 PRIVATE_REACHES = 530  # of tests, into objects of the packages
 
 
