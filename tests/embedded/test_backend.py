@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,17 @@ def test_the_transaction_of_a_bridge_ends_by_its_timeout(path: Path):
                 while txn.deadline > 0:
                     pass
         assert bridge.read("orders", 1) == []
+
+
+def test_a_time_may_be_a_datetime_with_a_time_zone(path: Path):
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+        with bridge.transaction() as txn:
+            txn.send("orders", b"1", timestamp=noon - timedelta(hours=1))
+            txn.send("orders", b"2", timestamp=noon)
+            with pytest.raises(InvalidOption, match="needs a time zone"):
+                txn.send("orders", b"3", timestamp=noon.replace(tzinfo=None))
+        with bridge.consumer("orders", start=noon) as consumer:
+            assert [(message.value, message.timestamp) for message in consumer.poll()] == [(b"2", 1_767_268_800_000)]
+            consumer.seek(noon - timedelta(hours=2))
+            assert [message.value for message in consumer.poll()] == [b"1", b"2"]
