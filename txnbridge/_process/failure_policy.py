@@ -125,7 +125,9 @@ class FailurePolicy:
 
         Before each wait it calls `before_sleep` with the error and the seconds until the next attempt.
         """
-        import tenacity  # not at the top, because its import takes longer than that of all of txnbridge
+        # Only this retry is tenacity's: its import takes longer than that of all of txnbridge, so that it is not at the
+        # top, and the retries of single requests are loops of few lines, which end by the call's deadline.
+        import tenacity
 
         first, longest = backoff
         growing = tenacity.wait_random_exponential(multiplier=first, max=longest)
