@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._container import engine_answers
-from txnbridge_conformance.brokers._kafka_container import KafkaContainer
-from txnbridge_conformance.brokers._pulsar_container import PulsarContainer
+from txnbridge_conformance.brokers._container import KafkaContainer, PulsarContainer, engine_answers
 
 from txnbridge.errors import BackendMissing
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 from txnbridge_embedded.client.store import now_ms
-from txnbridge_embedded.write.partitioner import partition_of
+from txnbridge_embedded.write.staged_messages import partition_of
 
 from tests.embedded.kit import read, rows, values
 from tests.embedded.test_writer import failing

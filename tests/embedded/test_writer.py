@@ -10,7 +10,7 @@ from txnbridge_embedded.client.schema import MAX_OFFSET
 from txnbridge_embedded.client.store import CommitUnclear
 from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import staged_messages
-from txnbridge_embedded.write.partitioner import murmur2, partition_of
+from txnbridge_embedded.write.staged_messages import murmur2, partition_of
 
 from tests.embedded.kit import begin, commit, offsets, open_preparing, open_writer, read, rows, send, token_of, values
 from txnbridge.errors import (

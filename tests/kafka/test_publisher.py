@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from txnbridge_conformance import faults
-from txnbridge_embedded.write.partitioner import partition_of
+from txnbridge_embedded.write.staged_messages import partition_of
 from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 

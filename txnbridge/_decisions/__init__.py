@@ -4,7 +4,7 @@ It is an ordered log; of the claims on an id, the first that counts decides. doc
 reasons.
 
 The modules, from the caller down to the bytes:
-- `logs` opens the decision logs of a bridge, each at its first use (`lazy_ledger`).
+- `logs` opens the decision logs of a bridge, each at its first use.
 - `decisions` is the interface for applications, `ledger` the one for backends. Both ask one `engine`.
 - `engine` answers a `queries.Query` from the records that were read, and appends claims, presences and snapshots.
 - `follower` appends to the log and reads the records that follow the last one read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice, repeat
 from typing import Any
 
@@ -14,7 +15,6 @@ from txnbridge_embedded.client.headers import pack
 from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.store import StoredTopic
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.write.partitioner import partition_of
 
 # A message's memory beyond its bytes: the header of the bytes object, and an entry in a list.
 _OVERHEAD = 64
@@ -256,3 +256,28 @@ def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, siz
     step = (rows.topic.retention_bytes or 1 << 62) // _MARKS_KEPT
     if last is None or now - last[0] >= MARK_EVERY_MS or size - last[1] >= step:
         connection.execute("INSERT INTO marks VALUES (?, ?, ?, ?)", (rows.partition, offset, now, size))
+
+
+_MASK = 0xFFFF_FFFF
+_FACTOR = 0x5BD1_E995
+
+
+def murmur2(data: bytes) -> int:
+    """Return MurmurHash 2 with Kafka's seed, as an unsigned number of 32 bits."""
+    length = len(data)
+    state = 0x9747_B28C ^ length
+    whole = length & ~3
+    for at in range(0, whole, 4):
+        word = int.from_bytes(data[at : at + 4], "little") * _FACTOR & _MASK
+        word = (word ^ word >> 24) * _FACTOR & _MASK
+        state = state * _FACTOR & _MASK ^ word
+    if whole != length:
+        state = (state ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
+    state = (state ^ state >> 13) * _FACTOR & _MASK
+    return state ^ state >> 15
+
+
+@lru_cache(maxsize=16384)  # hashing takes longer than all other work of a send, and keys repeat
+def partition_of(key: bytes, partitions: int) -> int:
+    """Return the number of a key's partition."""
+    return (murmur2(key) & 0x7FFF_FFFF) % partitions

@@ -1,4 +1,4 @@
-"""Runs a broker of one node in a container, by testcontainers, with the default features of its version."""
+"""Runs Kafka or Pulsar with one node in a container, by testcontainers, with the default features of its version."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txnbridge.errors import BackendMissing
+from txnbridge_conformance.brokers import _kafka, _pulsar
 from txnbridge_conformance.brokers._broker import Broker, CannotStart, wait_until
-from txnbridge_conformance.brokers._ports import HOST
+from txnbridge_conformance.brokers._kafka_wire import cluster
+from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
 ANYWHERE = "0.0.0.0"  # all interfaces of the container
 
@@ -128,3 +130,84 @@ class ContainerBroker(Broker):
         container = self._inside()
         container.reload()
         return str(container.status)
+
+
+class KafkaContainer(ContainerBroker):
+    def __init__(
+        self, *, version: str, port: int | None, settings: Mapping[str, str] | None, start_timeout: float
+    ) -> None:
+        self.version = version
+        free, listen, upstream, controller = free_ports(4)
+        self._port = port or free
+        self.routes = (Route(listen, upstream),)
+        self._cluster = _kafka.new_id()
+        given = {**_kafka.common_settings(version, 1), **self._addresses(controller), **(settings or {})}
+        environment = {"KAFKA_" + name.upper().replace(".", "_"): value for name, value in given.items()}
+        super().__init__(
+            f"apache/kafka:{version}",
+            {"CLUSTER_ID": self._cluster, **environment},
+            ports=(self._port, upstream),
+            start_timeout=start_timeout,
+        )
+
+    def _addresses(self, controller: int) -> dict[str, str]:
+        ((listen, upstream),) = self.routes
+        return {
+            "node.id": "1",
+            "controller.quorum.voters": f"1@localhost:{controller}",
+            "listeners": f"PLAINTEXT://{ANYWHERE}:{self._port},PROXY://{ANYWHERE}:{upstream},"
+            f"CONTROLLER://localhost:{controller}",
+            "advertised.listeners": f"PLAINTEXT://{HOST}:{self._port},PROXY://{HOST}:{listen}",
+        }
+
+    @property
+    def url(self) -> str:
+        return f"kafka://{HOST}:{self._port}"
+
+    def _answers(self) -> bool:
+        try:
+            return cluster(self._port)[0] == self._cluster
+        except OSError:
+            return False
+
+
+# The image's own script writes settings from the environment into the configuration.
+_PULSAR_COMMAND = (
+    "sh -c 'bin/apply-config-from-env.py conf/standalone.conf &&"
+    " exec bin/pulsar standalone --no-functions-worker --no-stream-storage'"
+)
+
+
+class PulsarContainer(_pulsar.Pulsar, ContainerBroker):
+    def __init__(
+        self,
+        *,
+        version: str,
+        store: str,
+        delete_unused: bool,
+        port: int | None,
+        settings: Mapping[str, str] | None,
+        start_timeout: float,
+    ) -> None:
+        self.version = version
+        free, self._web, listen, upstream = free_ports(4)
+        self._port = port or free
+        self.routes = (Route(listen, upstream),)
+        own = _pulsar.addresses(ANYWHERE, self._port, self._web, self.routes[0])
+        given = {**_pulsar.common_settings(store, delete_unused), **own, **(settings or {})}
+        super().__init__(
+            f"apachepulsar/pulsar:{version}",
+            {
+                "PULSAR_STANDALONE_USE_ZOOKEEPER": "1" if store == "zookeeper" else "0",
+                **{f"PULSAR_PREFIX_{name}": value for name, value in given.items()},
+            },
+            ports=(self._port, upstream, self._web),
+            start_timeout=start_timeout,
+            command=_PULSAR_COMMAND,
+        )
+
+    def _answers(self) -> bool:
+        try:
+            return _pulsar.is_ready(self._port, self._web)
+        except OSError:
+            return False

@@ -32,12 +32,11 @@ from txnbridge import (
 from txnbridge._base.messages import Headers
 from txnbridge._process import inputs as _processor_inputs
 from txnbridge._process import retry_consumer as _retry_consumer
-from txnbridge._process.inputs import ProcessorInputs
+from txnbridge._process.inputs import ProcessorInputs, RetryConsumer
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.processor import Processor
 from txnbridge._process.redrive import Redrive
 from txnbridge._process.retries import PREFIX, WaitingMessage, retry_topic
-from txnbridge._process.retry_consumer import RetryConsumer
 from txnbridge.testing import next_commit
 
 NEVER = 3600.0  # seconds: longer than any test
