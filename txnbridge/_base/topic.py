@@ -32,7 +32,7 @@ class Topic:
         if self.partitions is not None and (type(self.partitions) is not int or self.partitions < 1):
             raise InvalidOption(f"the partitions of a topic are a whole number from 1, not {self.partitions!r}")
         if self.retention_seconds is not None:
-            check_seconds("the retention of a topic", self.retention_seconds, above_0=True)
+            check_seconds("retention_seconds of a topic", self.retention_seconds, above_0=True)
 
     @property
     def plain(self) -> bool:
