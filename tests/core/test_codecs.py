@@ -89,7 +89,9 @@ def test_a_topic_needs_a_proper_name(name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "declared", [{"partitions": 0}, {"partitions": "6"}, {"retention_seconds": 0}, {"retention_seconds": "1 day"}], ids=str
+    "declared",
+    [{"partitions": 0}, {"partitions": "6"}, {"retention_seconds": 0}, {"retention_seconds": "1 day"}],
+    ids=str,
 )
 def test_a_topic_cannot_be_declared_with_what_no_broker_could_make(declared: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption, match=next(iter(declared))):

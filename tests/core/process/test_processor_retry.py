@@ -30,8 +30,8 @@ from txnbridge import (
     codecs,
 )
 from txnbridge._base.messages import Headers
+from txnbridge._process import inputs
 from txnbridge._process import inputs as _processor_inputs
-from txnbridge._process import retry_consumer as _retry_consumer
 from txnbridge._process.inputs import ProcessorInputs, RetryConsumer
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.processor import Processor
@@ -212,7 +212,7 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
     for number in range(3):
         put_waiting(bridge, b"%d" % number, NEVER, due_in=60)
     due: set[bytes | None] = set()
-    monkeypatch.setattr(_retry_consumer, "seconds_until_due", lambda message: float(message.value not in due))
+    monkeypatch.setattr(inputs, "seconds_until_due", lambda message: float(message.value not in due))
     consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
     with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
