@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import threading
@@ -438,10 +437,12 @@ def agrees(shop: Shop) -> None:
 
 
 def check_wherever_a_seller_dies(url: str, folder: Path, kill_walk: KillWalk) -> None:
-    names = (f"shop-{uuid.uuid4().hex[:8]}" for _ in itertools.count())
+    def fresh() -> Shop:
+        name = f"shop-{uuid.uuid4().hex[:8]}"
+        return Shop(url.replace("NAME", name), name, folder / f"{name}.db")
+
     least = {"half.store/before", "half.store/after", "half.end/before", "half.end/after", "half.open/after"}
-    fresh = (Shop(url.replace("NAME", name), name, folder / f"{name}.db") for name in names)
-    kill_walk(shop, agrees, fresh=lambda: next(fresh), least=least, at_once=2, timeout=120)
+    kill_walk(shop, agrees, fresh=fresh, least=least, at_once=2, timeout=120)
 
 
 @pytest.mark.full
