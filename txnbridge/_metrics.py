@@ -92,7 +92,7 @@ class Metrics:
     It listens to a few events of each transaction, and to none of each message.
     """
 
-    txnbridge_event_names = frozenset(
+    txnbridge_event_names: frozenset[str] = frozenset(
         {"transaction.end", "abort", "resolve", "half.store", "half.end", "half.park", "half.check"}
     )
 

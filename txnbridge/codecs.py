@@ -104,6 +104,6 @@ class dataclass_json(Generic[_T]):
         return self._cls(**json.decode(data, context))
 
 
-bytes = _Bytes()
-str = _Str()
-json = _Json()
+bytes: _Bytes = _Bytes()
+str: _Str = _Str()
+json: _Json = _Json()

@@ -69,8 +69,8 @@ class Instrumentation:
     def __init__(
         self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, send_spans: bool
     ) -> None:
-        self.tracing = Tracing(trace.get_tracer(_NAME, tracer_provider=tracer_provider), send_spans)
-        self.metrics = metrics.Metrics()
+        self.tracing: Tracing = Tracing(trace.get_tracer(_NAME, tracer_provider=tracer_provider), send_spans)
+        self.metrics: metrics.Metrics = metrics.Metrics()
         _measure(self.metrics, otel.get_meter(_NAME, meter_provider=meter_provider))
 
     def remove(self) -> None:
@@ -85,7 +85,7 @@ class Instrumentation:
 class Tracing:
     """The plug-in that makes spans, and puts their context into headers."""
 
-    txnbridge_event_names = frozenset(_STEPS)
+    txnbridge_event_names: frozenset[str] = frozenset(_STEPS)
 
     def __init__(self, tracer: trace.Tracer, send_spans: bool) -> None:
         self._tracer = tracer

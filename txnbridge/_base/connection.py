@@ -45,17 +45,17 @@ class Connection:
     def __init__(self, bridge: object, backend: str, identity: Identity, timeout: float) -> None:
         self.bridge = bridge
         self.backend = backend
-        self.name = f"{backend}-{random_name(4)}"
+        self.name: str = f"{backend}-{random_name(4)}"
         self.identity = identity
         self.timeout = timeout
-        self.events = Emitter(self.name, plugins.listeners(), plugins.filtered_listeners())
-        self.header_makers = plugins.header_makers()
+        self.events: Emitter = Emitter(self.name, plugins.listeners(), plugins.filtered_listeners())
+        self.header_makers: list[Any] = plugins.header_makers()
         self.services: set[Stoppable] = set()  # the running services
         self.processors: weakref.WeakSet[Any] = weakref.WeakSet()  # for metrics
         # Returns the bridge's half store in lanes; the bridge sets it.
         self.half_lanes: Callable[[], HalfStore] = _no_half_lanes
-        self.closed = False  # if True, new calls are refused
-        self.forked = False
+        self.closed: bool = False  # if True, new calls are refused
+        self.forked: bool = False
         self._broker: Broker | None = None
         self._changed = threading.Condition()
         self._running_calls = 0

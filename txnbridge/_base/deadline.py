@@ -38,8 +38,8 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         check_seconds("a timeout", seconds)
-        self.seconds = float(seconds)
-        self.at = time.monotonic() + self.seconds
+        self.seconds: float = float(seconds)
+        self.at: float = time.monotonic() + self.seconds
 
     def left(self) -> float:
         """Return the seconds left until the deadline; 0 once it has passed."""

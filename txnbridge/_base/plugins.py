@@ -169,4 +169,4 @@ def _event_names(implementation: pluggy.HookImpl) -> Collection[str] | None:
     return names
 
 
-plugins = Plugins()
+plugins: Plugins = Plugins()

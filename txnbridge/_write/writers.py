@@ -205,10 +205,10 @@ class TakenWriter:
 
     def __init__(self, writers: Writers, parameters: Begin, place: Place | None) -> None:
         self._writers = writers
-        self.parameters = parameters
-        self.place = place
+        self.parameters: Begin = parameters
+        self.place: Place | None = place
         self.writer: Writer | None = None
-        self.open = False  # True from the transaction's begin until a request to end it is sent
+        self.open: bool = False  # True from the transaction's begin until a request to end it is sent
         self.token: Token | None = None  # that of the shared transaction, if the outcome of a group commit is unknown
 
     @property

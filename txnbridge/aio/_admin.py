@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import txnbridge
 from txnbridge.aio._calls import Call, Threads, delegated
@@ -22,22 +22,22 @@ class Admin:
     async def _run(self, _: str, function: Callable[[], R]) -> R:
         return await self._threads.run(Call(function), self._timeout)
 
-    create_topic = delegated(txnbridge.Admin.create_topic)
-    topics = delegated(txnbridge.Admin.topics)
-    topic = delegated(txnbridge.Admin.topic)
-    delete_topic = delegated(txnbridge.Admin.delete_topic)
-    grow_topic = delegated(txnbridge.Admin.grow_topic)
-    bounds = delegated(txnbridge.Admin.bounds)
-    topic_ids = delegated(txnbridge.Admin.topic_ids)
-    groups = delegated(txnbridge.Admin.groups)
-    group = delegated(txnbridge.Admin.group)
-    reset_group = delegated(txnbridge.Admin.reset_group)
-    transactions = delegated(txnbridge.Admin.transactions)
-    transaction = delegated(txnbridge.Admin.transaction)
-    commit = delegated(txnbridge.Admin.commit)
-    abort = delegated(txnbridge.Admin.abort)
-    parked = delegated(txnbridge.Admin.parked)
-    resume = delegated(txnbridge.Admin.resume)
-    end_parked = delegated(txnbridge.Admin.end_parked)
-    repair = delegated(txnbridge.Admin.repair)
-    doctor = delegated(txnbridge.Admin.doctor)
+    create_topic: Final = delegated(txnbridge.Admin.create_topic)
+    topics: Final = delegated(txnbridge.Admin.topics)
+    topic: Final = delegated(txnbridge.Admin.topic)
+    delete_topic: Final = delegated(txnbridge.Admin.delete_topic)
+    grow_topic: Final = delegated(txnbridge.Admin.grow_topic)
+    bounds: Final = delegated(txnbridge.Admin.bounds)
+    topic_ids: Final = delegated(txnbridge.Admin.topic_ids)
+    groups: Final = delegated(txnbridge.Admin.groups)
+    group: Final = delegated(txnbridge.Admin.group)
+    reset_group: Final = delegated(txnbridge.Admin.reset_group)
+    transactions: Final = delegated(txnbridge.Admin.transactions)
+    transaction: Final = delegated(txnbridge.Admin.transaction)
+    commit: Final = delegated(txnbridge.Admin.commit)
+    abort: Final = delegated(txnbridge.Admin.abort)
+    parked: Final = delegated(txnbridge.Admin.parked)
+    resume: Final = delegated(txnbridge.Admin.resume)
+    end_parked: Final = delegated(txnbridge.Admin.end_parked)
+    repair: Final = delegated(txnbridge.Admin.repair)
+    doctor: Final = delegated(txnbridge.Admin.doctor)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio.lowlevel
 
@@ -196,14 +196,14 @@ class Bridge(ClosedByBlock):
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
-    commit = delegated(txnbridge.Bridge.commit)
-    abort = delegated(txnbridge.Bridge.abort)
-    status = delegated(txnbridge.Bridge.status)
+    commit: Final = delegated(txnbridge.Bridge.commit)
+    abort: Final = delegated(txnbridge.Bridge.abort)
+    status: Final = delegated(txnbridge.Bridge.status)
 
     # --- topics, reading --------------------------------------------------------------------------------------------
 
-    ensure_topics = delegated(txnbridge.Bridge.ensure_topics)
-    read = delegated(txnbridge.Bridge.read)
+    ensure_topics: Final = delegated(txnbridge.Bridge.ensure_topics)
+    read: Final = delegated(txnbridge.Bridge.read)
 
     def consumer(
         self,

@@ -60,7 +60,7 @@ class Call(Generic[R]):
         # Both lists are used as locks without waiting: the thread or the task that removes the only entry decides.
         self._start = [None]  # between the thread that runs the function, and the task that withdraws the call
         self._delivery = [None]  # between the thread that returns the result, and the task that leaves the call behind
-        self.withdrawn = False  # whether the function never runs
+        self.withdrawn: bool = False  # whether the function never runs
         self._left_behind = False
         self._previous: Call[Any] | None = None  # has to end before the function begins
         self._done = threading.Lock()  # released when the function has ended, or is withdrawn

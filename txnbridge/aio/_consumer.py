@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import txnbridge
 from txnbridge._base.deadline import Deadline
@@ -94,12 +94,12 @@ class Consumer(ClosedByBlock):
         """Return the partitions that are assigned to this consumer now."""
         return await self._run("assignment", lambda: self._sync.assignment)
 
-    positions = delegated(txnbridge.Consumer.positions)
-    seek = delegated(txnbridge.Consumer.seek)
-    pause = delegated(txnbridge.Consumer.pause)
-    resume = delegated(txnbridge.Consumer.resume)
-    lag = delegated(txnbridge.Consumer.lag)
-    nack = delegated(txnbridge.Consumer.nack)
+    positions: Final = delegated(txnbridge.Consumer.positions)
+    seek: Final = delegated(txnbridge.Consumer.seek)
+    pause: Final = delegated(txnbridge.Consumer.pause)
+    resume: Final = delegated(txnbridge.Consumer.resume)
+    lag: Final = delegated(txnbridge.Consumer.lag)
+    nack: Final = delegated(txnbridge.Consumer.nack)
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)

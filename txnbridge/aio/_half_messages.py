@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from anyio import CancelScope
 
@@ -54,8 +54,8 @@ class HalfTransaction:
     def __repr__(self) -> str:
         return repr(self._sync)
 
-    send = delegated(txnbridge.HalfTransaction.send)
-    send_many = delegated(txnbridge.HalfTransaction.send_many)
+    send: Final = delegated(txnbridge.HalfTransaction.send)
+    send_many: Final = delegated(txnbridge.HalfTransaction.send_many)
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)

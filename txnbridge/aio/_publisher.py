@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import txnbridge
 from txnbridge.aio._calls import Call, ClosedByBlock, OneCall, Threads, delegated
@@ -23,9 +23,9 @@ class Publisher(ClosedByBlock):
         self._calls = OneCall("a publisher")
         self._limit = threads, timeout
 
-    send = delegated(txnbridge.Publisher.send)
-    flush = delegated(txnbridge.Publisher.flush)
-    last_sequence = delegated(txnbridge.Publisher.last_sequence)
+    send: Final = delegated(txnbridge.Publisher.send)
+    flush: Final = delegated(txnbridge.Publisher.flush)
+    last_sequence: Final = delegated(txnbridge.Publisher.last_sequence)
 
     async def close(self) -> None:
         """Flush, and close the publisher; a cancelled call goes on in its thread."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio.lowlevel
 from anyio import CancelScope
@@ -119,8 +119,8 @@ class Transaction:
             raise InvalidOption(f"send_many takes a list or another iterable, not {type(items).__name__}")
         await self._run("send_many", partial(self._sync.send_many, topic, items))
 
-    ack = delegated(txnbridge.Transaction.ack)
-    ack_up_to = delegated(txnbridge.Transaction.ack_up_to)
+    ack: Final = delegated(txnbridge.Transaction.ack)
+    ack_up_to: Final = delegated(txnbridge.Transaction.ack_up_to)
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)

@@ -11,7 +11,7 @@ from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
 from txnbridge.cli._object_loading import load
 
-command = _common.Group("app", help="Describe an application.")
+command: _common.Group = _common.Group("app", help="Describe an application.")
 
 
 @_common.command("describe", broker=False)

@@ -14,7 +14,9 @@ from txnbridge.spi import GroupInfo, Partition
 
 T = TypeVar("T")
 
-command = _common.Group("groups", help="List groups, show their members and lag, and set them back or forward.")
+command: _common.Group = _common.Group(
+    "groups", help="List groups, show their members and lag, and set them back or forward."
+)
 
 
 @_common.command("list", help="List groups.")
@@ -92,5 +94,5 @@ def _by_name(found: Mapping[Partition, T]) -> dict[str, T]:
     return {_named([partition]): value for partition, value in sorted(found.items())}
 
 
-for each in (list_, show, reset):
-    command.add_command(each)
+for _each in (list_, show, reset):
+    command.add_command(_each)

@@ -9,7 +9,7 @@ from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 from txnbridge.errors import InvalidState
 
-command = _common.Group("log", help="Renew a decision log that has lost records.")
+command: _common.Group = _common.Group("log", help="Renew a decision log that has lost records.")
 _AT_MOST = 20  # the largest number of ids, and of positions, that are shown
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
-command = _common.Group("relay", help="Publish the rows of an outbox, and list and change those that cannot be.")
+command: _common.Group = _common.Group(
+    "relay", help="Publish the rows of an outbox, and list and change those that cannot be."
+)
 
 _OPTIONS = (
     click.option(
@@ -162,7 +164,7 @@ def end_batch(
     return ExitCode.OK
 
 
-for each in (
+for _each in (
     run,
     status,
     parked,
@@ -170,4 +172,4 @@ for each in (
     _changing("drop", True, "Delete parked rows, which are then never published.", "deleted"),
     end_batch,
 ):
-    command.add_command(each)
+    command.add_command(_each)

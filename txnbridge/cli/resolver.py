@@ -17,20 +17,22 @@ from txnbridge.spi import Half
 _log = logging.getLogger("txnbridge")
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 
-command = _common.Group("resolver", help="Answer check-backs of half messages, and list and end parked ones.")
+command: _common.Group = _common.Group(
+    "resolver", help="Answer check-backs of half messages, and list and end parked ones."
+)
 
-group_option = click.option("--group", metavar="NAME", required=True, help="The group of the half messages.")
-application_option = click.option(
+_group_option = click.option("--group", metavar="NAME", required=True, help="The group of the half messages.")
+_application_option = click.option(
     "--application", metavar="NAME", help="The application whose half messages these are, as in connect()."
 )
 
 
 @_common.command("run")
-@group_option
+@_group_option
 @click.option("--check", metavar="MODULE:NAME", help="check(transaction_id, messages) -> Decision")
 @click.option("--database", metavar="URL", help="The database of transaction(db=…), for SQLAlchemy.")
 @click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
-@application_option
+@_application_option
 def run(cli: Cli, group: str, check: str | None, database: str | None, parallel: int, application: str | None) -> None:
     """Answer check-backs about half messages whose sender did not report its work's outcome, until SIGTERM or Ctrl-C.
 
@@ -56,8 +58,8 @@ def run(cli: Cli, group: str, check: str | None, database: str | None, parallel:
 
 
 @_common.command("parked", help="List parked half messages: they had too many check-backs without a decision.")
-@group_option
-@application_option
+@_group_option
+@_application_option
 def parked(cli: Cli, group: str, application: str | None) -> None:
     with cli.look(application=application) as bridge:
         found = bridge.admin.parked(group)
@@ -86,8 +88,8 @@ def _as_json(half: Half) -> dict[str, object]:
 
 
 @_common.command("resume", help="Start the check-backs of a parked half message again.")
-@group_option
-@application_option
+@_group_option
+@_application_option
 @click.argument("transaction")
 def resume(cli: Cli, group: str, application: str | None, transaction: str) -> None:
     with cli.look(application=application) as bridge:
@@ -99,8 +101,8 @@ def resume(cli: Cli, group: str, application: str | None, transaction: str) -> N
 
 def _ending(decision: Decision, help: str) -> click.Command:
     @_common.command(decision.value, help=help)
-    @group_option
-    @application_option
+    @_group_option
+    @_application_option
     @click.argument("transaction")
     @click.option("--yes", is_flag=True, help="Really do it.")
     @click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
@@ -128,11 +130,11 @@ def _ending(decision: Decision, help: str) -> click.Command:
     return end
 
 
-for each in (
+for _each in (
     run,
     parked,
     resume,
     _ending(Decision.COMMIT, "Publish a parked half message, overriding the application's decision."),
     _ending(Decision.ABORT, "Drop a parked half message, overriding the application's decision."),
 ):
-    command.add_command(each)
+    command.add_command(_each)

@@ -8,7 +8,7 @@ from txnbridge._process.retry_overview import WaitingTopic, waiting_topics
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, when
 
-command = _common.Group("retries", help="List messages that wait for a retry.")
+command: _common.Group = _common.Group("retries", help="List messages that wait for a retry.")
 
 
 @_common.command("list")

@@ -10,7 +10,7 @@ import click
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 
-command = _common.Group("topics", help="List, create, delete and grow topics.")
+command: _common.Group = _common.Group("topics", help="List, create, delete and grow topics.")
 
 
 @_common.command("list", help="List topics.")
@@ -80,5 +80,5 @@ def grow(cli: Cli, name: str, partitions: int) -> None:
     cli.say(f"{name} has {partitions} partitions")
 
 
-for each in (list_, create, delete, grow):
-    command.add_command(each)
+for _each in (list_, create, delete, grow):
+    command.add_command(_each)

@@ -15,7 +15,7 @@ from txnbridge.spi import OpenTransaction
 _log = logging.getLogger("txnbridge")
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 
-command = _common.Group("transactions", help="List and end open and prepared transactions.")
+command: _common.Group = _common.Group("transactions", help="List and end open and prepared transactions.")
 
 
 @_common.command("list", help="List open and prepared transactions, the oldest first.")
@@ -128,11 +128,11 @@ def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCod
     return ExitCode.OK
 
 
-for each in (
+for _each in (
     list_,
     describe,
     repair,
     _ending(Decision.COMMIT, "Commit a prepared transaction, overriding the application's decision."),
     _ending(Decision.ABORT, "Abort an open or prepared transaction."),
 ):
-    command.add_command(each)
+    command.add_command(_each)

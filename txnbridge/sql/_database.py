@@ -67,7 +67,8 @@ class Database:
 
     def __init__(self, database: str | sa.Engine, what: str, *, in_greenlet: bool = False) -> None:
         self._owned = isinstance(database, str)
-        self.engine = engine = _make_engine(database, what) if isinstance(database, str) else database
+        engine = _make_engine(database, what) if isinstance(database, str) else database
+        self.engine: sa.Engine = engine
         if not isinstance(engine, sa.Engine) or (engine.dialect.is_async and not in_greenlet):
             raise errors.InvalidOption(
                 f"{what} works on a thread of its own: give it the URL or an `Engine` of a synchronous driver, such as"
@@ -143,8 +144,8 @@ class Commit:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.asked = False
-        self.given_up = False
+        self.asked: bool = False
+        self.given_up: bool = False
 
     def ask(self) -> None:
         with self._lock:

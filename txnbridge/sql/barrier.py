@@ -94,9 +94,9 @@ class BarrierTable:
         if len(check_group(group)) > _LONGEST_GROUP:
             raise errors.InvalidOption(f"the name of a group with db= takes at most {_LONGEST_GROUP} characters")
         self.database = database
-        self.half_group = f"{group}-db-{place[:8]}"
+        self.half_group: str = f"{group}-db-{place[:8]}"
         self._group = group
-        self.clock = sa.literal_column(_CLOCKS[database.engine.dialect.name], sa.BigInteger)
+        self.clock: sa.ColumnClause[int] = sa.literal_column(_CLOCKS[database.engine.dialect.name], sa.BigInteger)
 
     @classmethod
     def open(cls, database: str | sa.Engine, group: str, deadline: Deadline) -> BarrierTable:

@@ -105,7 +105,7 @@ class SqlLogs:
 class SqlLog(DecisionLog):
     """One decision log in a database. A record's position is `(number,)`, counted from 0."""
 
-    origin = (0,)
+    origin: Position = (0,)
     numbered = True
 
     def __init__(self, name: str, database: Database) -> None:

@@ -48,8 +48,8 @@ class Outbox:
         self.name = name
         metadata = sa.MetaData() if metadata is None else metadata
         try:
-            self.rows = _rows_table(name, metadata)
-            self.state = _state_table(name, metadata)
+            self.rows: sa.Table = _rows_table(name, metadata)
+            self.state: sa.Table = _state_table(name, metadata)
         except exc.InvalidRequestError as error:
             raise InvalidOption(f"this metadata has an outbox {name!r} already: use one `Outbox` for both") from error
         self._insert = sa.insert(self.rows).inline()

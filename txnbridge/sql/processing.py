@@ -111,7 +111,7 @@ class DatabaseTransactions:
         self._topics = topics
         self._group = group
         self.outbox = outbox
-        self.database = Database(database, _WHAT)
+        self.database: Database = Database(database, _WHAT)
         self._mine = (_p.cluster == connection.broker.cluster) & (_p.group == group)
         self._topic_ids: dict[str, str] = {}
         self._assignments: dict[Any, str | None] = {}  # by assignment, the id of its topic, if known
@@ -323,9 +323,9 @@ class DatabaseTransaction:
         self._owner = owner
         self.connection = connection
         self._root = connection.get_transaction()
-        self.id = f"database/{random_name(8)}"
+        self.id: str = f"database/{random_name(8)}"
         self.time_limit = deadline
-        self.state = State.OPEN
+        self.state: State = State.OPEN
         self._cause: BaseException | None = None
         self._lent = False
         self._messages: Sequence[Message] = ()

@@ -17,17 +17,17 @@ class Shop:
     """The names of the demo's topics and groups, with a unique suffix, so that a shared broker can be used."""
 
     def __init__(self, suffix: str) -> None:
-        self.orders = f"orders-{suffix}"
-        self.shipments = f"shipments-{suffix}"
-        self.audit = f"audit-{suffix}"
-        self.payments = f"payments-{suffix}"
-        self.ledger = f"ledger-{suffix}"
-        self.sales = f"sales-{suffix}"
-        self.deliveries = f"deliveries-{suffix}"
-        self.events = f"events-{suffix}"
-        self.workers = f"workers-{suffix}"  # the group that works on the orders
-        self.till = f"till-{suffix}"  # the transactional id of the one till
-        self.desk = f"desk-{suffix}"  # the group of half messages of those who book sales
+        self.orders: str = f"orders-{suffix}"
+        self.shipments: str = f"shipments-{suffix}"
+        self.audit: str = f"audit-{suffix}"
+        self.payments: str = f"payments-{suffix}"
+        self.ledger: str = f"ledger-{suffix}"
+        self.sales: str = f"sales-{suffix}"
+        self.deliveries: str = f"deliveries-{suffix}"
+        self.events: str = f"events-{suffix}"
+        self.workers: str = f"workers-{suffix}"  # the group that works on the orders
+        self.till: str = f"till-{suffix}"  # the transactional id of the one till
+        self.desk: str = f"desk-{suffix}"  # the group of half messages of those who book sales
 
     @property
     def topics(self) -> list[str]:
