@@ -29,7 +29,7 @@ class CodecContext:
 
 
 class Codec(Protocol):
-    """The interface that every codec has."""
+    """Converts a program's values to the bytes of messages, and back. Write one for another format."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes: ...
 

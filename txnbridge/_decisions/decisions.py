@@ -122,8 +122,8 @@ class Decisions:
     ) -> None:
         """Use the log `log`; `Bridge.decisions` opens one and calls this.
 
-        `lifetime` is the time in seconds after a transaction's begin for which its token can be asked about (timeout
-        and hold). `name` is the log's name, and `place` the name of its store if this is not the bridge's broker: both
+        `lifetime` is for how many seconds after a transaction's begin its token may be asked about: at least its
+        timeout and hold. `name` is the log's name, and `place` the name of its store if this is not the bridge's broker: both
         become part of each token. `host` describes this process to the owners that it fences.
         """
         self._name = name
@@ -186,10 +186,10 @@ class Decisions:
         opening: Opening | None = None,
         timeout: float | Deadline | None = None,
     ) -> Claim:
-        """Claim a decision about an id; return the counting claim, whichever process made it. Safe to repeat.
+        """Claim a decision about an id; return the claim that decides, whichever process made it. Safe to repeat.
 
-        For an id that a token carries, `begin` is the token's `log`. An owner that must not decide after a newer owner
-        has opened its id passes its `opening`.
+        The first claim that is valid decides. For the id of a transaction with a token, `begin` is the token's `log`.
+        With `opening`, which `open` has returned, the claim is not valid once a newer owner has opened the id.
 
         Raise `Fenced` if `opening` is not the newest and no claim counts, `InvalidState` for an id that is marked done,
         `OutcomeUnknown` while it cannot be known which claim counts, `EvidenceLost` if it can never be known.

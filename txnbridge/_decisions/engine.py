@@ -148,9 +148,9 @@ class Engine:
             # Another process appended an opening with this number first: try again with the next number.
 
     def open_behind(self, path: IdPath, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Open an id if the name of its newest opening is still `before` (None: it has none); return whether it was.
+        """Become the owner of an id if its last owner is still the one named `before` (None: it never had one).
 
-        This is a compare-and-set: of several processes with the same `before` only one succeeds.
+        Return whether this process is the owner now: of several with the same `before` only one is.
         """
         newest = self.newest_opening(path, deadline)
         if before != (newest.under.name if newest else None):
@@ -337,9 +337,10 @@ class Engine:
             return self.answer(query, state)
 
     def known(self, query: Query, follower: Follower, deadline: Deadline) -> CountingClaim | None:
-        """Return the counting claim on the query's id, or None. Read the log only if its evidence is not read yet.
+        """Return the claim that decides about the query's id, or None if there is none yet.
 
-        Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if it cannot be read.
+        Read on in the log only if the records read so far cannot tell. Raise `EvidenceLost` if records that could tell
+        are deleted, `OutcomeUnknown` if they cannot be read.
         """
         with follower.looking(deadline) as state:
             if query.has_evidence(state):

@@ -325,7 +325,7 @@ class LogState:
         return ids
 
     def oldest_living(self, now: int) -> Position | None:
-        """Return the position of the first presence that a process may still need; None if there is none."""
+        """Return the first position that a process which may still live has said it needs; None without one."""
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:

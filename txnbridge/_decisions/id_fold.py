@@ -93,7 +93,7 @@ class IdFold:
         self.holds = {place: held for place, held in left if held}
 
     def mark_done(self, id: IdPath, up_to: int) -> None:
-        """Fold a done mark, and drop the claims on the ids that it covers."""
+        """Note that the ids under `id` up to the number `up_to` are done, and drop the claims on them."""
         self.done[id] = max(up_to, self.done.get(id, up_to))
         for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
             del self.claims[key]

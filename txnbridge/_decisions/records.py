@@ -152,7 +152,7 @@ class EntryRecord(LogRecord):
 
 @dataclass(frozen=True)
 class PreparedAcks:
-    """The acknowledgements in a prepare record: their positions, and the time when the hold ends (ms since 1970)."""
+    """The acknowledgements of a prepared transaction, and the time until which it stays prepared (ms since 1970)."""
 
     begin: EvidenceBegin
     expires_at: int

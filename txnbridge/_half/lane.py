@@ -261,7 +261,7 @@ class Lane:
             heapq.heappush(self._due, (check_at, transaction))
 
     def next_halves(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        """Return halves whose check-back is due. Call it on the thread that tends the lane."""
+        """Return half messages whose sender has to be asked for a decision now. Only the tending thread calls this."""
         if limit and not self._fetched:
             self._fetch(deadline)
         halves: list[Half] = []

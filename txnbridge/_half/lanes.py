@@ -216,7 +216,7 @@ class LaneGroup:
                 return number, name
 
     def _topic_id(self, number: int, deadline: Deadline) -> str:
-        """Create a lane's topic, unless it exists; return its id."""
+        """Create the topic that stores a lane's half messages, unless it exists; return its id."""
         admin, topic = self._connection.broker.admin, self.topic(number)
         admin.create_internal_topic(topic, deadline)
         return admin.topic_ids([topic], deadline).get(topic, "")

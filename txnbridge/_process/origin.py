@@ -40,7 +40,10 @@ class Origin:
 def origin_headers(
     prefix: str, message: Message, group: str, error: BaseException, attempts: int, transaction: str
 ) -> list[tuple[str, bytes | None]]:
-    """Return the message's own headers, then those of its `Origin` and the id of the transaction that sends it."""
+    """Return the headers of a message that is set aside: its own, then those that begin with `prefix`.
+
+    These say where it came from, why and how often it failed, and which transaction sets it aside.
+    """
     ours = {
         # The reason may contain data of the message, because readers of this topic get the message anyway.
         "reason": _encodable(reason_of(error)[:_MAX_REASON]),

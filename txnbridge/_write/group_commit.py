@@ -278,7 +278,7 @@ class SharedTransaction(Transaction):
 
 
 class _Quick(dict[Any, Callable[..., object]]):
-    """The mapping `quick` of a gathered transaction: empty until the promotion, then that of its writer."""
+    """The quick way to send, by topic, in a transaction that shares its commit: empty until it has its own writer."""
 
     __slots__ = ("_member",)
 

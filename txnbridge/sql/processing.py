@@ -317,7 +317,10 @@ class DatabaseTransactions:
 
 
 class DatabaseTransaction:
-    """One database transaction of a processor, as a `PassTransaction`: the handler gets its `connection`."""
+    """The database transaction of one pass of a processor. The handler gets its `connection`.
+
+    It has what a processor uses of a `PassTransaction`.
+    """
 
     def __init__(self, owner: DatabaseTransactions, connection: sa.Connection, deadline: Deadline) -> None:
         self._owner = owner

@@ -269,9 +269,9 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Mark the next id without an unresolved transaction as taken; return the id and the coordinator's description.
+        """Take the next of the owner's transactional ids that has no unresolved transaction; return it, described.
 
-        Return None if there is no such id, or if the owner's largest number of unresolved transactions is reached. The
+        Return None if there is none, or if the owner has as many unresolved transactions as it may have. The
         description is None if the coordinator does not know the id.
         """
         with self._lock:

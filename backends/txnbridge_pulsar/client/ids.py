@@ -116,7 +116,9 @@ def individual_ack_fields(ids: Iterable[MessageId], extra_index: bool = False) -
 
 
 def extra_index_ack_fields(id: MessageId, size: int) -> Fields:
-    """Return the MessageIdData that acknowledges the extra index of an entry's batch, and none of its messages."""
+    """Return the MessageIdData that acknowledges none of a batch's messages, but the index that a group adds to each
+    batch, so that the broker does not take the batch for acknowledged before the group does.
+    """
     return {"ledger_id": id.ledger, "entry_id": id.entry, "ack_set": ack_set(size, ())}
 
 

@@ -34,7 +34,7 @@ _RECEIVE_SECONDS = 0.05
 
 
 def proof_prefix(cluster: ClusterAccess) -> str:
-    """Return the prefix of all proof topics' names. The writer's name, encoded, follows the prefix."""
+    """Return the prefix of the topics in which writers leave proofs of their commits; the writer's name follows."""
     return f"{cluster.settings.prefix}marker-"
 
 

@@ -347,7 +347,7 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
-        """Have brokers deliver again where two checks found messages that have not come."""
+        """Have brokers deliver again in each partition in which two checks found messages that had not come here."""
         for partition in partitions:
             with self._guard:
                 if partition.is_assigned and partition.is_behind and partition.is_idle:

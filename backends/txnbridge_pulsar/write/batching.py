@@ -75,11 +75,11 @@ class PendingReceipts:
 
 
 class TransactionProducer:
-    """A writer's producer on one concrete topic. It is opened when it is first used.
+    """A writer's producer on a partition, or a topic without partitions. It is opened when it is first used.
 
     After a lost connection, entries without a receipt are sent again only if the broker is known to drop duplicates.
-    Otherwise an entry could arrive twice, and its first copy after the commit, which would make all committed messages
-    of the transaction on the topic disappear (hazard H35).
+    Otherwise a delayed copy could arrive after the commit, and make all committed messages of the transaction on the
+    topic disappear (hazard H35).
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:

@@ -107,7 +107,7 @@ class QueueReader:
         return VerifiableOffset(end, references[at - 1] if at else self.reference)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Hand out no message until `continue_at` is called with the position that a task resolves from `target`."""
+        """Hand out no message until a task has looked up the position of `target` and calls `continue_at`."""
         self.target = target
         if target.chosen:
             self.reference = None

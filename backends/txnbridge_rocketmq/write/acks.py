@@ -50,7 +50,7 @@ class RocketMQAckContext:
         *,
         so_far: Sequence[Ack] = (),
     ) -> list[Ack]:
-        """Return the acks for a COMMIT claim: for the messages at these consecutive positions, together with `so_far`.
+        """Return what a decision to commit acknowledges: `so_far`, and the messages at these consecutive positions.
 
         `so_far` are acks of the same transaction, from earlier calls. Raise `Conflict` if the reader has lost a
         partition, if another member has moved the group's position there, or if an earlier transaction that

@@ -191,9 +191,9 @@ class Plan:
 
     @property
     def closing(self) -> Path:
-        """The path of a file. Once it exists, raw processes of the role "sell" store no more half messages.
+        """The path of a file that tells processes, once it exists, that the run ends.
 
-        A member of a group then aborts nothing that it has prepared.
+        Sellers without txnbridge store no more half messages then, and members of groups abort nothing they prepared.
         """
         return Path(self.folder) / "closing"
 
