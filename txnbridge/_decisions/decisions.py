@@ -123,8 +123,8 @@ class Decisions:
         """Use the log `log`; `Bridge.decisions` opens one and calls this.
 
         `lifetime` is for how many seconds after a transaction's begin its token may be asked about: at least its
-        timeout and hold. `name` is the log's name, and `place` the name of its store if this is not the bridge's broker: both
-        become part of each token. `host` describes this process to the owners that it fences.
+        timeout and hold. `name` is the log's name, and `place` the name of its store if this is not the bridge's
+        broker: both become part of each token. `host` describes this process to the owners that it fences.
         """
         self._name = name
         self._timeout = timeout
