@@ -13,7 +13,7 @@ from txnbridge_embedded.settings import Settings
 
 import txnbridge
 from tests.embedded.kit import begin, open_writer, prepare, read, send, values
-from txnbridge.errors import AccessDenied, InvalidOption, NotFound, NotSupported, TransactionAborted
+from txnbridge.errors import AccessDenied, InvalidOption, NotFound, NotSupported
 from txnbridge.spi import Capability, Deadline, Level, Url
 
 
@@ -201,16 +201,6 @@ def test_a_refused_message_does_not_make_its_transaction_fail(path: Path):
         assert [message.value for message in bridge.read("orders", 10)] == [b"1"]
         with pytest.raises(NotSupported):
             bridge.publisher("named")
-
-
-def test_the_transaction_of_a_bridge_ends_by_its_timeout(path: Path):
-    with txnbridge.connect(f"embedded:{path}") as bridge:
-        with pytest.raises(TransactionAborted):
-            with bridge.transaction(timeout=0.02) as txn:
-                txn.send("orders", b"1")
-                while txn.deadline > 0:
-                    pass
-        assert bridge.read("orders", 1) == []
 
 
 def test_a_time_may_be_a_datetime_with_a_time_zone(path: Path):

@@ -52,59 +52,6 @@ def position(broker, group=GROUP):
 # --- acknowledging ---------------------------------------------------------------------------------------------------
 
 
-def test_a_group_goes_on_behind_what_it_acknowledged(broker, join):
-    fill(broker, 10)
-    first = join()
-    messages = first.take(6)
-    first.ack(*messages[:4])
-    first.close()
-    assert numbers(join().take(6)) == [4, 5, 6, 7, 8, 9]
-
-
-def test_an_acknowledgement_takes_effect_with_its_transaction_or_not_at_all(broker, join):
-    fill(broker, 10)
-    member = join()
-    messages = member.take(10)
-    writer = kit.open_writer(broker)
-    kit.begin(writer)
-    kit.send(writer, "shipped", b"aborted")
-    member.tell(writer, *messages)
-    writer.abort(Deadline(10))
-    assert position(broker) == 0
-    kit.begin(writer)
-    kit.send(writer, "shipped", b"committed")
-    member.tell(writer, *messages)
-    writer.commit(Deadline(10))
-    assert position(broker) == 10
-    assert kit.values(broker, "shipped") == [b"committed"]
-
-
-def test_what_was_acknowledged_out_of_order_does_not_come_again(broker, join):
-    fill(broker, 10)
-    first = join()
-    messages = first.take(10)
-    first.ack(messages[3], messages[7], messages[8])
-    first.close()
-    assert numbers(join().take(7)) == [0, 1, 2, 4, 5, 6, 9]
-
-
-def test_the_same_message_is_acknowledged_once(broker, join):
-    fill(broker, 2)
-    member = join()
-    messages = member.take(2)
-    member.ack(messages[0])
-    with pytest.raises(Conflict, match="acknowledged already"):
-        member.ack(*messages)
-    member.ack(messages[1])
-
-
-def test_every_group_gets_every_message(broker, join):
-    fill(broker, 5)
-    one, two = join(group="one"), join(group="two")
-    one.ack(*one.take(5))
-    assert numbers(two.take(5)) == [0, 1, 2, 3, 4]
-
-
 def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
     writer = kit.open_writer(broker)
     kit.commit(writer, "orders", b"0")
@@ -190,26 +137,6 @@ def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_an
     assert position(broker) == 8
 
 
-def test_what_a_prepared_transaction_acknowledged_is_taken_until_it_is_decided(broker, join):
-    fill(broker, 6)
-    first = join()
-    token = first.reserve(*first.take(3))
-    first.close()
-    second = join()
-    assert numbers(second.take(3)) == [3, 4, 5]
-    assert second.reader.lag(Deadline(10)) == {ORDERS: 3}
-    broker.abort(token, kit.NO_LEDGER, Deadline(10))
-    assert [(int(m.value), m.partition) for m in second.take(3)] == [(0, 0), (1, 0), (2, 0)]
-    second.close()
-    third = join()
-    committed = third.reserve(*third.take(3))
-    broker.commit(committed, kit.NO_LEDGER, Deadline(10))
-    third.close()
-    fourth = join()
-    assert numbers(fourth.take(3)) == [3, 4, 5]
-    assert position(broker) == 3
-
-
 def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_each(broker, join):
     fill(broker, 6)
     member = join()
@@ -220,17 +147,6 @@ def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_eac
     member.ack(*messages[1:3], messages[5], messages[0], *messages[3:5])
     fill(broker, 1)
     assert numbers(member.take(1)) == [0]  # the new one, and nothing before it
-
-
-def test_a_prepared_acknowledgement_conflicts_with_any_other(broker, join):
-    fill(broker, 3)
-    member = join()
-    messages = member.take(3)
-    token = member.reserve(messages[1])
-    with pytest.raises(Conflict, match="reserved by a prepared transaction"):
-        member.ack(messages[1])
-    broker.abort(token, kit.NO_LEDGER, Deadline(10))
-    member.ack(messages[1])
 
 
 def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join, clock):
@@ -259,15 +175,6 @@ def test_a_group_starts_where_its_first_member_said_whatever_later_ones_say(brok
     fill(broker, 3)
     join(start="earliest").close()
     assert numbers(join(start="latest").take(3)) == [0, 1, 2]
-
-
-def test_a_group_that_starts_at_a_time_begins_there(broker, join):
-    writer = kit.open_writer(broker)
-    kit.begin(writer)
-    for number in range(6):
-        writer.send("orders", b"%d" % number, None, None, None, 100 + number)
-    writer.commit(Deadline(10))
-    assert numbers(join(start=103).take(3)) == [3, 4, 5]
 
 
 def test_a_group_reads_what_its_topic_grows_by_from_the_beginning(broker, join):

@@ -39,28 +39,6 @@ def expire(broker, token):
         connection.execute("UPDATE transactions SET deadline_at = 1 WHERE id = ?", (token.transaction,))
 
 
-def test_a_prepared_transaction_is_invisible_and_outlives_its_broker(opened):
-    first = opened()
-    token = prepare(first, "orders", b"1", b"2")
-    first.close(Deadline(5))
-    second = opened()
-    assert values(second, "orders") == []
-    assert status(second, token).state is TokenState.PREPARED
-    assert second.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
-    assert values(second, "orders") == [b"1", b"2"]
-    assert status(second, token).state is TokenState.COMMITTED
-
-
-def test_a_prepared_transaction_that_is_aborted_is_never_seen(broker):
-    token = prepare(broker, "orders", b"1")
-    commit(open_writer(broker), "orders", b"behind")
-    assert values(broker, "orders") == []
-    assert broker.abort(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
-    assert values(broker, "orders") == [b"behind"]
-    assert status(broker, token).state is TokenState.ABORTED
-    assert rows(broker, "SELECT * FROM undecided") == []
-
-
 def test_a_large_prepared_transaction_comes_whole(opened):
     broker = opened(spill_bytes=1000)
     token = prepare(broker, "orders", *LARGE)
@@ -72,29 +50,6 @@ def test_a_large_prepared_transaction_comes_whole(opened):
 def test_an_empty_transaction_can_be_prepared(broker):
     token = prepare(broker, "orders")
     assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
-
-
-@pytest.mark.parametrize("first", list(Outcome)[:2])
-def test_the_first_decision_stands_and_is_told_to_whoever_asks_for_another(opened, first):
-    broker, other = opened(), opened()
-    token = prepare(broker, "orders", b"1")
-    end = broker.commit if first is Outcome.COMMITTED else broker.abort
-    assert end(token, NO_LEDGER, Deadline(5)) is first
-    for somebody in (broker, other):
-        assert somebody.commit(token, NO_LEDGER, Deadline(5)) is first
-        assert somebody.abort(token, NO_LEDGER, Deadline(5)) is first
-    assert values(other, "orders") == ([b"1"] if first is Outcome.COMMITTED else [])
-
-
-def test_a_prepared_transaction_survives_a_newer_owner_of_its_id(opened):
-    first = opened()
-    open_writer(first, "billing")
-    token = prepare(first, "orders", b"1", name="billing")
-    second = opened()
-    open_writer(second, "billing")
-    assert status(second, token).state is TokenState.PREPARED
-    assert second.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
-    assert values(second, "orders") == [b"1"]
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -134,16 +89,6 @@ def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right
     assert opened().commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
     assert status(broker, token).reason == "its deadline passed"
     assert values(broker, "orders") == []
-
-
-def test_a_reader_that_is_held_back_by_an_expired_transaction_ends_it(opened):
-    broker = opened()
-    token = prepare(broker, "orders", b"1")
-    commit(open_writer(broker), "orders", b"behind")
-    assert values(broker, "orders") == []
-    expire(broker, token)
-    assert values(broker, "orders") == [b"behind"]
-    assert status(broker, token).state is TokenState.ABORTED
 
 
 @pytest.mark.parametrize(("hold", "expected"), [(None, 500.0), (2.0, 2.0), (0.0, 0.0)])
@@ -212,11 +157,6 @@ def test_the_writer_learns_when_its_prepared_transaction_was_committed_elsewhere
     broker.commit(token_of(broker, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
     with pytest.raises(InvalidState, match="committed"):
         writer.abort(Deadline(5))
-
-
-def test_closing_a_writer_leaves_what_it_prepared(broker):
-    token = prepare(broker, "orders", b"1")
-    assert status(broker, token).state is TokenState.PREPARED
 
 
 # --- when a step fails -----------------------------------------------------------------------------------------------

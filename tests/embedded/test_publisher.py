@@ -18,15 +18,6 @@ def publish(publisher, topic, value, sequence=None, timeout=10, partition=None):
     publisher.send(topic, value, None, None, partition, None, sequence, Deadline(timeout))
 
 
-def test_what_was_flushed_is_there_in_order(broker):
-    publisher = broker.publisher(None, Deadline(5))
-    sent = [b"%d" % number for number in range(1000)]
-    for value in sent:
-        publish(publisher, "orders", value)
-    publisher.flush(Deadline(5))
-    assert values(broker, "orders") == sent
-
-
 def test_a_message_becomes_visible_without_a_flush(broker):
     publisher = broker.publisher(None, Deadline(5))
     publish(publisher, "orders", b"1")
@@ -34,14 +25,6 @@ def test_a_message_becomes_visible_without_a_flush(broker):
     while values(broker, "orders") != [b"1"]:
         deadline.check("waiting for the message")
         time.sleep(0.005)
-
-
-def test_closing_stores_what_is_left(broker):
-    publisher = broker.publisher(None, Deadline(5))
-    publish(publisher, "orders", b"1")
-    publisher.close(Deadline(5))
-    publisher.close(Deadline(5))
-    assert values(broker, "orders") == [b"1"]
 
 
 def test_closing_the_broker_stores_what_is_left(opened):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from contextlib import suppress
 
 import pytest
@@ -17,7 +16,7 @@ from tests.core.reading_kit import rows
 from tests.embedded import kit
 from tests.in_time import within
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost, StorageFailed
-from txnbridge.spi import Deadline, Decision, Message, Subscription
+from txnbridge.spi import Deadline, Message, Subscription
 
 ORDERS = ("orders", 0)
 
@@ -79,24 +78,6 @@ def trim(broker, offset, partition_id=1):
         connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (offset, partition_id))
 
 
-def test_a_message_comes_as_it_was_sent(broker, reading):
-    writer = kit.open_writer(broker)
-    kit.begin(writer)
-    writer.send("orders", b"value", b"key", [("a", b"\xff"), ("b", b"2"), ("a", b"")], None, 1234)
-    writer.send("orders", None, None, None, None, None)
-    writer.send("orders", b"", b"", None, None, None)
-    before = time.time() * 1000
-    writer.commit(Deadline(10))
-    full, tombstone, empty = take(reading(), 3)
-    assert (full.topic, full.partition, full.position) == ("orders", 0, (0,))
-    assert (full.key, full.value, full.timestamp, full.deliveries) == (b"key", b"value", 1234, 1)
-    assert full.headers.raw == (("a", b"\xff"), ("b", b"2"), ("a", b""))
-    assert (tombstone.value, tombstone.key, tombstone.headers.raw) == (None, None, ())
-    assert (empty.value, empty.key, empty.position) == (b"", b"", (2,))
-    assert before - 60_000 < empty.timestamp < before + 60_000
-    assert full.source == "source of orders[0]"
-
-
 texts = st.none() | st.binary(max_size=3)
 sent = st.tuples(
     st.integers(0, 1), texts, texts, st.none() | st.lists(st.tuples(st.text(min_size=1, max_size=2), texts), max_size=2)
@@ -124,19 +105,6 @@ def test_columns_have_the_same_rows_as_messages(transactions, most, start):
             assert [row for columns in found for row in rows(columns)] == messages
             assert other.positions() == one.positions()
         assert other.poll_columns(most, 0) == []
-
-
-def test_partitions_are_read_each_in_order(opened, reading, broker):
-    broker.admin.create_topic("orders", 3, Deadline(10))
-    writer = kit.open_writer(broker)
-    for number in range(30):
-        kit.begin(writer)
-        kit.send(writer, "orders", b"%d" % number, partition=number % 3)
-        writer.commit(Deadline(10))
-    messages = take(reading(), 30)
-    for partition in range(3):
-        found = [message.value for message in messages if message.partition == partition]
-        assert found == [b"%d" % number for number in range(partition, 30, 3)]
 
 
 def test_what_is_prepared_is_invisible_and_holds_back_what_came_after_it(broker, reading):
@@ -216,16 +184,6 @@ def test_seeking_to_a_time_goes_to_the_first_message_stamped_then_or_later(broke
     assert take_values(reader, 1) == [b"90002"]
     reader.seek_to_time(0, Deadline(10))
     assert take_values(reader, 1) == [b"100"]
-
-
-def test_seeking_back_delivers_the_same_messages_again(broker, reading):
-    kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
-    reader = reading()
-    messages = take(reader, 10)
-    assert reader.positions() == {ORDERS: (10,)}
-    reader.seek({ORDERS: (4,)})
-    assert reader.positions() == {ORDERS: (4,)}
-    assert take(reader, 6) == messages[4:]
 
 
 def test_seeking_ahead_waits_for_the_message_that_comes_there(broker, reading):
@@ -312,17 +270,6 @@ def test_a_deleted_topic_is_missed_and_a_new_one_of_its_name_is_read_from_its_be
     assert listener.told == [("assigned", ORDERS), ("lost", ORDERS), ("assigned", ORDERS)]
 
 
-def test_a_paused_partition_delivers_nothing_until_it_is_resumed(broker, reading):
-    kit.commit(kit.open_writer(broker), "orders", b"order")
-    kit.commit(kit.open_writer(broker), "marker", b"marker")
-    reader = reading("orders", "marker")
-    reader.pause([ORDERS])
-    assert take_values(reader, 1) == [b"marker"]
-    assert reader.poll(10, Deadline(0)) == []
-    reader.resume([ORDERS])
-    assert take_values(reader, 1) == [b"order"]
-
-
 def test_large_messages_come_in_portions(broker, reading):
     size = 4 << 20
     writer = kit.open_writer(broker)
@@ -347,26 +294,11 @@ def test_a_long_partition_does_not_keep_a_short_one_waiting(broker, reading):
     assert b"short" in take_values(reading(), 20)
 
 
-def test_a_poll_that_does_not_wait_finds_what_is_there(broker, reading):
-    reader = reading()
-    assert reader.poll(10, Deadline(0)) == []
-    kit.commit(kit.open_writer(broker), "orders", b"order")
-    assert [message.value for message in reader.poll(10, Deadline(0))] == [b"order"]
-
-
 def test_a_poll_ends_by_its_deadline(reading):
     deadline = Deadline(0.2)
     with within(0.2):
         assert reading().poll(10, deadline) == []
     assert deadline.left() == 0
-
-
-def test_reading_goes_on_while_another_process_keeps_the_file_locked(broker, opened, reading):
-    kit.commit(kit.open_writer(broker), "orders", b"order")
-    reader = reading()
-    other = opened()
-    with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
-        assert take_values(reader, 1) == [b"order"]
 
 
 def test_what_can_be_read_comes_before_the_trouble_of_ending_what_is_overdue(broker, reading, monkeypatch):
@@ -416,11 +348,3 @@ def test_a_group_that_reads_a_topic_may_make_it(opened):
     broker = opened(create_topics=1)
     broker.reader(Subscription(("missing",), "g"), Seen(), Deadline(10)).close(Deadline(10))
     assert [topic.name for topic in broker.admin.topics(Deadline(10))] == ["missing"]
-
-
-def test_ending_a_transaction_by_an_administrator_frees_the_reader(broker, reading):
-    token = kit.prepare(broker, "orders", b"stuck")
-    kit.commit(kit.open_writer(broker), "orders", b"after")
-    reader = reading()
-    broker.admin.end(token.transaction, Decision.ABORT, Deadline(10))
-    assert take_values(reader, 1) == [b"after"]

@@ -49,18 +49,6 @@ def test_each_acknowledges_its_own_in_any_order(broker, join):
     assert kit.rows(broker, "SELECT count(*) FROM leases") == [(0,)]
 
 
-def test_what_is_with_another_member_cannot_be_acknowledged(broker, join):
-    fill(broker, 2)
-    first, second = join(), join()
-    messages = first.take(2)
-    writer = kit.open_writer(broker)
-    kit.begin(writer)
-    writer.ack(second.reader.ack_context(), {ORDERS: [messages[0].position]})
-    with pytest.raises(Conflict, match="to another reader"):
-        writer.commit(Deadline(10))
-    assert position(broker) == 0
-
-
 def test_what_is_given_back_comes_to_whoever_polls_next_with_its_deliveries_counted(broker, join):
     fill(broker, 4)
     first, second = join(), join()
@@ -86,16 +74,6 @@ def test_what_is_neither_acknowledged_nor_given_back_comes_again_in_time(opened,
         first.ack(messages[0])
     second.ack(*again)
     assert position(broker) == 3
-
-
-def test_a_lease_that_has_run_out_still_counts_while_nobody_else_has_the_message(opened, join):
-    broker = opened(redeliver_seconds=0.01)
-    fill(broker, 1)
-    member = join(broker=broker)
-    (message,) = member.take(1)
-    settle(member, until=lambda: kit.rows(broker, "SELECT until < strftime('%s', 'now') * 1000 FROM leases") == [(1,)])
-    member.ack(message)
-    assert position(broker) == 1
 
 
 def test_leaving_gives_everything_back_at_once(broker, join):

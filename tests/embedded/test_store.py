@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
-import threading
 import time
 from pathlib import Path
 
@@ -153,26 +152,6 @@ def test_many_processes_write_at_once_and_nothing_is_lost_or_mixed(broker, path)
         assert own == [b"%d %d" % (number, n) for n in range(50) for _ in range(5)]
     for at in range(0, len(found), 5):
         assert len(set(found[at : at + 5])) == 1
-
-
-def test_many_threads_write_at_once_and_nothing_is_lost(broker):
-    writers = [open_writer(broker) for _ in range(6)]
-    failed = []
-
-    def work(writer, name):
-        try:
-            for number in range(30):
-                commit(writer, "orders", b"%d %d" % (name, number))
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(writer, name)) for name, writer in enumerate(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert len(set(values(broker, "orders"))) == 180
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

@@ -33,26 +33,6 @@ def status(broker, token):
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def test_messages_of_several_topics_become_visible_together(broker):
-    writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"1")
-    send(writer, "audit", b"2", b"3")
-    assert values(broker, "orders") == values(broker, "audit") == []
-    writer.commit(Deadline(5))
-    assert values(broker, "orders") == [b"1"]
-    assert values(broker, "audit") == [b"2", b"3"]
-
-
-def test_an_aborted_message_is_never_seen(broker):
-    writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"aborted")
-    writer.abort(Deadline(5))
-    commit(writer, "orders", b"marker")
-    assert values(broker, "orders") == [b"marker"]
-
-
 def test_a_message_comes_back_as_it_was_sent(broker):
     broker.admin.create_topic("orders", 2, Deadline(5))
     writer = open_writer(broker)
@@ -65,7 +45,8 @@ def test_a_message_comes_back_as_it_was_sent(broker):
     writer.commit(Deadline(5))
     first, second, third = read(broker, "orders")
     assert (first.value, first.key, first.headers.raw) == (b"\x00\xff", b"key\x00", headers)
-    assert (first.timestamp, first.partition, first.position) == (1234567, 1, (0,))
+    assert (first.topic, first.partition, first.position, first.deliveries) == ("orders", 1, (0,), 1)
+    assert first.timestamp == 1234567
     assert (second.value, second.key, second.headers.raw) == (None, b"", ())
     assert before <= second.timestamp <= time.time_ns() // 1_000_000
     assert (third.value, third.key, third.timestamp) == (b"", None, 0)
@@ -162,20 +143,6 @@ def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(opened, 
     send(writer, "orders", b"after")
     writer.commit(Deadline(5))
     assert values(broker, "orders") == [b"before", b"after"]
-
-
-def test_a_missing_topic_is_refused_with_the_command_that_makes_it(opened):
-    writer = open_writer(opened(create_topics=0))
-    begin(writer)
-    with pytest.raises(NotFound, match="txnbridge topics create orders"):
-        send(writer, "orders", b"1")
-    writer.close()
-
-
-def test_a_missing_topic_is_made_with_as_many_partitions_as_asked(opened):
-    broker = opened(create_topics=3)
-    commit(open_writer(broker), "orders", b"1")
-    assert [(t.name, t.partitions) for t in broker.admin.topics(Deadline(5))] == [("orders", 3)]
 
 
 def test_what_send_many_took_before_an_error_stays_taken(opened):
@@ -278,18 +245,6 @@ def test_an_interleaved_abort_removes_its_own_messages_only(small):
     one.abort(Deadline(5))
     other.commit(Deadline(5))
     assert values(small, "orders") == [b"other %d" % number for number in range(100)]
-
-
-def test_flush_stores_what_was_taken_and_shows_it_to_nobody(broker):
-    writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"1")
-    writer.flush(Deadline(5))
-    assert len(rows(broker, "SELECT * FROM messages")) == 1
-    assert values(broker, "orders") == []
-    send(writer, "orders", b"2")
-    writer.commit(Deadline(5))
-    assert values(broker, "orders") == [b"1", b"2"]
 
 
 def test_an_abort_is_certain_also_while_the_file_cannot_be_written(opened, clock):
@@ -442,15 +397,6 @@ def test_calls_that_share_the_connection_end_at_their_deadline(broker):
         with pytest.raises(DeadlineExceeded, match="other calls"):
             broker.admin.topics(Deadline(0.05))
     assert broker.admin.topics(Deadline(5)) == []
-
-
-def test_writers_without_an_id_do_not_shut_each_other_out(opened):
-    first, second = opened(), opened()
-    one, other = open_writer(first), open_writer(second)
-    commit(one, "orders", b"1")
-    commit(other, "orders", b"2")
-    commit(one, "orders", b"3")
-    assert values(first, "orders") == [b"1", b"2", b"3"]
 
 
 def test_a_preparing_writer_of_an_older_owner_is_refused(opened):
