@@ -23,6 +23,14 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds + GRACE
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for what comes at once where the machine is not busy."""
+    until = time.monotonic() + 2 * GRACE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def takes(seconds: float, error: type[Exception], call: Callable[[Deadline], object]) -> Exception:
     """It raises that error, and does not hang beyond its deadline."""
     with within(seconds), pytest.raises(error) as raised:
