@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
-import anyio
 import pytest
 
-from tests.aio.kit import in_txnbridge, wait_until
+from tests.aio.kit import in_txnbridge
+from tests.in_time import wait_until
+from txnbridge import aio
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def run(request) -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a coroutine function on an event loop; no thread of ours may be left behind it."""
+def anyio_backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
     before = threading.enumerate()  # bridges that other tests have left to the garbage collector have threads
-    yield partial(anyio.run, backend=request.param)
+    yield
     wait_until(lambda: not in_txnbridge(before))
 
 
 @pytest.fixture
 def url(tmp_path) -> str:
     return f"embedded:{tmp_path}/broker.db"
+
+
+@pytest.fixture
+async def bridge(url) -> AsyncIterator[aio.Bridge]:
+    async with aio.connect(url) as bridge:
+        yield bridge

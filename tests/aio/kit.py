@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
@@ -20,13 +19,6 @@ SOON = 60.0
 
 # The moments of a call at which its task can be cancelled.
 MOMENTS = ("before", "queued", "running", "ended")
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -116,22 +108,19 @@ class Cancelling:
 
     def _cancel_queued(self, call: Any, left: threading.Event) -> None:
         """The thread has the call, and has not begun it."""
-        work = call._work
+        self._cancel_first(call, "_work", left)
+
+    def _cancel_running(self, call: Any, left: threading.Event) -> None:
+        self._cancel_first(call, "_function", left)
+
+    def _cancel_first(self, call: Any, name: str, left: threading.Event) -> None:
+        work = getattr(call, name)
 
         def cancelled_first() -> Any:
             self._cancel_from_thread(left)
             return work()
 
-        call._work = cancelled_first
-
-    def _cancel_running(self, call: Any, left: threading.Event) -> None:
-        function = call._function
-
-        def cancelled_first() -> Any:
-            self._cancel_from_thread(left)
-            return function()
-
-        call._function = cancelled_first
+        setattr(call, name, cancelled_first)
 
     def _cancel_ended(self, call: Any, left: threading.Event) -> None:
         work = call._work

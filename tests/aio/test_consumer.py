@@ -11,9 +11,11 @@ import txnbridge
 from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge
 from txnbridge import Poison, Topic, aio, codecs
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
-def full_url(url: str) -> str:
+def url(url: str) -> str:
     """A broker with a topic of ten messages."""
     with txnbridge.connect(url) as bridge, bridge.transaction() as txn:
         for number in range(10):
@@ -35,119 +37,87 @@ async def take(how: str, consumer: aio.Consumer, count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("how", ["poll", "batches", "iteration"])
-def test_what_a_cancelled_poll_had_fetched_comes_with_the_next_one(run, full_url, how, moment, monkeypatch):
-    async def program():
-        async with aio.connect(full_url) as bridge, bridge.consumer("a", "g") as consumer:
-            seen = await take(how, consumer, 2)
-            with monkeypatch.context() as patch:
-                cancelling = Cancelling(patch, 1, moment)
-                await cancelling.run(lambda: take(how, consumer, 2))
-            assert cancelling.reached
-            while len(seen) < 10:
-                seen += await take(how, consumer, 2)
-            assert seen == [b"%d" % number for number in range(10)]
-
-    run(program)
+async def test_what_a_cancelled_poll_had_fetched_comes_with_the_next_one(how, moment, monkeypatch, bridge):
+    async with bridge.consumer("a", "g") as consumer:
+        seen = await take(how, consumer, 2)
+        with monkeypatch.context() as patch:
+            cancelling = Cancelling(patch, 1, moment)
+            await cancelling.run(lambda: take(how, consumer, 2))
+        assert cancelling.reached
+        while len(seen) < 10:
+            seen += await take(how, consumer, 2)
+        assert seen == [b"%d" % number for number in range(10)]
 
 
-def test_a_long_poll_whose_task_was_cancelled_ends_soon(run, full_url):
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            async with bridge.consumer("b", "g") as consumer:
-                with anyio.move_on_after(0.1):
-                    await consumer.poll(timeout=10_000)
-                with anyio.move_on_after(0.1):
-                    async for _ in consumer.batches(max_wait=10_000):
-                        pass
-
-    with txnbridge.connect(full_url) as bridge:
-        bridge.ensure_topics("b")
-    run(program)
+async def test_a_long_poll_whose_task_was_cancelled_ends_soon(bridge):
+    await bridge.ensure_topics("b")
+    async with bridge.consumer("b", "g") as consumer:
+        with anyio.move_on_after(0.1):
+            await consumer.poll(timeout=10_000)
+        with anyio.move_on_after(0.1):
+            async for _ in consumer.batches(max_wait=10_000):
+                pass
 
 
-def test_polls_that_are_cancelled_sooner_than_they_end_make_progress(run, full_url):
+async def test_polls_that_are_cancelled_sooner_than_they_end_make_progress(bridge):
     before = threading.enumerate()
-
-    async def program():
-        async with aio.connect(full_url) as bridge, bridge.consumer("b", "g") as consumer:
-            for _ in range(100):
-                with anyio.move_on_after(0.001):
-                    await consumer.poll(timeout=SOON)
-            assert len(in_txnbridge(before)) < 20
-            async with bridge.transaction() as txn:
-                await txn.send("b", b"1")
-            seen: list[bytes] = []
-            with anyio.fail_after(SOON):
-                while not seen:
-                    with anyio.move_on_after(0.1):
-                        seen = [message.value for message in await consumer.poll(timeout=SOON)]
-            assert seen == [b"1"]
-
-    with txnbridge.connect(full_url) as bridge:
-        bridge.ensure_topics("b")
-    run(program)
-
-
-def test_a_consumer_answers_and_moves(run, full_url):
-    async def program():
-        async with aio.connect(full_url) as bridge, bridge.consumer("a") as consumer:
-            first = (await consumer.poll(4, timeout=SOON))[0]
-            assert await consumer.assignment() == [("a", 0)] == list(await consumer.positions())
-            assert await consumer.lag() == {("a", 0): 6}
-            await consumer.seek({("a", 0): first.position})
-            await consumer.pause()
-            assert not await consumer.poll(timeout=0.05)
-            await consumer.resume()
-            assert len(await consumer.poll(timeout=SOON)) == 10
-
-    run(program)
-
-
-def test_a_call_with_wrong_arguments_leaves_its_consumer_open(run, full_url):
-    async def program():
-        async with aio.connect(full_url) as bridge, bridge.consumer("a", "g") as consumer:
-            with pytest.raises(
-                TypeError, match=r"Consumer.seek\(\) missing 1 required positional argument: 'positions'"
-            ):
-                await consumer.seek()  # type: ignore[call-arg]
-            assert await take("poll", consumer, 1) == [b"0"]
-
-    run(program)
-
-
-def test_a_message_that_cannot_be_decoded_is_raised_behind_those_before_it(run, url):
-    with txnbridge.connect(url) as bridge, bridge.transaction() as txn:
-        txn.send_many("a", [b"1", b"{", b"3"])
-
-    async def program():
-        async with aio.connect(url) as bridge, bridge.consumer(Topic("a", codecs.json)) as consumer:
-            assert [message.value for message in await consumer.poll(timeout=SOON)] == [1]
-            with pytest.raises(Poison):
+    await bridge.ensure_topics("b")
+    async with bridge.consumer("b", "g") as consumer:
+        for _ in range(100):
+            with anyio.move_on_after(0.001):
                 await consumer.poll(timeout=SOON)
-            assert [message.value for message in await consumer.poll(timeout=SOON)] == [3]
-
-    run(program)
-
-
-def test_a_nack_has_messages_delivered_again(run, full_url):
-    async def program():
-        async with aio.connect(full_url) as bridge, bridge.consumer("a", "g", sharing="message") as consumer:
-            batch = await consumer.poll(1, timeout=SOON)
-            await consumer.nack(batch)
-            assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
-
-    run(program)
+        assert len(in_txnbridge(before)) < 20
+        async with bridge.transaction() as txn:
+            await txn.send("b", b"1")
+        seen: list[bytes] = []
+        with anyio.fail_after(SOON):
+            while not seen:
+                with anyio.move_on_after(0.1):
+                    seen = [message.value for message in await consumer.poll(timeout=SOON)]
+        assert seen == [b"1"]
 
 
-def test_a_block_that_is_cancelled_leaves_its_group(run, full_url):
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            with anyio.CancelScope() as scope:
-                async with bridge.consumer("a", "g") as consumer:
-                    assert await consumer.poll(timeout=SOON)
-                    scope.cancel()
-                    await anyio.sleep(SOON)
-            with txnbridge.connect(full_url) as other:
-                assert other.admin.group("g").members == ()
+async def test_a_consumer_answers_and_moves(bridge):
+    async with bridge.consumer("a") as consumer:
+        first = (await consumer.poll(4, timeout=SOON))[0]
+        assert await consumer.assignment() == [("a", 0)] == list(await consumer.positions())
+        assert await consumer.lag() == {("a", 0): 6}
+        await consumer.seek({("a", 0): first.position})
+        await consumer.pause()
+        assert not await consumer.poll(timeout=0.05)
+        await consumer.resume()
+        assert len(await consumer.poll(timeout=SOON)) == 10
 
-    run(program)
+
+async def test_a_call_with_wrong_arguments_leaves_its_consumer_open(bridge):
+    async with bridge.consumer("a", "g") as consumer:
+        with pytest.raises(TypeError, match=r"Consumer.seek\(\) missing 1 required positional argument: 'positions'"):
+            await consumer.seek()  # type: ignore[call-arg]
+        assert await take("poll", consumer, 1) == [b"0"]
+
+
+async def test_a_message_that_cannot_be_decoded_is_raised_behind_those_before_it(bridge):
+    async with bridge.transaction() as txn:
+        await txn.send_many("b", [b"1", b"{", b"3"])
+    async with bridge.consumer(Topic("b", codecs.json)) as consumer:
+        assert [message.value for message in await consumer.poll(timeout=SOON)] == [1]
+        with pytest.raises(Poison):
+            await consumer.poll(timeout=SOON)
+        assert [message.value for message in await consumer.poll(timeout=SOON)] == [3]
+
+
+async def test_a_nack_has_messages_delivered_again(bridge):
+    async with bridge.consumer("a", "g", sharing="message") as consumer:
+        batch = await consumer.poll(1, timeout=SOON)
+        await consumer.nack(batch)
+        assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
+
+
+async def test_a_block_that_is_cancelled_leaves_its_group(url, bridge):
+    with anyio.CancelScope() as scope:
+        async with bridge.consumer("a", "g") as consumer:
+            assert await consumer.poll(timeout=SOON)
+            scope.cancel()
+            await anyio.sleep(SOON)
+    with txnbridge.connect(url) as other:
+        assert other.admin.group("g").members == ()

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import wait_until
 from tests.house.rooms import ROOT
+from tests.in_time import wait_until
 
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "aio.md").read_text(), re.DOTALL)
 

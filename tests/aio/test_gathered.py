@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -17,6 +17,8 @@ from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
 
+pytestmark = pytest.mark.anyio
+
 
 class BatchHeld:
     """Holds the thread of batches before each commit of a shared transaction; it hears no other event."""
@@ -25,6 +27,11 @@ class BatchHeld:
 
     def __init__(self) -> None:
         self.go = threading.Event()
+        self.go.set()
+
+    def hold(self) -> None:
+        """Hold batches from the next one on, until `go`."""
+        self.go.clear()
         self.came = 0
 
     @hookimpl
@@ -36,9 +43,7 @@ class BatchHeld:
 
 @pytest.fixture
 def held() -> Iterator[BatchHeld]:
-    """Hold batches from the first one on that begins after `go.clear()`."""
     held = BatchHeld()
-    held.go.set()
     with plugins.registered(held):
         yield held
 
@@ -51,13 +56,15 @@ def without_threads(monkeypatch):
         yield
 
 
-async def opened(url: str) -> aio.Bridge:
-    """Open a bridge whose thread of batches runs, and that has sent to the topic."""
-    bridge = await aio.connect(url, group_commit=True, timeout=20)
-    for _ in range(2):
-        async with bridge.transaction() as txn:
-            await txn.send("a", b"0")
-    return bridge
+@pytest.fixture
+async def bridge(url, held, monkeypatch) -> AsyncIterator[aio.Bridge]:
+    """A bridge whose thread of batches runs, and that has sent to the topic."""
+    for seconds in ("_IDLE_SECONDS", "_TOPIC_SECONDS"):  # a busy machine may take longer between two transactions
+        monkeypatch.setattr(_group_commit, seconds, SOON)
+    async with aio.connect(url, group_commit=True, timeout=20) as bridge:
+        for _ in range(2):
+            await one(bridge, b"0")
+        yield bridge
 
 
 async def one(bridge: aio.Bridge, value: bytes) -> aio.Transaction:
@@ -66,24 +73,17 @@ async def one(bridge: aio.Bridge, value: bytes) -> aio.Transaction:
     return txn
 
 
-def test_a_gathered_transaction_needs_no_thread(run, url, monkeypatch):
-    for seconds in ("_IDLE_SECONDS", "_TOPIC_SECONDS"):  # a busy machine may take longer between two transactions
-        monkeypatch.setattr(_group_commit, seconds, SOON)
-
-    async def program():
-        async with await opened(url) as bridge:
-            with without_threads(monkeypatch):
-                txn = await one(bridge, b"1")
-                assert txn.outcome is Outcome.COMMITTED
-                async with anyio.create_task_group() as tasks:
-                    for number in range(2, 200):
-                        tasks.start_soon(one, bridge, b"%d" % number)
-
-    run(program)
+async def test_a_gathered_transaction_needs_no_thread(url, monkeypatch, bridge):
+    with without_threads(monkeypatch):
+        txn = await one(bridge, b"1")
+        assert txn.outcome is Outcome.COMMITTED
+        async with anyio.create_task_group() as tasks:
+            for number in range(2, 200):
+                tasks.start_soon(one, bridge, b"%d" % number)
     assert sorted(map(int, values(url, "a"))) == [0, *range(200)]
 
 
-def test_listeners_are_never_called_on_the_thread_of_the_loop(run, url):
+async def test_listeners_are_never_called_on_the_thread_of_the_loop(url):
     threads = []
 
     class Listener:
@@ -93,137 +93,103 @@ def test_listeners_are_never_called_on_the_thread_of_the_loop(run, url):
         def txnbridge_event(self, event: Event) -> None:
             threads.append(threading.get_ident())
 
-    async def program():
-        async with await opened(url) as bridge:
-            await one(bridge, b"1")
-
     with plugins.registered(Listener()):
-        run(program)
+        async with aio.connect(url, group_commit=True) as bridge:
+            for _ in range(3):
+                await one(bridge, b"1")
     assert len(threads) == 3 * 2 * 2  # transactions, events of each, phases of each
     assert threading.get_ident() not in threads
 
 
-def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(run, url):
-    async def program():
-        async with await opened(url) as bridge:
-            with anyio.CancelScope() as scope:
-                scope.cancel()
-                await bridge.transaction()
-            assert bridge.sync._writers.open_transactions == set()
-
-    run(program)
+async def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(bridge):
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await bridge.transaction()
+    assert bridge.sync._writers.open_transactions == set()
 
 
-def test_a_commit_that_is_cancelled_before_its_batch_begins_is_no_commit(run, url, held):
-    async def program():
-        async with await opened(url) as bridge:
-            held.go.clear()
-            held.came = 0
-            done = []
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(one, bridge, b"first")
-                await until(lambda: held.came)  # so the next one waits for the next batch
-                with anyio.CancelScope() as scope:
-                    async with bridge.transaction() as txn:
-                        await txn.send("a", b"second")
-                        done.append(txn)
-                        scope.deadline = anyio.current_time() + 0.05
-                assert scope.cancelled_caught and done[0].outcome is Outcome.ABORTED
-                held.go.set()
-
-    run(program)
+async def test_a_commit_that_is_cancelled_before_its_batch_begins_is_no_commit(url, held, bridge):
+    held.hold()
+    done = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one, bridge, b"first")
+        await until(lambda: held.came)  # so the next one waits for the next batch
+        with anyio.CancelScope() as scope:
+            async with bridge.transaction() as txn:
+                await txn.send("a", b"second")
+                done.append(txn)
+                scope.deadline = anyio.current_time() + 0.05
+        assert scope.cancelled_caught and done[0].outcome is Outcome.ABORTED
+        held.go.set()
     assert values(url, "a") == [b"0", b"0", b"first"]
 
 
-def test_a_withdrawn_commit_may_be_repeated(run, url, held):
-    async def program():
-        async with await opened(url) as bridge:
-            held.go.clear()
-            held.came = 0
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(one, bridge, b"first")
-                await until(lambda: held.came)
-                txn = await bridge.transaction()
-                await txn.send("a", b"second")
-                with anyio.move_on_after(0.05):
-                    await txn.commit()
-                assert txn.state is State.OPEN and txn.outcome is None
-                held.go.set()
+async def test_a_withdrawn_commit_may_be_repeated(url, held, bridge):
+    held.hold()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one, bridge, b"first")
+        await until(lambda: held.came)
+        txn = await bridge.transaction()
+        await txn.send("a", b"second")
+        with anyio.move_on_after(0.05):
             await txn.commit()
-            assert txn.outcome is Outcome.COMMITTED
-
-    run(program)
+        assert txn.state is State.OPEN and txn.outcome is None
+        held.go.set()
+    await txn.commit()
+    assert txn.outcome is Outcome.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"first", b"second"]
 
 
-def test_a_commit_that_is_cancelled_in_its_batch_goes_on(run, url, held):
-    async def program():
-        async with await opened(url) as bridge:
-            held.go.clear()
-            held.came = 0
-            txn = await bridge.transaction()
+async def test_a_commit_that_is_cancelled_in_its_batch_goes_on(url, held, bridge):
+    held.hold()
+    txn = await bridge.transaction()
 
-            async def commit():
-                async with txn:
-                    await txn.send("a", b"1")
+    async def commit():
+        async with txn:
+            await txn.send("a", b"1")
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(commit)
-                await until(lambda: held.came)
-                tasks.cancel_scope.cancel()
-            assert txn.outcome is Outcome.UNKNOWN
-            held.go.set()
-            assert await txn.settle() is Outcome.COMMITTED
-
-    run(program)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(commit)
+        await until(lambda: held.came)
+        tasks.cancel_scope.cancel()
+    assert txn.outcome is Outcome.UNKNOWN
+    held.go.set()
+    assert await txn.settle() is Outcome.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"1"]
 
 
-def test_a_member_of_a_batch_that_was_aborted_commits_alone(run, url, monkeypatch):
-    async def program():
-        async with await opened(url) as bridge:
-            sync = bridge.sync
+async def test_a_member_of_a_batch_that_was_aborted_commits_alone(url, monkeypatch, bridge):
+    sync = bridge.sync
 
-            def refuse(shared, members):
-                with shared:
-                    raise DeliveryFailed("refused by the test")
+    def refuse(shared, members):
+        with shared:
+            raise DeliveryFailed("refused by the test")
 
-            with monkeypatch.context() as patch:
-                patch.setattr(sync._group_commit, "_commit", refuse)
-                txn = await one(bridge, b"1")
-            assert txn.outcome is Outcome.COMMITTED
-
-    run(program)
+    with monkeypatch.context() as patch:
+        patch.setattr(sync._group_commit, "_commit", refuse)
+        txn = await one(bridge, b"1")
+    assert txn.outcome is Outcome.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"1"]
 
 
-def test_a_deadline_ends_the_wait_for_a_batch(run, url, held):
-    async def program():
-        async with await opened(url) as bridge:
-            held.go.clear()
-            held.came = 0
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(one, bridge, b"first")
-                await until(lambda: held.came)
-                txn = await bridge.transaction(timeout=1.5)
-                await txn.send("a", b"late")
-                with pytest.raises(DeadlineExceeded):
-                    await txn.commit()
-                await txn.abort()
-                held.go.set()
-
-    run(program)
+async def test_a_deadline_ends_the_wait_for_a_batch(url, held, bridge):
+    held.hold()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one, bridge, b"first")
+        await until(lambda: held.came)
+        txn = await bridge.transaction(timeout=1.5)
+        await txn.send("a", b"late")
+        with pytest.raises(DeadlineExceeded):
+            await txn.commit()
+        await txn.abort()
+        held.go.set()
     assert values(url, "a") == [b"0", b"0", b"first"]
 
 
-def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(run, url):
-    async def program():
-        async with await opened(url) as bridge:
-            with pytest.raises(InvalidOption, match="timeout"):
-                await bridge.transaction(timeout=-1)
-            with pytest.raises(InvalidOption, match="timeout"):
-                await bridge.transaction(timeout="soon", group_commit=False)  # type: ignore[arg-type]
-        with txnbridge.connect(url) as other:
-            assert other.admin.transactions() == []
-
-    run(program)
+async def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(url, bridge):
+    with pytest.raises(InvalidOption, match="timeout"):
+        await bridge.transaction(timeout=-1)
+    with pytest.raises(InvalidOption, match="timeout"):
+        await bridge.transaction(timeout="soon", group_commit=False)  # type: ignore[arg-type]
+    with txnbridge.connect(url) as other:
+        assert other.admin.transactions() == []

@@ -20,23 +20,22 @@ def test_transactions_of_many_tasks_are_whole_and_told_as_they_ended(url, backen
         check_tasks(backend, url, bridge, ["in", "beside"], "out")
 
 
-def test_a_task_that_is_cancelled_as_it_gets_a_thread_hands_it_on():
-    async def program():
-        threads = Threads(1)
-        got = []
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_task_that_is_cancelled_as_it_gets_a_thread_hands_it_on():
+    threads = Threads(1)
+    got = []
 
-        async def take(name: str) -> None:
-            async with threads.one(SOON) as taken:
-                got.append((name, taken))
+    async def take(name: str) -> None:
+        async with threads.one(SOON) as taken:
+            got.append((name, taken))
 
-        async with threads.one(SOON):
-            first, second = asyncio.create_task(take("first")), asyncio.create_task(take("second"))
-            (semaphore,) = threads._semaphores.values()
-            await until(lambda: len(semaphore._waiting) == 2)
-        first.cancel()
-        await asyncio.wait([first, second], timeout=SOON)
-        async with threads.one(0.0) as taken:
-            got.append(("third", taken))
-        assert first.cancelled() and got == [("second", True), ("third", True)]
-
-    asyncio.run(program())
+    async with threads.one(SOON):
+        first, second = asyncio.create_task(take("first")), asyncio.create_task(take("second"))
+        (semaphore,) = threads._semaphores.values()
+        await until(lambda: len(semaphore._waiting) == 2)
+    first.cancel()
+    await asyncio.wait([first, second], timeout=SOON)
+    async with threads.one(0.0) as taken:
+        got.append(("third", taken))
+    assert first.cancelled() and got == [("second", True), ("third", True)]

@@ -14,9 +14,11 @@ from tests.aio.kit import SOON, until, values
 from txnbridge import Abort, Poison, Topic, aio, codecs
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, NotSupported
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
-def full_url(url: str) -> str:
+def url(url: str) -> str:
     """A broker with ten messages to process."""
     with txnbridge.connect(url) as bridge:
         bridge.ensure_topics("out", "dead")
@@ -34,7 +36,7 @@ def left(url: str, group: str) -> int:
 
 
 @pytest.mark.parametrize("way", ["each", "batch"])
-def test_input_and_output_are_one_atom_and_the_handler_runs_on_the_loop(run, full_url, way):
+async def test_input_and_output_are_one_atom_and_the_handler_runs_on_the_loop(url, way, bridge):
     threads = set()
 
     async def each(message, txn):
@@ -46,36 +48,28 @@ def test_input_and_output_are_one_atom_and_the_handler_runs_on_the_loop(run, ful
         threads.add(threading.get_ident())
         await txn.send_many("out", [message.value for message in messages])
 
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            handler: Any = {"each": each} if way == "each" else {"batch": batch}
-            processor = bridge.processor("in", group="g", max_messages=4, **handler)
-            await processor.run(until_idle=True)
-            assert processor.stats.messages == 10 and processor.lag == 0
-
-    run(program)
-    assert values(full_url, "out") == NUMBERS and left(full_url, "g") == 0
+    handler: Any = {"each": each} if way == "each" else {"batch": batch}
+    processor = bridge.processor("in", group="g", max_messages=4, **handler)
+    await processor.run(until_idle=True)
+    assert processor.stats.messages == 10 and processor.lag == 0
+    assert values(url, "out") == NUMBERS and left(url, "g") == 0
     assert threads == {threading.get_ident()}
 
 
-def test_a_block_runs_a_processor_until_its_end(run, full_url):
+async def test_a_block_runs_a_processor_until_its_end(url, bridge):
     async def each(message, txn):
         await txn.send("out", message.value)
 
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            async with bridge.processor("in", group="g", each=each) as processor:
-                await until(lambda: processor.stats.messages == 10)
-                assert processor.healthy
-            assert not processor.healthy
-            with pytest.raises(InvalidState, match="runs once"):
-                await processor.run()
-
-    run(program)
-    assert values(full_url, "out") == NUMBERS
+    async with bridge.processor("in", group="g", each=each) as processor:
+        await until(lambda: processor.stats.messages == 10)
+        assert processor.healthy
+    assert not processor.healthy
+    with pytest.raises(InvalidState, match="runs once"):
+        await processor.run()
+    assert values(url, "out") == NUMBERS
 
 
-def test_failures_are_those_of_the_synchronous_processor(run, full_url):
+async def test_failures_are_those_of_the_synchronous_processor(url):
     attempts = []
 
     async def each(message, txn):
@@ -88,139 +82,118 @@ def test_failures_are_those_of_the_synchronous_processor(run, full_url):
         if message.value == b"7":
             raise ZeroDivisionError
 
-    async def program():
-        async with aio.connect(full_url, create_topics=0) as bridge:
-            processor = bridge.processor("in", group="g", each=each, dead_letter="dead", fatal=ZeroDivisionError)
-            with pytest.raises(ZeroDivisionError):
-                await processor.run()
-            with pytest.raises(NotFound):
-                await bridge.processor("nowhere", group="g", each=each).run()
-            with pytest.raises(NotFound):
-                async with bridge.processor("nowhere", group="g", each=each):
-                    pass
-            with pytest.raises(InvalidOption, match="async def"):
-                bridge.processor("in", group="g", each=lambda message, txn: None)  # type: ignore[arg-type, return-value]
-            with pytest.raises(NotSupported, match="plain handler"):
-                bridge.processor("in", group="g", each=each, db="sqlite:///a.db")
-            with pytest.raises(InvalidOption):
-                bridge.processor("in", group="g", each=each, max_messages=0)
-
-    run(program)
-    assert values(full_url, "out") == [] and left(full_url, "g") == 10
+    async with aio.connect(url, create_topics=0) as bridge:
+        processor = bridge.processor("in", group="g", each=each, dead_letter="dead", fatal=ZeroDivisionError)
+        with pytest.raises(ZeroDivisionError):
+            await processor.run()
+        with pytest.raises(NotFound):
+            await bridge.processor("nowhere", group="g", each=each).run()
+        with pytest.raises(NotFound):
+            async with bridge.processor("nowhere", group="g", each=each):
+                pass
+        with pytest.raises(InvalidOption, match="async def"):
+            bridge.processor("in", group="g", each=lambda message, txn: None)  # type: ignore[arg-type, return-value]
+        with pytest.raises(NotSupported, match="plain handler"):
+            bridge.processor("in", group="g", each=each, db="sqlite:///a.db")
+        with pytest.raises(InvalidOption):
+            bridge.processor("in", group="g", each=each, max_messages=0)
+    assert values(url, "out") == [] and left(url, "g") == 10
 
 
 @pytest.mark.parametrize("how", ["run", "block"])
-def test_a_cancelled_processor_finishes_its_handler(run, full_url, how):
-    async def program():
-        entered = anyio.Event()
+async def test_a_cancelled_processor_finishes_its_handler(url, how):
+    entered = anyio.Event()
 
-        async def batch(messages, txn):
-            entered.set()
-            await anyio.sleep(0.2)
-            await txn.send_many("out", [message.value for message in messages])
+    async def batch(messages, txn):
+        entered.set()
+        await anyio.sleep(0.2)
+        await txn.send_many("out", [message.value for message in messages])
 
-        async def serve():
-            processor = bridge.processor("in", group="g", batch=batch)
-            if how == "run":
-                await processor.run()
-            async with processor:
-                await anyio.sleep(SOON)
+    async def serve():
+        processor = bridge.processor("in", group="g", batch=batch)
+        if how == "run":
+            await processor.run()
+        async with processor:
+            await anyio.sleep(SOON)
 
-        async with aio.connect(full_url) as bridge, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve)
-            await entered.wait()
-            tasks.cancel_scope.cancel()
-
-    run(program)
-    assert values(full_url, "out") == NUMBERS and left(full_url, "g") == 0
+    async with aio.connect(url) as bridge, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve)
+        await entered.wait()
+        tasks.cancel_scope.cancel()
+    assert values(url, "out") == NUMBERS and left(url, "g") == 0
 
 
 @pytest.mark.parametrize("catches", [False, True])
-def test_a_handler_that_does_not_end_in_the_time_of_a_stop_is_cancelled(run, full_url, catches):
+async def test_a_handler_that_does_not_end_in_the_time_of_a_stop_is_cancelled(url, catches):
     ends = []
+    entered = anyio.Event()
 
-    async def program():
-        entered = anyio.Event()
+    async def batch(messages, txn):
+        await txn.send("out", b"never")
+        entered.set()
+        try:
+            await anyio.sleep(10 * SOON)
+        except anyio.get_cancelled_exc_class():
+            ends.append("cancelled")
+            if not catches:
+                raise
 
-        async def batch(messages, txn):
-            await txn.send("out", b"never")
-            entered.set()
-            try:
-                await anyio.sleep(10 * SOON)
-            except anyio.get_cancelled_exc_class():
-                ends.append("cancelled")
-                if not catches:
-                    raise
-
-        async with aio.connect(full_url) as bridge, anyio.create_task_group() as tasks:
-            processor = bridge.processor("in", group="g", batch=batch, stop_timeout=5.0)
-            tasks.start_soon(processor.run)
-            await entered.wait()
-            processor.stop()
-
-    run(program)
+    async with aio.connect(url) as bridge, anyio.create_task_group() as tasks:
+        processor = bridge.processor("in", group="g", batch=batch, stop_timeout=5.0)
+        tasks.start_soon(processor.run)
+        await entered.wait()
+        processor.stop()
     assert ends == ["cancelled"]
-    assert values(full_url, "out") == [] and left(full_url, "g") == 10
+    assert values(url, "out") == [] and left(url, "g") == 10
 
 
-def test_a_handler_that_no_cancellation_ends_loses_its_transaction(run, full_url):
-    async def program():
-        entered = anyio.Event()
+async def test_a_handler_that_no_cancellation_ends_loses_its_transaction(url):
+    entered = anyio.Event()
 
-        async def batch(messages, txn):
-            await txn.send("out", b"never")
-            entered.set()
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(2.0)
+    async def batch(messages, txn):
+        await txn.send("out", b"never")
+        entered.set()
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(2.0)
 
-        async with aio.connect(full_url) as bridge:
-            with pytest.raises(DeadlineExceeded, match="did not end"):
-                async with bridge.processor("in", group="g", batch=batch, stop_timeout=0.5):
-                    await entered.wait()
-
-    run(program)
-    assert values(full_url, "out") == [] and left(full_url, "g") == 10
+    async with aio.connect(url) as bridge:
+        with pytest.raises(DeadlineExceeded, match="did not end"):
+            async with bridge.processor("in", group="g", batch=batch, stop_timeout=0.5):
+                await entered.wait()
+    assert values(url, "out") == [] and left(url, "g") == 10
 
 
-def test_a_processor_that_is_cancelled_again_and_again_passes_each_message_on_once(run, full_url):
+async def test_a_processor_that_is_cancelled_again_and_again_passes_each_message_on_once(url, bridge):
     async def each(message, txn):
         await anyio.sleep(0.002)
         await txn.send("out", message.value)
 
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            async with bridge.transaction() as txn:
-                await txn.send_many("in", [b"%d" % number for number in range(10, 100)])
-            for number in itertools.count():
-                processor = bridge.processor("in", group="g", each=each, max_messages=3)
-                with anyio.move_on_after(0.02 * number) as scope:
-                    await processor.run(until_idle=True)
-                if not scope.cancelled_caught:
-                    break
-            assert number > 3
-
-    run(program)
-    assert sorted(map(int, values(full_url, "out"))) == list(range(100))
+    async with bridge.transaction() as txn:
+        await txn.send_many("in", [b"%d" % number for number in range(10, 100)])
+    for number in itertools.count():
+        processor = bridge.processor("in", group="g", each=each, max_messages=3)
+        with anyio.move_on_after(0.02 * number) as scope:
+            await processor.run(until_idle=True)
+        if not scope.cancelled_caught:
+            break
+    assert number > 3
+    assert sorted(map(int, values(url, "out"))) == list(range(100))
 
 
-def test_messages_are_decoded_and_keep_their_codec_errors(run, full_url):
+async def test_messages_are_decoded_and_keep_their_codec_errors(url, bridge):
     seen = []
 
     async def each(message, txn):
         seen.append(message.value)
 
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            async with bridge.transaction() as txn:
-                await txn.send("in", b"{")
-            processor = bridge.processor(Topic("in", codecs.json), group="g", each=each, dead_letter="dead")
-            await processor.run(until_idle=True)
-
-    run(program)
-    assert seen == list(range(10)) and values(full_url, "dead") == [b"{"]
+    async with bridge.transaction() as txn:
+        await txn.send("in", b"{")
+    processor = bridge.processor(Topic("in", codecs.json), group="g", each=each, dead_letter="dead")
+    await processor.run(until_idle=True)
+    assert seen == list(range(10)) and values(url, "dead") == [b"{"]
 
 
-def test_a_message_that_fails_can_be_tried_again_later(run, full_url):
+async def test_a_message_that_fails_can_be_tried_again_later(url, bridge):
     attempts = []
 
     async def each(message, txn):
@@ -229,10 +202,6 @@ def test_a_message_that_fails_can_be_tried_again_later(run, full_url):
             raise ZeroDivisionError
         await txn.send("out", message.value)
 
-    async def program():
-        async with aio.connect(full_url) as bridge:
-            processor = bridge.processor("in", group="g", each=each, retry=[0.05], dead_letter="dead")
-            await processor.run(until_idle=True)
-
-    run(program)
-    assert sorted(values(full_url, "out")) == NUMBERS and values(full_url, "dead") == []
+    processor = bridge.processor("in", group="g", each=each, retry=[0.05], dead_letter="dead")
+    await processor.run(until_idle=True)
+    assert sorted(values(url, "out")) == NUMBERS and values(url, "dead") == []

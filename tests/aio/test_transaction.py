@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -17,19 +18,30 @@ from txnbridge import Outcome, State, Topic, aio, codecs
 from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import listening, next_commit
 
+pytestmark = pytest.mark.anyio
+
 
 class Held:
     """Holds the threads of calls at one event until `go`."""
 
-    def __init__(self, name: str, phase: str = "before") -> None:
+    at = ("", "")
+
+    def __init__(self) -> None:
         self.go = threading.Event()
         self.came = 0
-        self._at = (name, phase)
 
     def __call__(self, event: txnbridge.Event) -> None:
-        if (event.name, event.phase) == self._at:
+        if (event.name, event.phase) == self.at:
             self.came += 1
             assert self.go.wait(60)
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    """Hold threads at an event of the bridges that are opened behind it, the fixture's among them."""
+    held = Held()
+    with listening(held):
+        yield held
 
 
 async def cancelled_while_held(held: Held, program) -> None:
@@ -40,227 +52,175 @@ async def cancelled_while_held(held: Held, program) -> None:
         tasks.cancel_scope.cancel()
 
 
-def test_the_end_of_a_block_commits_and_an_exception_aborts(run, url):
-    async def program():
-        async with aio.connect(url) as bridge:
-            async with bridge.transaction() as committed:
-                await committed.send("a", b"1", key="k", headers={"h": "x"})
-                await committed.send(Topic("a", codecs.json), {"n": 2})
-            with pytest.raises(ZeroDivisionError):
-                async with bridge.transaction() as failed:
-                    await failed.send("a", b"3")
-                    raise ZeroDivisionError
-            async with bridge.transaction() as quiet:
-                await quiet.send("a", b"4")
-                raise Abort
-            assert (committed.outcome, failed.outcome, quiet.outcome) == (
-                Outcome.COMMITTED,
-                Outcome.ABORTED,
-                Outcome.ABORTED,
-            )
-
-    run(program)
+async def test_the_end_of_a_block_commits_and_an_exception_aborts(url, bridge):
+    async with bridge.transaction() as committed:
+        await committed.send("a", b"1", key="k", headers={"h": "x"})
+        await committed.send(Topic("a", codecs.json), {"n": 2})
+    with pytest.raises(ZeroDivisionError):
+        async with bridge.transaction() as failed:
+            await failed.send("a", b"3")
+            raise ZeroDivisionError
+    async with bridge.transaction() as quiet:
+        await quiet.send("a", b"4")
+        raise Abort
+    assert (committed.outcome, failed.outcome, quiet.outcome) == (Outcome.COMMITTED, Outcome.ABORTED, Outcome.ABORTED)
     assert values(url, "a") == [b"1", b'{"n":2}']
 
 
-def test_a_prepared_transaction_is_ended_by_its_token(run, url):
-    async def program():
-        async with aio.connect(url) as bridge:
-            txn = await bridge.transaction(prepare=True)
-            async with txn:
-                await txn.send("a", b"1")
-            assert txn.state is State.PREPARED and txn.outcome is None and txn.token is not None
-            assert (await bridge.status(txn.token)).state.value == "prepared"
-            assert await bridge.commit(txn.token) is Outcome.COMMITTED
-            assert await bridge.abort(txn.token) is Outcome.COMMITTED
-
-    run(program)
+async def test_a_prepared_transaction_is_ended_by_its_token(url, bridge):
+    txn = await bridge.transaction(prepare=True)
+    async with txn:
+        await txn.send("a", b"1")
+    assert txn.state is State.PREPARED and txn.outcome is None and txn.token is not None
+    assert (await bridge.status(txn.token)).state.value == "prepared"
+    assert await bridge.commit(txn.token) is Outcome.COMMITTED
+    assert await bridge.abort(txn.token) is Outcome.COMMITTED
     assert values(url, "a") == [b"1"]
 
 
-def test_errors_are_those_of_the_synchronous_interface(run, url):
-    async def program():
-        async with aio.connect(url, create_topics=0) as bridge:
-            async with bridge.transaction() as txn:
-                with pytest.raises(NotFound):
-                    await txn.send("nowhere", b"1")
-                with pytest.raises(InvalidOption, match="iterable"):
-                    await txn.send_many("nowhere", anyio.sleep)  # type: ignore[arg-type]
-            with pytest.raises(InvalidOption, match="threads"):
-                aio.connect(url, threads=0)
-            with next_commit(bridge.sync, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as lost:
-                async with bridge.transaction():
-                    pass
-            assert lost.value.token is not None
-            assert (await bridge.status(lost.value.token)).state.value == "committed"
-        with pytest.raises(InvalidState, match="closed"):
-            await bridge.transaction()
-
-    run(program)
+async def test_errors_are_those_of_the_synchronous_interface(url):
+    async with aio.connect(url, create_topics=0) as bridge:
+        async with bridge.transaction() as txn:
+            with pytest.raises(NotFound):
+                await txn.send("nowhere", b"1")
+            with pytest.raises(InvalidOption, match="iterable"):
+                await txn.send_many("nowhere", anyio.sleep)  # type: ignore[arg-type]
+        with pytest.raises(InvalidOption, match="threads"):
+            aio.connect(url, threads=0)
+        with next_commit(bridge.sync, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as lost:
+            async with bridge.transaction():
+                pass
+        assert lost.value.token is not None
+        assert (await bridge.status(lost.value.token)).state.value == "committed"
+    with pytest.raises(InvalidState, match="closed"):
+        await bridge.transaction()
 
 
-def test_the_outcome_of_a_cancelled_commit_is_unknown_until_its_thread_has_ended(run, url):
-    held = Held("commit")
+async def test_the_outcome_of_a_cancelled_commit_is_unknown_until_its_thread_has_ended(url, held, bridge):
+    held.at = "commit", "before"
+    txn = await bridge.transaction()
 
-    async def program():
-        async with aio.connect(url) as bridge:
-            txn = await bridge.transaction()
-
-            async def commit():
-                async with txn:
-                    await txn.send("a", b"1")
-
-            await cancelled_while_held(held, commit)
-            assert txn.outcome is Outcome.UNKNOWN
-            held.go.set()
-            assert await txn.settle() is Outcome.COMMITTED
-
-    with listening(held):
-        run(program)
-    assert values(url, "a") == [b"1"]
-
-
-def test_a_cancelled_commit_without_an_answer_has_a_token(run, url):
-    held = Held("commit")
-
-    async def program():
-        async with aio.connect(url) as bridge:
-            txn = await bridge.transaction(group_commit=False)
-            with next_commit(bridge.sync, Outcome.UNKNOWN):
-                await cancelled_while_held(held, txn.commit)
-                held.go.set()
-                assert await txn.settle() is Outcome.UNKNOWN
-            assert txn.token is not None
-            assert (await bridge.status(txn.token)).state.value == "committed"
-
-    with listening(held):
-        run(program)
-
-
-def test_a_bridge_waits_for_a_commit_whose_task_was_cancelled(run, url):
-    held = Held("commit")
-
-    async def program():
-        async with aio.connect(url) as bridge:
-            txn = await bridge.transaction()
+    async def commit():
+        async with txn:
             await txn.send("a", b"1")
-            await cancelled_while_held(held, txn.commit)
-            threading.Timer(0.1, held.go.set).start()
-        assert txn.outcome is Outcome.COMMITTED
 
-    with listening(held):
-        run(program)
+    await cancelled_while_held(held, commit)
+    assert txn.outcome is Outcome.UNKNOWN
+    held.go.set()
+    assert await txn.settle() is Outcome.COMMITTED
+    assert values(url, "a") == [b"1"]
 
 
-def test_a_cancelled_begin_leaves_no_transaction(run, url):
-    held = Held("transaction.begin", "after")
+async def test_a_cancelled_commit_without_an_answer_has_a_token(held, bridge):
+    held.at = "commit", "before"
+    txn = await bridge.transaction(group_commit=False)
+    with next_commit(bridge.sync, Outcome.UNKNOWN):
+        await cancelled_while_held(held, txn.commit)
+        held.go.set()
+        assert await txn.settle() is Outcome.UNKNOWN
+    assert txn.token is not None
+    assert (await bridge.status(txn.token)).state.value == "committed"
 
-    async def program():
-        async with aio.connect(url, writers=1) as bridge:
 
-            async def begin():
-                await bridge.transaction(group_commit=False)
+async def test_a_bridge_waits_for_a_commit_whose_task_was_cancelled(url, held):
+    held.at = "commit", "before"
+    async with aio.connect(url) as bridge:
+        txn = await bridge.transaction()
+        await txn.send("a", b"1")
+        await cancelled_while_held(held, txn.commit)
+        threading.Timer(0.1, held.go.set).start()
+    assert txn.outcome is Outcome.COMMITTED
 
-            await cancelled_while_held(held, begin)
+
+async def test_a_cancelled_begin_leaves_no_transaction(url, held):
+    held.at = "transaction.begin", "after"
+    async with aio.connect(url, writers=1) as bridge:
+
+        async def begin():
+            await bridge.transaction(group_commit=False)
+
+        await cancelled_while_held(held, begin)
+        held.go.set()
+        async with bridge.transaction(group_commit=False) as txn:  # gets the only writer
+            await txn.send("a", b"1")
+    assert values(url, "a") == [b"1"]
+
+
+async def test_a_second_task_is_refused_while_a_call_runs(url, held, bridge):
+    held.at = "message.send", "before"
+    async with bridge.transaction() as txn:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(txn.send, "a", b"1")
+            await until(lambda: held.came)
+            with pytest.raises(InvalidState, match="one task at a time"):
+                await txn.send("a", b"2")
             held.go.set()
-            async with bridge.transaction(group_commit=False) as txn:  # gets the only writer
-                await txn.send("a", b"1")
-
-    with listening(held):
-        run(program)
     assert values(url, "a") == [b"1"]
 
 
-def test_a_second_task_is_refused_while_a_call_runs(run, url):
-    held = Held("message.send")
-
-    async def program():
-        async with aio.connect(url) as bridge, bridge.transaction() as txn:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(txn.send, "a", b"1")
-                await until(lambda: held.came)
-                with pytest.raises(InvalidState, match="one task at a time"):
-                    await txn.send("a", b"2")
-                held.go.set()
-
-    with listening(held):
-        run(program)
-    assert values(url, "a") == [b"1"]
-
-
-def test_a_call_after_a_cancelled_one_waits_for_it(run, url):
-    held = Held("message.send")
-
-    async def program():
-        async with aio.connect(url) as bridge, bridge.transaction() as txn:
-            await cancelled_while_held(held, lambda: txn.send("a", b"1"))
-            threading.Timer(0.1, held.go.set).start()
-            await txn.send("a", b"2")
-
-    with listening(held):
-        run(program)
+async def test_a_call_after_a_cancelled_one_waits_for_it(url, held, bridge):
+    held.at = "message.send", "before"
+    async with bridge.transaction() as txn:
+        await cancelled_while_held(held, lambda: txn.send("a", b"1"))
+        threading.Timer(0.1, held.go.set).start()
+        await txn.send("a", b"2")
     assert values(url, "a") == [b"1", b"2"]
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_more_tasks_than_threads_and_writers_all_commit(run, url, alone):
-    async def program():
-        async with aio.connect(url, writers=2, threads=2, group_commit=None if alone else True) as bridge:
+async def test_more_tasks_than_threads_and_writers_all_commit(url, alone):
+    async with aio.connect(url, writers=2, threads=2, group_commit=None if alone else True) as bridge:
 
-            async def work(number):
-                async with bridge.transaction(group_commit=not alone) as txn:
-                    await txn.send("a", b"%d" % number)
-                    await anyio.sleep(0)
-                    await txn.send_many("b", [b"%d" % number] * 20)
+        async def work(number):
+            async with bridge.transaction(group_commit=not alone) as txn:
+                await txn.send("a", b"%d" % number)
+                await anyio.sleep(0)
+                await txn.send_many("b", [b"%d" % number] * 20)
 
-            async with anyio.create_task_group() as tasks:
-                for number in range(40):
-                    tasks.start_soon(work, number)
-
-    run(program)
+        async with anyio.create_task_group() as tasks:
+            for number in range(40):
+                tasks.start_soon(work, number)
     assert sorted(map(int, values(url, "a"))) == list(range(40))
 
 
-def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
-    async def program():
-        async with aio.connect(url, writers=1, threads=1) as bridge:
-            async with bridge.transaction(group_commit=False), anyio.create_task_group() as tasks:
+async def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(url):
+    async with aio.connect(url, writers=1, threads=1) as bridge:
+        async with bridge.transaction(group_commit=False), anyio.create_task_group() as tasks:
 
-                async def wait(seconds):
-                    with pytest.raises(DeadlineExceeded, match="writers"):
-                        await bridge.transaction(timeout=seconds, group_commit=False)
+            async def wait(seconds):
+                with pytest.raises(DeadlineExceeded, match="writers"):
+                    await bridge.transaction(timeout=seconds, group_commit=False)
 
-                tasks.start_soon(wait, 0.4)  # in the only thread
-                tasks.start_soon(wait, 0.2)  # on the loop
-
-    run(program)
+            tasks.start_soon(wait, 0.4)  # in the only thread
+            tasks.start_soon(wait, 0.2)  # on the loop
 
 
-def test_the_time_that_a_task_waits_on_the_loop_counts_for_its_transaction(run, url):
-    async def program():
-        async with aio.connect(url, writers=1, threads=1) as bridge:
-            holder = await bridge.transaction(group_commit=False)
+async def test_the_time_that_a_task_waits_on_the_loop_counts_for_its_transaction(url):
+    async with aio.connect(url, writers=1, threads=1) as bridge:
+        holder = await bridge.transaction(group_commit=False)
 
-            async def begin():
-                async with bridge.transaction(timeout=20, group_commit=False) as txn:
-                    left.append(txn.deadline + time.monotonic())
+        async def begin():
+            async with bridge.transaction(timeout=20, group_commit=False) as txn:
+                left.append(txn.deadline + time.monotonic())
 
-            left: list[float] = []
-            async with anyio.create_task_group() as tasks:
-                latest = time.monotonic() + 20 + 0.2
-                for _ in range(2):  # one in the only thread, one on the loop
-                    tasks.start_soon(begin)
-                await anyio.sleep(0.5)
-                await holder.abort()
-            assert len(left) == 2 and max(left) < latest
-
-    run(program)
+        left: list[float] = []
+        async with anyio.create_task_group() as tasks:
+            latest = time.monotonic() + 20 + 0.2
+            for _ in range(2):  # one in the only thread, one on the loop
+                tasks.start_soon(begin)
+            await anyio.sleep(0.5)
+            await holder.abort()
+        assert len(left) == 2 and max(left) < latest
 
 
-def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
+async def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(url):
     begins: list[txnbridge.Event] = []
 
-    async def program():
+    def note(event: txnbridge.Event) -> None:
+        if (event.name, event.phase) == ("transaction.begin", "before"):
+            begins.append(event)
+
+    with listening(note):
         async with aio.connect(url, writers=1, threads=2) as bridge:
             async with bridge.transaction(group_commit=False), anyio.create_task_group() as tasks:
 
@@ -274,52 +234,32 @@ def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
                 assert len(begins) == 3
                 tasks.cancel_scope.cancel()
 
-    def note(event: txnbridge.Event) -> None:
-        if (event.name, event.phase) == ("transaction.begin", "before"):
-            begins.append(event)
 
-    with listening(note):
-        run(program)
-
-
-def test_a_block_that_is_cancelled_waits_for_its_abort(run, url):
-    held = Held("abort")
-
-    async def program():
-        async with aio.connect(url) as bridge:
-            with anyio.CancelScope() as scope:
-                async with bridge.transaction() as txn:
-                    threading.Timer(0.1, held.go.set).start()
-                    scope.cancel()
-                    await txn.send("a", b"1")
-            assert scope.cancelled_caught and txn.outcome is Outcome.ABORTED
-
-    with listening(held):
-        run(program)
+async def test_a_block_that_is_cancelled_waits_for_its_abort(held, bridge):
+    held.at = "abort", "before"
+    with anyio.CancelScope() as scope:
+        async with bridge.transaction() as txn:
+            threading.Timer(0.1, held.go.set).start()
+            scope.cancel()
+            await txn.send("a", b"1")
+    assert scope.cancelled_caught and txn.outcome is Outcome.ABORTED
     assert held.came
 
 
-def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(run, url):
-    held = Held("message.send")
-
-    async def program():
-        async with aio.connect(url) as bridge:
-            txn = await bridge.transaction()
-            await cancelled_while_held(held, lambda: txn.send("a", b"1"))
-            with anyio.move_on_after(0.05):
-                await txn.abort()
-            assert txn.outcome is Outcome.UNKNOWN
-            held.go.set()
-            assert await txn.settle() is Outcome.ABORTED
-
-    with listening(held):
-        run(program)
+async def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(held, bridge):
+    held.at = "message.send", "before"
+    txn = await bridge.transaction()
+    await cancelled_while_held(held, lambda: txn.send("a", b"1"))
+    with anyio.move_on_after(0.05):
+        await txn.abort()
+    assert txn.outcome is Outcome.UNKNOWN
+    held.go.set()
+    assert await txn.settle() is Outcome.ABORTED
 
 
-def test_nothing_of_a_transaction_runs_on_the_thread_of_the_loop(run, url):
+async def test_all_of_a_transaction_runs_off_the_thread_of_the_loop(url):
     threads = set()
-
-    async def program():
+    with listening(lambda event: threads.add(threading.get_ident())):
         async with aio.connect(url) as bridge:
             async with bridge.transaction() as txn:
                 await txn.send("a", b"1")
@@ -330,41 +270,31 @@ def test_nothing_of_a_transaction_runs_on_the_thread_of_the_loop(run, url):
                 async with bridge.transaction() as txn:
                     await txn.send("a", b"1")
                     raise ZeroDivisionError
-
-    with listening(lambda event: threads.add(threading.get_ident())):
-        run(program)
     assert threads and threading.get_ident() not in threads
 
 
-def test_a_send_of_a_gathered_transaction_needs_no_thread(run, url, monkeypatch):
-    async def program():
-        async with aio.connect(url, group_commit=True) as bridge:
-            async with bridge.transaction() as txn:
-                await txn.send("a", b"1")  # the first message of a topic goes through a writer
-            async with bridge.transaction() as txn:
-                with monkeypatch.context() as patch:
-                    patch.setattr(to_thread, "run_sync", None)
-                    await txn.send("a", b"2", key="k")
-                    with pytest.raises(InvalidOption):
-                        await txn.send("a", b"3", key=3)
+async def test_a_send_of_a_gathered_transaction_needs_no_thread(url, monkeypatch):
+    async with aio.connect(url, group_commit=True) as bridge:
+        async with bridge.transaction() as txn:
+            await txn.send("a", b"1")  # the first message of a topic goes through a writer
+        async with bridge.transaction() as txn:
+            with monkeypatch.context() as patch:
+                patch.setattr(to_thread, "run_sync", None)
+                await txn.send("a", b"2", key="k")
                 with pytest.raises(InvalidOption):
-                    await txn.send("a", "text")
-
-    run(program)
+                    await txn.send("a", b"3", key=3)
+            with pytest.raises(InvalidOption):
+                await txn.send("a", "text")
     assert values(url, "a") == [b"1", b"2"]
 
 
-def test_threads_get_the_context_of_their_task(run, url):
+async def test_threads_get_the_context_of_their_task(url):
     user = contextvars.ContextVar[str]("user")
     seen = []
-
-    async def program():
+    with listening(lambda event: seen.append(user.get(None))):
         user.set("ada")
         async with aio.connect(url) as bridge, bridge.transaction() as txn:
             await txn.send("a", b"1")
-
-    with listening(lambda event: seen.append(user.get(None))):
-        run(program)
     assert set(seen) == {"ada"}
 
 
@@ -385,34 +315,27 @@ def test_a_bridge_can_be_used_on_another_loop(url):
     assert values(url, "a") == [b"1", b"2", b"3"]
 
 
-def test_a_bridge_whose_opening_was_cancelled_is_closed(run, url):
-    held = Held("bridge.open")
+async def test_a_bridge_whose_opening_was_cancelled_is_closed(url, held):
+    held.at = "bridge.open", "before"
     seen = []
 
-    async def program():
-        async def connect():
-            await aio.connect(url)
+    async def connect():
+        await aio.connect(url)
 
+    with listening(lambda event: seen.append(event.name)):
         await cancelled_while_held(held, connect)
         held.go.set()
         await until(lambda: "bridge.close" in seen)
 
-    with listening(lambda event: seen.append(event.name)), listening(held):
-        run(program)
 
-
-def test_a_timeout_of_asyncio_leaves_a_commit_to_its_thread(url):
-    held = Held("commit")
-
-    async def program():
-        async with aio.connect(url) as bridge:
-            txn = await bridge.transaction()
-            await txn.send("a", b"1")
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(txn.commit(), 0.1)
-            assert txn.outcome is Outcome.UNKNOWN
-            held.go.set()
-
-    with listening(held):
-        asyncio.run(program())
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_timeout_of_asyncio_leaves_a_commit_to_its_thread(url, held, bridge):
+    held.at = "commit", "before"
+    txn = await bridge.transaction()
+    await txn.send("a", b"1")
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(txn.commit(), 0.1)
+    assert txn.outcome is Outcome.UNKNOWN
+    held.go.set()
+    assert await txn.settle() is Outcome.COMMITTED
     assert values(url, "a") == [b"1"]
