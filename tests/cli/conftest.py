@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -39,6 +43,28 @@ def bridge(url: str) -> Iterator[txnbridge.Bridge]:
 def invoke() -> Invoke:
     """Run the command line in this process."""
     return lambda *args, **options: CliRunner().invoke(main, args, **options)
+
+
+@pytest.fixture
+def refused(invoke: Invoke) -> Callable[..., str]:
+    """Make a wrong call, and return what it says."""
+
+    def call(*args: str, **options: object) -> str:
+        result = invoke(*args, **options)
+        assert result.exit_code == 2, result.output
+        return result.stderr
+
+    return call
+
+
+@contextmanager
+def started(*args: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a process of its own, which is ended."""
+    with subprocess.Popen([sys.executable, "-u", "-m", "txnbridge.cli", *args], **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture

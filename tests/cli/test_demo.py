@@ -43,29 +43,14 @@ def play(tmp_path: Path, *args: str, **more: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """One performance for those who only look at it, and the folder that was its temporary one."""
-    folder = tmp_path_factory.mktemp("demo")
-    return play(folder), folder / "tmp"
-
-
-def test_every_claim_is_checked_and_held(played):
-    run, _ = played
+def test_every_claim_is_checked_and_held_without_colour_and_without_traces(tmp_path):
+    run = play(tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     story, summary = run.stdout.split(f"{CLAIMS} claims checked in ")
     assert len(re.findall(r"^  ✓ ", story, re.MULTILINE)) == CLAIMS
     assert len(re.findall(r"^✓ ", summary, re.MULTILINE)) == CLAIMS
-    assert "✗" not in run.stdout
-
-
-def test_without_a_terminal_there_is_no_colour(played):
-    assert "\x1b" not in played[0].stdout
-
-
-def test_nothing_is_left_behind(played):
-    _, temporary = played
-    assert list(temporary.iterdir()) == []
+    assert "✗" not in run.stdout and "\x1b" not in run.stdout
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_plain_encoding_is_enough_and_the_text_is_as_wide_as_asked_for(tmp_path):

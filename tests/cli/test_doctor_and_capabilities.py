@@ -65,13 +65,10 @@ def test_the_worst_finding_is_the_exit_code(invoke, findings, code):
     assert examine(invoke, Patient(*findings)).exit_code == code
 
 
-def test_each_finding_is_shown_with_its_remedy(invoke):
+def test_each_finding_is_shown_with_its_remedy_and_told_as_json(invoke):
     shown = [line.split(maxsplit=1) for line in examine(invoke, Patient(OK, WARNING, PROBLEM)).stdout.splitlines()]
     assert [line[0] for line in shown[1:]] == ["ok", "warning", "PROBLEM"]
     assert "is slow Remedy: wind it up" in shown[2][1]
-
-
-def test_findings_as_json(invoke):
     assert json.loads(examine(invoke, Patient(OK, WARNING), "--json").stdout) == [
         {"level": "ok", "subject": "disk", "text": "is fine", "remedy": ""},
         {"level": "warning", "subject": "clock", "text": "is slow", "remedy": "wind it up"},

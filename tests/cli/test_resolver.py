@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from txnbridge_conformance.observing import eventually
 
-from tests.cli.conftest import Invoke
+from tests.cli.conftest import Invoke, started
 from txnbridge import Bridge, Decision, connect
 from txnbridge.testing import Child
 
@@ -47,19 +48,20 @@ def leave_undecided(bridge: Bridge, *values: bytes) -> list[str]:
 def test_a_process_of_its_own_asks_until_it_is_stopped(url: str, bridge: Bridge, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(SHOP)
     leave_undecided(bridge, b"booked", b"not booked")
-    command = [sys.executable, "-m", "txnbridge.cli", "resolver", "run", "--group", "shop", "--check"]
-    asking = subprocess.Popen(
-        [*command, "shop:was_booked", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    try:
-        eventually(lambda: [m.value for m in bridge.read("orders", 10)] == [b"booked"], "it is published")
-        asking.send_signal(signal.SIGTERM)
-        told, _ = asking.communicate(timeout=60)
-    finally:
-        asking.kill()
-    assert (asking.returncode, json.loads(told)["committed"]) == (0, 1)
-    missing = subprocess.run([*command, "shop:nothing"], cwd=tmp_path, capture_output=True, text=True)
-    assert missing.returncode == 2 and "has no 'nothing'" in missing.stderr
+    command = ["resolver", "run", "--group", "shop", "--check"]
+    end_when_published(bridge, b"booked", *command, "shop:was_booked", cwd=tmp_path, stderr=subprocess.DEVNULL)
+    missing = [sys.executable, "-m", "txnbridge.cli", *command, "shop:nothing"]
+    done = subprocess.run(missing, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "has no 'nothing'" in done.stderr
+
+
+def end_when_published(bridge: Bridge, value: bytes, *command: str, **options: Any) -> None:
+    """Let a resolver of its own process publish a value, and stop it."""
+    with started(*command, "--json", stdout=subprocess.PIPE, **options) as process:
+        eventually(lambda: [m.value for m in bridge.read("orders", 10)] == [value], "it is published")
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=60)
+    assert (process.returncode, json.loads(told)["committed"]) == (0, 1)
 
 
 def sell_and_die(url: str, database: str) -> None:
@@ -67,27 +69,14 @@ def sell_and_die(url: str, database: str) -> None:
         txn.send("orders", b"sold")
 
 
-def test_the_rows_of_a_database_answer_for_a_process_that_died(
-    url: str, bridge: Bridge, tmp_path: Path, invoke: Invoke
-) -> None:
+def test_the_rows_of_a_database_answer_for_a_process_that_died(url, bridge, tmp_path, invoke):
     database = f"sqlite:///{tmp_path}/shop.db"
     with Child(sell_and_die, url, database, kill="database.commit/after") as child:
         child.stopped()
     command = ["resolver", "run", "--group", "shop"]
     for wrong in ([], ["--check", "json:dumps", "--database", database]):
         assert "either --check or --database" in invoke(*command, *wrong).output
-    answering = subprocess.Popen(
-        [sys.executable, "-m", "txnbridge.cli", *command, "--json"],
-        env=os.environ | {"TXNBRIDGE_DATABASE": database},
-        stdout=subprocess.PIPE,
-    )
-    try:
-        eventually(lambda: [m.value for m in bridge.read("orders", 10)] == [b"sold"], "it is published")
-        answering.send_signal(signal.SIGTERM)
-        told, _ = answering.communicate(timeout=60)
-    finally:
-        answering.kill()
-    assert (answering.returncode, json.loads(told)["committed"]) == (0, 1)
+    end_when_published(bridge, b"sold", *command, env=os.environ | {"TXNBRIDGE_DATABASE": database})
 
 
 def test_what_nobody_answered_for_is_listed_resumed_and_ended(url: str, bridge: Bridge, invoke: Invoke) -> None:

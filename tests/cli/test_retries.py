@@ -30,12 +30,6 @@ def waits(bridge):
     return time.time()
 
 
-def test_no_retry_topics(invoke, bridge):
-    assert invoke("retries", "list").stdout == "no retry topics\n"
-    result = invoke("retries", "list", "--group", "shiping")
-    assert (result.exit_code, "there is no retry topic of group 'shiping'" in result.stderr) == (2, True)
-
-
 def test_what_waits_is_listed_by_topic_without_what_is_processed(invoke, bridge, waits):
     emptied, waiting = json.loads(invoke("retries", "list", "--json").stdout)
     assert emptied == {
