@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import sqlalchemy as sa
 
-from tests.sql.mariadb import MariaDB
+import txnbridge
 from tests.sql.postgres import Postgres
+from tests.sql.server import MariaDB
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +41,37 @@ def new_database(request, tmp_path):
 @pytest.fixture
 def url(new_database):
     return new_database()
+
+
+@pytest.fixture
+def open_engine():
+    """Make engines, whose connections are closed in the end."""
+    engines = []
+
+    def open_one(url, **settings):
+        engines.append(sa.create_engine(url, **settings))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.dispose()
+
+
+@pytest.fixture
+def careless(tmp_path, open_engine):
+    """An SQLite that does not wait for the disk."""
+    engine = open_engine(f"sqlite:///{tmp_path / 'careless.db'}")
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+    return engine
+
+
+@pytest.fixture
+def shop(fresh):
+    """A broker and a database, as the test's module makes them."""
+    return fresh()
+
+
+@pytest.fixture
+def bridge(shop):
+    with txnbridge.connect(shop.url) as bridge:
+        yield bridge

@@ -1,13 +1,16 @@
-"""Programs with a relay, which tests run in processes of their own and kill."""
+"""What tests of databases share, and programs with a relay, which they run in processes of their own and kill."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import sqlalchemy as sa
 
 import txnbridge
 from txnbridge import TxnBridgeError
@@ -22,6 +25,23 @@ class Shop(NamedTuple):
 
     url: str
     database: str
+
+
+def scalars(database: str, query: sa.Select[Any]) -> list[Any]:
+    engine = sa.create_engine(database, poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        return list(connection.scalars(query))
+
+
+def confuse_names(database: str, *tables: sa.Table) -> None:
+    """Make tables that take 'a' and 'A' for the same, as a hand or an older version may have made them."""
+    engine = sa.create_engine(database, poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        for table in tables:
+            made = str(sa.schema.CreateTable(table).compile(dialect=engine.dialect))
+            if engine.dialect.name == "sqlite":
+                made = re.sub(r"VARCHAR\(\d+\)", "VARCHAR COLLATE NOCASE", made)
+            connection.exec_driver_sql(made.replace("utf8mb4_nopad_bin", "utf8mb4_general_ci"))
 
 
 def outbox() -> Outbox:

@@ -19,7 +19,7 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 import txnbridge
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
-from tests.sql.outbox_programs import Shop
+from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
 from txnbridge._base.connection import Connection
@@ -79,19 +79,11 @@ def try_to_sell(shop: Shop, writes: bool) -> tuple[str, Outcome | None]:
 
 
 def sold(database):
-    return sorted(value.encode() for value in column(database, sa.select(ROWS.c.value)))
+    return sorted(value.encode() for value in scalars(database, sa.select(ROWS.c.value)))
 
 
 def barrier_rows(database):
-    return column(database, sa.select(BARRIER.c.decision))
-
-
-def column(database, query):
-    engine = sa.create_engine(database)
-    with engine.connect() as connection:
-        found = list(connection.scalars(query))
-    engine.dispose()
-    return found
+    return scalars(database, sa.select(BARRIER.c.decision))
 
 
 def waiting(bridge):
@@ -136,30 +128,15 @@ def fresh(new_database, tmp_path):
         database = new_database()
         with txnbridge.connect(address) as bridge:
             bridge.ensure_topics("orders", "audit")
-        engine = sa.create_engine(database)
-        ROWS.create(engine)
-        engine.dispose()
+        ROWS.create(sa.create_engine(database, poolclass=sa.NullPool))
         return Shop(address, database)
 
     return make
 
 
 @pytest.fixture
-def shop(fresh):
-    return fresh()
-
-
-@pytest.fixture
-def engine(shop):
-    engine = sa.create_engine(shop.database)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def bridge(shop):
-    with txnbridge.connect(shop.url) as bridge:
-        yield bridge
+def engine(shop, open_engine):
+    return open_engine(shop.database)
 
 
 @pytest.fixture
@@ -307,14 +284,13 @@ def test_a_statement_that_ends_the_database_transaction_behind_sqlalchemy_publis
     assert one_for_one(shop, bridge) == [b"1"]
 
 
-def test_a_session_does_not_write_to_a_second_database_in_the_block(shop, engine, bridge, fresh):
-    other = sa.create_engine(fresh().database)
+def test_a_session_does_not_write_to_a_second_database_in_the_block(shop, engine, bridge, open_engine, fresh):
+    other = open_engine(fresh().database)
     session = orm.Session(engine)
     with pytest.raises(InvalidState, match="second"), bridge.transaction(db=session) as txn:
         txn.send("orders", b"1")
         session.execute(insert(b"1"), bind_arguments={"bind": other})
     assert sold(other.url.render_as_string(hide_password=False)) == one_for_one(shop, bridge) == []
-    other.dispose()
 
 
 def in_transaction(connection):
@@ -617,9 +593,7 @@ def test_a_row_that_a_resolver_has_deleted_is_not_taken_for_an_abort(shop, engin
 
 def test_a_constraint_that_fails_at_the_commit_aborts(shop, engine, bridge):
     table = sa.Table(
-        "child",
-        sa.MetaData(),
-        sa.Column("of", sa.ForeignKey(ROWS.c.value, deferrable=True, initially="DEFERRED")),
+        "child", sa.MetaData(), sa.Column("of", sa.ForeignKey(ROWS.c.value, deferrable=True, initially="DEFERRED"))
     )
     table.create(engine)
     if engine.dialect.name == "sqlite":
@@ -691,10 +665,10 @@ def test_where_only_a_resolver_publishes_a_bridge_does_so_before_it_is_closed(sh
 
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
-def test_rows_and_messages_agree_on_real_brokers(postgres, tmp_path, name):
+def test_rows_and_messages_agree_on_real_brokers(postgres, open_engine, tmp_path, name):
     with started(name, tmp_path) as (address, _), txnbridge.connect(address, application="shop") as bridge:
         shop = Shop(address, postgres.new_database())
-        engine = sa.create_engine(shop.database)
+        engine = open_engine(shop.database)
         ROWS.create(engine)
         for topic in ("orders", "audit"):
             bridge.admin.create_topic(topic, 2)
@@ -711,7 +685,6 @@ def test_rows_and_messages_agree_on_real_brokers(postgres, tmp_path, name):
         assert sold(shop.database) == expected
         eventually(lambda: sorted(values(bridge, "orders")) == expected, "it is published")
         eventually(lambda: sorted(values(bridge, "audit")) == expected, "it is published")
-        engine.dispose()
 
 
 def sell_as(shop: Shop, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sqlite3
 import sys
 import threading
@@ -20,6 +19,7 @@ from tests.core.races import Through, race
 from tests.in_time import takes, within
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read
+from tests.sql.outbox_programs import confuse_names
 from txnbridge import Decision, TokenState, plugins
 from txnbridge.errors import (
     AccessDenied,
@@ -62,12 +62,10 @@ def open_named(url, open_logs):
 
 
 @pytest.fixture
-def behind(url):
+def behind(url, open_engine):
     """A connection of somebody else."""
-    engine = sa.create_engine(url)
-    with engine.connect() as connection:
+    with open_engine(url).connect() as connection:
         yield connection
-    engine.dispose()
 
 
 class TestTrimming(ExactTrimming):
@@ -98,14 +96,13 @@ def test_the_logs_of_one_database_have_one_place_and_each_database_its_own(url, 
     assert open_logs(f"sqlite:///{tmp_path / 'other.db'}").cluster(Deadline(SOON)) != places[0]
 
 
-def test_the_callers_engine_stays_open(url):
-    engine = sa.create_engine(url)
+def test_the_callers_engine_stays_open(url, open_engine):
+    engine = open_engine(url)
     logs = SqlLogs(engine)
     append(logs.decision_log("mine", Deadline(SOON)), b"0")
     logs.close()
     with engine.connect() as connection:
         assert connection.scalar(sa.text("SELECT count(*) FROM txnbridge_log_records")) == 1
-    engine.dispose()
 
 
 def test_a_log_whose_row_is_gone_says_so(log, behind):
@@ -143,34 +140,21 @@ def test_logs_whose_names_differ_by_case_an_accent_or_a_space_are_different_logs
     assert [read(log) for log in logs] == [[((0,), b"%d" % number)] for number in range(4)]
 
 
-def confuse_names(database, *tables):
-    """Make tables that take 'a' and 'A' for the same, as a hand or an older version may have made them."""
-    engine = sa.create_engine(database)
-    with engine.begin() as connection:
-        for table in tables:
-            made = str(sa.schema.CreateTable(table).compile(dialect=engine.dialect))
-            if engine.dialect.name == "sqlite":
-                made = re.sub(r"VARCHAR\(\d+\)", "VARCHAR COLLATE NOCASE", made)
-            connection.exec_driver_sql(made.replace("utf8mb4_nopad_bin", "utf8mb4_general_ci"))
-    engine.dispose()
-
-
-def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_refused(url, open_logs):
+def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_refused(url, open_logs, open_engine):
     if url.startswith("postgresql"):
         pytest.skip("PostgreSQL compares exactly")
     confuse_names(url, sql_log._logs)
     with pytest.raises(InvalidOption, match="exactly"):
         open_logs(url).decision_log("shop", Deadline(SOON))
-    engine = sa.create_engine(url)
+    engine = open_engine(url)
     sql_log._logs.drop(engine)
     with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
         SqlLogs(engine.execution_options(isolation_level="AUTOCOMMIT")).decision_log("shop", Deadline(SOON))
     append(open_logs(url).decision_log("shop", Deadline(SOON)), b"0")
-    engine.dispose()
 
 
-def test_a_process_that_opens_the_logs_beside_another_one_finds_its_place(url, open_logs):
-    engine = sa.create_engine(url)
+def test_a_process_that_opens_the_logs_beside_another_one_finds_its_place(url, open_logs, open_engine):
+    engine = open_engine(url)
     place: list[str] = []
 
     @sa.event.listens_for(engine, "before_cursor_execute")
@@ -180,13 +164,12 @@ def test_a_process_that_opens_the_logs_beside_another_one_finds_its_place(url, o
             place[0] = open_logs(url).cluster(Deadline(SOON))
 
     assert SqlLogs(engine).cluster(Deadline(SOON)) == place[0]
-    engine.dispose()
 
 
 @pytest.mark.parametrize("state", ["42P07", "42710", "23505"])
-def test_a_table_that_another_process_makes_at_the_same_time_is_looked_for_again(tmp_path, state):
+def test_a_table_that_another_process_makes_at_the_same_time_is_looked_for_again(tmp_path, open_engine, state):
     errors = pytest.importorskip("psycopg.errors")
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
+    engine = open_engine(f"sqlite:///{tmp_path / 'made.db'}")
     exists = [sa.exc.DBAPIError.instance("CREATE TABLE", {}, errors.lookup(state)("it exists"), errors.Error)]
 
     @sa.event.listens_for(engine, "before_cursor_execute")
@@ -195,7 +178,6 @@ def test_a_table_that_another_process_makes_at_the_same_time_is_looked_for_again
             raise exists.pop()
 
     append(SqlLogs(engine).decision_log("any", Deadline(SOON)), b"0")
-    engine.dispose()
 
 
 def test_an_engine_whose_url_names_no_database_is_taken(tmp_path):
@@ -208,12 +190,11 @@ def test_an_engine_whose_url_names_no_database_is_taken(tmp_path):
         SqlLogs(in_memory).decision_log("any", Deadline(SOON))
 
 
-def test_a_database_that_is_not_tested_is_refused(tmp_path):
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'other.db'}")
+def test_a_database_that_is_not_tested_is_refused(tmp_path, open_engine):
+    engine = open_engine(f"sqlite:///{tmp_path / 'other.db'}")
     engine.dialect.name = "oracle"
     with pytest.raises(NotSupported, match="MariaDB and SQLite, not oracle"):
         SqlLogs(engine).decision_log("any", Deadline(SOON))
-    engine.dispose()
 
 
 @pytest.mark.live
@@ -249,12 +230,9 @@ def test_a_name_that_is_too_long_is_refused(url, open_logs):
         open_logs(url).decision_log("x" * 256, Deadline(SOON))
 
 
-def test_sqlite_that_does_not_wait_for_the_disk_is_refused(tmp_path):
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'careless.db'}")
-    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+def test_sqlite_that_does_not_wait_for_the_disk_is_refused(careless):
     with pytest.raises(InvalidOption, match="synchronous"):
-        SqlLogs(engine).decision_log("any", Deadline(SOON))
-    engine.dispose()
+        SqlLogs(careless).decision_log("any", Deadline(SOON))
 
 
 @pytest.mark.live
@@ -354,8 +332,8 @@ def test_a_log_outlives_kill_9_of_its_server(request, open_logs, name):
     assert read(log) == [*((at, b"%d" % number) for number, at in enumerate(told)), (last, b"20")]
 
 
-def test_a_commit_that_sqlite_refuses_leaves_no_transaction_open(tmp_path):
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'read.db'}", connect_args={"timeout": 0.1})
+def test_a_commit_that_sqlite_refuses_leaves_no_transaction_open(tmp_path, open_engine):
+    engine = open_engine(f"sqlite:///{tmp_path / 'read.db'}", connect_args={"timeout": 0.1})
     log = SqlLogs(engine).decision_log("read", Deadline(SOON))
     with engine.connect() as reader:
         reader.exec_driver_sql("BEGIN")
@@ -365,11 +343,10 @@ def test_a_commit_that_sqlite_refuses_leaves_no_transaction_open(tmp_path):
         assert bounds(log) == (None, None)
     append(log, b"1")
     assert [record for _, record in read(log)] == [b"1"]
-    engine.dispose()
 
 
-def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_logs):
-    engine = sa.create_engine(url)
+def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_engine):
+    engine = open_engine(url)
     log = SqlLogs(engine).decision_log("lost", Deadline(SOON))
     lost = iter([True])
 
@@ -383,7 +360,6 @@ def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_
         log.append(b"0", Deadline(SOON))
     append(log, b"0")
     assert [record for _, record in read(log)] == [b"0", b"0"]
-    engine.dispose()
 
 
 class OwnLog(Through):
@@ -398,9 +374,7 @@ class OwnLog(Through):
 
 
 @pytest.mark.parametrize(
-    ("count", "dying"),
-    [(60, 0.02), pytest.param(1_000, 0.004, marks=pytest.mark.full)],
-    ids=["some", "a-thousand"],
+    ("count", "dying"), [(60, 0.02), pytest.param(1_000, 0.004, marks=pytest.mark.full)], ids=["some", "a-thousand"]
 )
 @pytest.mark.timeout(1200)
 def test_four_processes_race_and_nobody_disagrees(url, tmp_path, count, dying):

@@ -17,9 +17,8 @@ from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
-from tests.sql.outbox_programs import Shop
+from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
-from tests.sql.test_log import confuse_names
 from txnbridge import (
     Abort,
     AccessDenied,
@@ -117,17 +116,18 @@ def feed(bridge, *messages):
             txn.send("in", value, partition=number % 2)
 
 
+def relay_all(bridge, shop):
+    with bridge.relay(BOX, shop.database) as relay:
+        eventually(lambda: relay.lag == 0, "rows wait")
+
+
 def all_is_acknowledged(bridge):
     with bridge.consumer("in", group="g") as consumer:
         return not consumer.poll(timeout=0.3)
 
 
 def done(database):
-    engine = sa.create_engine(database)
-    with engine.connect() as connection:
-        found = [value.encode() for value in connection.scalars(sa.select(DONE.c.value).order_by(DONE.c.id))]
-    engine.dispose()
-    return found
+    return [value.encode() for value in scalars(database, sa.select(DONE.c.value).order_by(DONE.c.id))]
 
 
 @pytest.fixture
@@ -136,32 +136,18 @@ def fresh(new_database, tmp_path):
     brokers = itertools.count()
 
     def make(messages=()):
-        address, database = (
-            f"embedded:{tmp_path / f'broker{next(brokers)}.db'}?lease_seconds={LEASE_SECONDS}",
-            new_database(),
-        )
+        address = f"embedded:{tmp_path / f'broker{next(brokers)}.db'}?lease_seconds={LEASE_SECONDS}"
+        database = new_database()
         with txnbridge.connect(address) as bridge:
             for topic in ("in", "out", "dead"):
                 bridge.admin.create_topic(topic, 2)
             feed(bridge, *messages)
-        engine = sa.create_engine(database)
+        engine = sa.create_engine(database, poolclass=sa.NullPool)
         DONE.create(engine)
         BOX.create(engine)
-        engine.dispose()
         return Shop(address, database)
 
     return make
-
-
-@pytest.fixture
-def shop(fresh):
-    return fresh()
-
-
-@pytest.fixture
-def bridge(shop):
-    with txnbridge.connect(shop.url) as bridge:
-        yield bridge
 
 
 @pytest.fixture
@@ -188,8 +174,7 @@ def test_each_message_has_its_effect_once_wherever_its_processor_dies(fresh, kil
         good = [value for value in fed if not is_poison(value)]
         assert sorted(done(shop.database)) == good
         with txnbridge.connect(shop.url) as bridge:
-            with bridge.relay(BOX, shop.database) as relay:
-                eventually(lambda: relay.lag == 0, "rows wait")
+            relay_all(bridge, shop)
             assert sorted(values(bridge, "out")) == good
             assert values(bridge, "dead") == [b"2"]
             assert all_is_acknowledged(bridge)
@@ -344,14 +329,11 @@ def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_
     bridge.admin.reset_group("g", "earliest")
     run(record)  # another assignment reads the new topic
     assert done(shop.database) == [*numbers(2), *numbers(4)]
-    engine = sa.create_engine(shop.database)
-    with engine.connect() as connection:
-        assert connection.scalars(sa.text("SELECT topic_id FROM txnbridge_positions")).all() == ["new"]
-    engine.dispose()
+    assert scalars(shop.database, sa.select(_positions.c.topic_id)) == ["new"]
 
 
-def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_others(bridge, shop, run):
-    engine = sa.create_engine(shop.database)
+def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_others(bridge, shop, run, open_engine):
+    engine = open_engine(shop.database)
 
     def restore(contents):
         with engine.begin() as connection:
@@ -372,19 +354,18 @@ def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_other
     assert sorted(done(shop.database)) == numbers(6)
     restore({_positions: []})
     assert run(record).messages == 6
-    engine.dispose()
 
 
 @pytest.mark.live
-def test_without_the_right_to_make_tables_the_error_has_the_statements_and_with_them_it_works(postgres, bridge, run):
+def test_without_the_right_to_make_tables_the_error_has_the_statements_and_with_them_it_works(
+    postgres, bridge, run, open_engine
+):
     url = postgres.new_database()
     guest = postgres.guest(url)
     feed(bridge, *numbers(4))
     with pytest.raises(AccessDenied, match="CREATE TABLE") as refused:
         run(record, db=guest)
-    engine = sa.create_engine(url)
-    DONE.create(engine)
-    engine.dispose()
+    DONE.create(open_engine(url))
     postgres.run(url, *str(refused.value).partition("delete on them:")[2].split(";"))
     postgres.run(url, *(f"GRANT ALL ON ALL {what} IN SCHEMA public TO guest" for what in ("TABLES", "SEQUENCES")))
     run(record, db=guest)
@@ -393,13 +374,11 @@ def test_without_the_right_to_make_tables_the_error_has_the_statements_and_with_
 
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
-def test_each_message_has_its_effect_once_on_real_brokers(postgres, tmp_path, name):
+def test_each_message_has_its_effect_once_on_real_brokers(postgres, open_engine, tmp_path, name):
     fed = numbers(60)
     with started(name, tmp_path) as (address, _), txnbridge.connect(address) as bridge:
         shop = Shop(address, postgres.new_database())
-        engine = sa.create_engine(shop.database)
-        DONE.create(engine)
-        engine.dispose()
+        DONE.create(open_engine(shop.database))
         for topic in ("in", "out", "dead"):
             bridge.admin.create_topic(topic, 2)
         feed(bridge, *fed)
@@ -408,8 +387,7 @@ def test_each_message_has_its_effect_once_on_real_brokers(postgres, tmp_path, na
                 child.stopped(SOON)
         with Child(process, shop) as child:
             child.result(2 * SOON)
-        with bridge.relay(BOX, shop.database) as relay:
-            eventually(lambda: relay.lag == 0, "rows wait")
+        relay_all(bridge, shop)
         good = [value for value in fed if not is_poison(value)]
         assert sorted(done(shop.database)) == sorted(values(bridge, "out")) == sorted(good)
         assert sorted(values(bridge, "dead")) == sorted(set(fed) - set(good))
@@ -437,7 +415,7 @@ def test_an_error_of_the_handler_rolls_its_writes_back(bridge, shop, run):
 
 
 @pytest.mark.parametrize("whole_batches", [False, True])
-def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_kept(bridge, shop, whole_batches):
+def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_kept(bridge, shop, run, whole_batches):
     def each(message, db):
         db.execute(DONE.insert().values(id=int(message.value), value=message.value.decode()))
 
@@ -446,14 +424,11 @@ def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_k
             each(message, db)
 
     feed(bridge, b"1", b"2", b"1", b"3", b"2", b"4")
-    handler = {"batch": batch} if whole_batches else {"each": each}
-    settings = {"dead_letter": "dead", "poison": sa.exc.IntegrityError, "db": shop.database, "outbox": BOX}
-    processor = bridge.processor("in", group="g", **handler, **settings)
-    processor.run(until_idle=True)
-    assert (processor.stats.messages, processor.stats.dead_letters) == (6, 2)
+    handler = {"batch": batch, "each": None} if whole_batches else {"each": each}
+    stats = run(**handler, dead_letter="dead", poison=sa.exc.IntegrityError, outbox=BOX)
+    assert (stats.messages, stats.dead_letters) == (6, 2)
     assert done(shop.database) == [b"1", b"2", b"3", b"4"]
-    with bridge.relay(BOX, shop.database) as relay:
-        eventually(lambda: relay.lag == 0, "rows wait")
+    relay_all(bridge, shop)
     dead = bridge.read("dead", 10)
     assert sorted(message.value for message in dead) == [b"1", b"2"]
     assert {message.headers["txnbridge-dead-group"] for message in dead} == {"g"}
@@ -473,18 +448,17 @@ def test_a_message_behind_poison_is_not_judged_by_what_the_poison_has_written(br
 
 
 @pytest.fixture
-def customers(shop):
+def customers(shop, open_engine):
     """Make customers 1, 2 and 4, and let each row of the table `bought` need one when its transaction commits."""
     if shop.database.startswith("mysql"):
         pytest.skip("MariaDB checks no constraint at the commit")
-    engine = sa.create_engine(shop.database)
+    engine = open_engine(shop.database)
     if shop.database.startswith("sqlite"):
         sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA foreign_keys=ON"))
     CUSTOMERS.metadata.create_all(engine)
     with engine.begin() as connection:
         connection.execute(CUSTOMERS.insert(), [{"id": 1}, {"id": 2}, {"id": 4}])
-    yield engine
-    engine.dispose()
+    return engine
 
 
 def buy(message: Message, db: sa.Connection) -> None:
@@ -495,21 +469,18 @@ def buy(message: Message, db: sa.Connection) -> None:
 @pytest.mark.parametrize("whole_batches", [False, True])
 @pytest.mark.parametrize("settings", [{"poison": sa.exc.IntegrityError}, {"max_attempts": 3}], ids=str)
 def test_a_message_whose_commit_the_database_refuses_is_found_and_the_others_are_kept(
-    bridge, shop, customers, whole_batches, settings
+    bridge, shop, customers, run, whole_batches, settings
 ):
     def batch(messages, db):
         for message in messages:
             buy(message, db)
 
     feed(bridge, b"1", b"2", b"3", b"4", b"1", b"2")
-    handler = {"batch": batch} if whole_batches else {"each": buy}
-    settings = settings | {"dead_letter": "dead", "db": customers, "outbox": BOX, "backoff": (0.01, 0.1)}
-    processor = bridge.processor("in", group="g", **handler, **settings)
-    processor.run(until_idle=True)
-    assert (processor.stats.messages, processor.stats.dead_letters) == (6, 1)
+    handler = {"batch": batch, "each": None} if whole_batches else {"each": buy}
+    stats = run(**handler, **settings, dead_letter="dead", db=customers, outbox=BOX)
+    assert (stats.messages, stats.dead_letters) == (6, 1)
     assert sorted(done(shop.database)) == [b"1", b"1", b"2", b"2", b"4"]
-    with bridge.relay(BOX, shop.database) as relay:
-        eventually(lambda: relay.lag == 0, "rows wait")
+    relay_all(bridge, shop)
     (dead,) = bridge.read("dead", 10)
     assert dead.value == b"3" and "IntegrityError" in dead.headers["txnbridge-dead-reason"]
     assert all_is_acknowledged(bridge)
@@ -563,10 +534,10 @@ def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, 
 
 
 @pytest.mark.parametrize("code", ["P0001", "22012", "54001", "XX000"])
-def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run, code):
+def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run, open_engine, code):
     if not shop.database.startswith("postgresql"):
         pytest.skip("only PostgreSQL has triggers at the commit")
-    engine = sa.create_engine(shop.database)
+    engine = open_engine(shop.database)
     with engine.begin() as connection:
         for statement in (
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
@@ -579,7 +550,6 @@ def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, sho
     settings = {"poison": sa.exc.DBAPIError, "dead_letter": "dead", "outbox": BOX, "retry_for": 10}
     assert run(record, db=engine, **settings).dead_letters == 1
     assert sorted(done(shop.database)) == [b"1", b"3"]
-    engine.dispose()
 
 
 @pytest.mark.parametrize("end", [sa.Connection.commit, sa.Connection.rollback])
@@ -707,16 +677,10 @@ def test_a_wrong_setting_is_refused(bridge, shop, run, settings, match):
         run(record, **settings)
 
 
-def test_an_engine_that_commits_each_statement_is_refused(shop, run):
-    engine = sa.create_engine(shop.database, isolation_level="AUTOCOMMIT")
+def test_an_engine_that_commits_each_statement_or_does_not_wait_for_the_disk_is_refused(
+    shop, run, open_engine, careless
+):
     with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
-        run(record, db=engine)
-    engine.dispose()
-
-
-def test_sqlite_that_does_not_wait_for_the_disk_is_refused(tmp_path, run):
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'careless.db'}")
-    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+        run(record, db=open_engine(shop.database, isolation_level="AUTOCOMMIT"))
     with pytest.raises(InvalidOption, match="synchronous"):
-        run(record, db=engine)
-    engine.dispose()
+        run(record, db=careless)
