@@ -12,7 +12,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -48,6 +48,15 @@ class Around:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def around(**methods: Callable[..., Any]) -> type[Around]:
+    """A wrapper with these methods, which are given the wrapped object, too."""
+
+    def method(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **named: function(self.inner, *args, **named)
+
+    return type("Changed", (Around,), {name: method(function) for name, function in methods.items()})
 
 
 class OneByOne(Around):
@@ -231,8 +240,7 @@ class SaysCommittedTooEarly(Broken):
 
 
 @caught_by(
-    "test_a_reader_sees_all_of_a_transaction_or_nothing",
-    "test_a_plain_commit_is_whole_wherever_its_process_dies",
+    "test_a_reader_sees_all_of_a_transaction_or_nothing", "test_a_plain_commit_is_whole_wherever_its_process_dies"
 )
 class CommitsInTwoSteps(Broken):
     class Writer(Remembering):
@@ -353,35 +361,39 @@ class StoresTwice(Broken):
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-class Changing(OneByOne):
+def changing(change: Callable[..., Any]) -> type[Around]:
     """A writer that changes each message before it is sent."""
 
-    def send(self, *message: Any) -> None:
-        self.inner.send(*self.changed(*message))
+    class Changing(OneByOne):
+        def send(self, *message: Any) -> None:
+            self.inner.send(*change(*message))
 
-    def changed(self, *message: Any) -> Any:
-        raise NotImplementedError
+    return Changing
+
+
+def changing_headers(change: Callable[[Any], Any]) -> type[Around]:
+    return changing(lambda topic, value, key, headers, *rest: (topic, value, key, change(headers or ()) or None, *rest))
 
 
 @caught_by("test_a_value_arrives_byte_for_byte", "test_a_large_value_arrives_whole")
 class StopsAtZeroBytes(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, *rest: Any) -> Any:
-            return topic, value if is_marker((topic, value)) else value and value.partition(b"\0")[0], *rest
+    Writer = changing(
+        lambda topic, value, *rest: (
+            topic,
+            value if is_marker((topic, value)) else value and value.partition(b"\0")[0],
+            *rest,
+        )
+    )
 
 
 @caught_by("test_a_large_value_arrives_whole")
 class CutsLargeValues(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, *rest: Any) -> Any:
-            return topic, value and value[:100_000], *rest
+    Writer = changing(lambda topic, value, *rest: (topic, value and value[:100_000], *rest))
 
 
 @caught_by("test_an_empty_value_arrives_empty")
 class MakesEmptyValuesNone(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, *rest: Any) -> Any:
-            return topic, value or None, *rest
+    Writer = changing(lambda topic, value, *rest: (topic, value or None, *rest))
 
 
 @caught_by("test_a_message_without_a_value_arrives_without_one")
@@ -400,9 +412,7 @@ class DropsTombstones(Broken):
     "test_the_same_key_goes_to_the_same_partition",
 )
 class LosesKeys(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, *rest: Any) -> Any:
-            return topic, value, None, *rest
+    Writer = changing(lambda topic, value, key, *rest: (topic, value, None, *rest))
 
 
 @caught_by(
@@ -415,33 +425,26 @@ class LosesKeys(Broken):
     "test_a_processor_sets_poison_aside_with_its_reason",
 )
 class LosesHeaders(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
-            return topic, value, key, None, *rest
+    Writer = changing_headers(lambda headers: None)
 
     Publishing = Writer
 
 
 @caught_by("test_a_header_of_any_bytes_arrives")
 class ReadsHeadersAsText(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
-            readable = [(name, each and each.decode(errors="replace").encode()) for name, each in headers or ()]
-            return topic, value, key, readable or None, *rest
+    Writer = changing_headers(
+        lambda headers: [(name, each and each.decode(errors="replace").encode()) for name, each in headers]
+    )
 
 
 @caught_by("test_a_header_without_a_value_or_a_name_arrives")
 class GivesEachHeaderAValue(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
-            return topic, value, key, [(name, found or b"") for name, found in headers or ()] or None, *rest
+    Writer = changing_headers(lambda headers: [(name, found or b"") for name, found in headers])
 
 
 @caught_by("test_a_repeated_header_arrives_as_often_and_in_order")
 class KeepsOneHeaderOfAName(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
-            return topic, value, key, list(dict(headers or ()).items()) or None, *rest
+    Writer = changing_headers(lambda headers: list(dict(headers).items()))
 
 
 @caught_by(
@@ -450,32 +453,37 @@ class KeepsOneHeaderOfAName(Broken):
     "test_reading_goes_on_from_a_point_in_time",
 )
 class SetsItsOwnTimestamps(Broken):
-    class Writer(Changing):
-        def changed(self, *message: Any) -> Any:
-            return *message[:-1], None
+    Writer = changing(lambda *message: (*message[:-1], None))
 
 
 @caught_by("test_a_message_without_a_timestamp_gets_the_present_one")
 class LivesIn1970(Broken):
-    class Writer(Changing):
-        def changed(self, *message: Any) -> Any:
-            return *message[:-1], message[-1] or 7
+    Writer = changing(lambda *message: (*message[:-1], message[-1] or 7))
+
+
+def spread(topic: Any, value: Any, key: Any, headers: Any, partition: Any, timestamp: Any) -> Any:
+    if key is not None and partition is None:
+        partition = random.randrange(5) if value in (b"single", b"many") else None
+    return topic, value, key, headers, partition, timestamp
 
 
 @caught_by("test_the_same_key_goes_to_the_same_partition")
 class SpreadsKeysAtRandom(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, headers: Any, partition: Any, timestamp: Any) -> Any:
-            if key is not None and partition is None:
-                partition = random.randrange(5) if value in (b"single", b"many") else None
-            return topic, value, key, headers, partition, timestamp
+    Writer = changing(spread)
 
 
 @caught_by("test_a_message_goes_to_the_partition_that_its_sender_chose")
 class ChoosesThePartitionItself(Broken):
-    class Writer(Changing):
-        def changed(self, topic: Any, value: Any, key: Any, headers: Any, partition: Any, timestamp: Any) -> Any:
-            return topic, value, key, headers, partition if key is None else None, timestamp
+    Writer = changing(
+        lambda topic, value, key, headers, partition, timestamp: (
+            topic,
+            value,
+            key,
+            headers,
+            partition if key is None else None,
+            timestamp,
+        )
+    )
 
 
 @caught_by(
@@ -840,9 +848,7 @@ class TakesTokensOfOtherClusters(Broken):
     "test_lag_is_what_a_group_has_before_it",
 )
 class ForgetsAcknowledgements(Broken):
-    class Writer(Around):
-        def ack(self, *args: Any) -> None:
-            pass
+    Writer = around(ack=lambda inner, *args: None)
 
 
 @caught_by(
@@ -850,9 +856,7 @@ class ForgetsAcknowledgements(Broken):
     "test_what_a_prepared_transaction_acknowledges_comes_to_no_other_member_before_its_end",
 )
 class ForgetsAcknowledgementsOfPreparedOnes(Broken):
-    class Preparing(Around):
-        def ack(self, *args: Any) -> None:
-            pass
+    Preparing = around(ack=lambda inner, *args: None)
 
 
 @caught_by(
@@ -871,8 +875,7 @@ class AcknowledgesOutsideTheTransaction(Broken):
 
 
 @caught_by(
-    "test_one_message_is_acknowledged_and_its_neighbours_come_again",
-    "test_messages_are_acknowledged_in_any_order",
+    "test_one_message_is_acknowledged_and_its_neighbours_come_again", "test_messages_are_acknowledged_in_any_order"
 )
 class AcknowledgesUpTo(Broken):
     breaks_with = (Conflict,)
@@ -950,8 +953,7 @@ class WaitsForTheDead(Broken):
 
 
 @caught_by(
-    "test_members_share_one_partition_message_by_message",
-    "test_a_message_that_one_member_gives_back_goes_to_another",
+    "test_members_share_one_partition_message_by_message", "test_a_message_that_one_member_gives_back_goes_to_another"
 )
 class GivesAPartitionToOneMember(Broken):
     def reader(self, subscription: Any, *rest: Any) -> Any:
@@ -960,16 +962,12 @@ class GivesAPartitionToOneMember(Broken):
 
 @caught_by("test_a_message_given_back_comes_again", "test_a_message_that_one_member_gives_back_goes_to_another")
 class TakesNothingBack(Broken):
-    class Reading(Around):
-        def nack(self, *args: Any) -> None:
-            pass
+    Reading = around(nack=lambda inner, *args: None)
 
 
 @caught_by("test_a_message_given_back_comes_again", "test_a_message_that_one_member_gives_back_goes_to_another")
 class CountsNoDeliveries(Broken):
-    class Reading(Around):
-        def poll(self, *args: Any) -> Any:
-            return [message._replace(deliveries=1) for message in self.inner.poll(*args)]
+    Reading = around(poll=lambda inner, *args: [message._replace(deliveries=1) for message in inner.poll(*args)])
 
 
 @caught_by(
@@ -981,9 +979,7 @@ class CountsNoDeliveries(Broken):
     "test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is[aborted]",
 )
 class CannotGoBack(Broken):
-    class Reading(Around):
-        def seek(self, *args: Any) -> None:
-            pass
+    Reading = around(seek=lambda inner, *args: None)
 
 
 @caught_by("test_positions_tell_where_another_reader_can_go_on")
@@ -1002,16 +998,12 @@ class GoesBackToTheBeginningOfTime(Broken):
 
 @caught_by("test_a_paused_partition_delivers_nothing_until_it_is_resumed")
 class NeverPauses(Broken):
-    class Reading(Around):
-        def pause(self, *args: Any) -> None:
-            pass
+    Reading = around(pause=lambda inner, *args: None)
 
 
 @caught_by("test_lag_is_what_a_group_has_before_it")
 class HasNoLag(Broken):
-    class Reading(Around):
-        def lag(self, *args: Any) -> Any:
-            return dict.fromkeys(self.inner.lag(*args), 0)
+    Reading = around(lag=lambda inner, *args: dict.fromkeys(inner.lag(*args), 0))
 
 
 @caught_by(
@@ -1020,9 +1012,7 @@ class HasNoLag(Broken):
     "test_acknowledging_through_another_bridge_is_refused",
 )
 class DeliversTwice(Broken):
-    class Reading(Around):
-        def poll(self, *args: Any) -> Any:
-            return [message for message in self.inner.poll(*args) for _ in range(2)]
+    Reading = around(poll=lambda inner, *args: [message for message in inner.poll(*args) for _ in range(2)])
 
 
 # --- publishers -----------------------------------------------------------------------------------------------------
@@ -1129,9 +1119,7 @@ class LosesWhatIsDecided(Broken):
 
 @caught_by("test_topics_are_created_listed_and_deleted")
 class DeletesNoTopics(Broken):
-    class Administering(Around):
-        def delete_topic(self, *args: Any) -> None:
-            pass
+    Administering = around(delete_topic=lambda inner, *args: None)
 
 
 @caught_by("test_creating_a_topic_twice_is_no_error_unless_it_differs")
@@ -1147,30 +1135,22 @@ class CreatesATopicOnce(Broken):
 class ListsNoTopics(Broken):
     breaks_with = (NotFound,)
 
-    class Administering(Around):
-        def topics(self, *args: Any) -> Any:
-            return []
+    Administering = around(topics=lambda inner, *args: [])
 
 
 @caught_by("test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag")
 class ListsNoMembers(Broken):
-    class Administering(Around):
-        def group(self, *args: Any) -> Any:
-            return replace(self.inner.group(*args), members=())
+    Administering = around(group=lambda inner, *args: replace(inner.group(*args), members=()))
 
 
 @caught_by("test_a_group_is_set_back_once_it_has_no_members")
 class SetsGroupsNowhere(Broken):
-    class Administering(Around):
-        def reset_group(self, name: str, to: Any, *rest: Any) -> Any:
-            return self.inner.reset_group(name, "latest", *rest)
+    Administering = around(reset_group=lambda inner, name, to, *rest: inner.reset_group(name, "latest", *rest))
 
 
 @caught_by("test_a_growing_topic_keeps_its_messages_and_its_readers")
 class GrowsNoTopics(Broken):
-    class Administering(Around):
-        def grow_topic(self, *args: Any) -> None:
-            pass
+    Administering = around(grow_topic=lambda inner, *args: None)
 
 
 @caught_by(
@@ -1215,9 +1195,7 @@ class CreatesWhateverIsMissing(Broken):
     "test_what_an_administrator_aborted_its_owner_cannot_end",
 )
 class ListsNothing(Broken):
-    class Administering(Around):
-        def transactions(self, *args: Any) -> Any:
-            return []
+    Administering = around(transactions=lambda inner, *args: [])
 
 
 @caught_by(
@@ -1256,9 +1234,7 @@ class AsksAboutNoHalf(Broken):
 
 @caught_by("test_an_undecided_half_message_is_asked_about_again")
 class AsksOnce(Broken):
-    class Halving(Around):
-        def checks(self, *args: Any) -> list[Any]:
-            return [half for half in self.inner.checks(*args) if half.checks < 2]
+    Halving = around(checks=lambda inner, *args: [half for half in inner.checks(*args) if half.checks < 2])
 
 
 @caught_by("test_of_two_answers_to_a_half_message_the_first_counts")

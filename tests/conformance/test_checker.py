@@ -29,7 +29,7 @@ class Story:
         self._now = itertools.count(1)
         self._numbers = itertools.count()
 
-    def _write(self, process: str, **line: Any) -> None:
+    def write(self, process: str, **line: Any) -> None:
         if process not in self._lines:
             client = "c" if process == "official" else "txnbridge 1"
             head = {"history": 1, "process": process, "client": client, "host": "h", "pid": 1, "mono": 0, "wall": 0}
@@ -38,46 +38,68 @@ class Story:
 
     def begin(self, process: str, what: str = "transaction", **fields: Any) -> int:
         number = next(self._numbers)
-        self._write(process, start=number, what=what, mono=next(self._now), wall=0, **fields)
+        self.write(process, start=number, what=what, mono=next(self._now), wall=0, **fields)
         return number
 
     def send(self, process: str, call: int, *values: str, to: tuple[str, int] = T0) -> None:
-        self._write(process, send=call, to=list(to), values=list(values))
+        self.write(process, send=call, to=list(to), values=list(values))
 
     def stored(self, process: str, call: int, value: str, position: int, to: tuple[str, int] = T0) -> None:
-        self._write(process, stored=call, to=list(to), values=[value], positions=[[position]])
+        self.write(process, stored=call, to=list(to), values=[value], positions=[[position]])
 
     def poll(self, process: str, call: int, *log: str, to: tuple[str, int] = T0, at: int = 0) -> None:
         """Receive a log of values from the position `at` on; "-" is a position without a message."""
         messages = [[*to, [at + place], value] for place, value in enumerate(log) if value != "-"]
-        self._write(process, poll=call, group=None, messages=messages)
+        self.write(process, poll=call, group=None, messages=messages)
 
     def assign(self, process: str, call: int, *keys: tuple[str, int]) -> None:
-        self._write(process, assign=call, keys=list(keys))
+        self.write(process, assign=call, keys=list(keys))
 
     def ack(self, process: str, call: int, *values: str) -> None:
-        self._write(process, ack=call, group="g", values=list(values))
-
-    def drained(self) -> None:
-        call = self.begin("run", "drained", group="g", topics=["t"])
-        self.end("run", call)
+        self.write(process, ack=call, group="g", values=list(values))
 
     def end(self, process: str, call: int, result: str = "ok", **fields: Any) -> None:
-        self._write(process, end=call, result=result, mono=next(self._now), wall=0, **fields)
+        self.write(process, end=call, result=result, mono=next(self._now), wall=0, **fields)
 
-    def txn(self, process: str, *values: str, result: str = "ok", **fields: Any) -> int:
-        """A transaction that sends these values to one partition."""
-        call = self.begin(process)
-        self.send(process, call, *values)
-        self.end(process, call, result, **fields)
-        return call
+    def txn(
+        self,
+        process: str,
+        *values: str,
+        p1: str = "",
+        stored: tuple[str, int] | None = None,
+        polls: Iterable[str] = (),
+        acks: Iterable[str] = (),
+        what: str = "transaction",
+        result: str | None = "ok",
+        **fields: Any,
+    ) -> Story:
+        """A whole call: what it sends to one partition and to the other, receives and acknowledges; None has no end."""
+        told = {name: fields.pop(name) for name in ("outcome", "error", "thread") if name in fields}
+        call = self.begin(process, what, **fields)
+        if values:
+            self.send(process, call, *values)
+        if p1:
+            self.send(process, call, *p1.split(), to=T1)
+        if stored:
+            self.stored(process, call, *stored)
+        if polls:
+            self.poll(process, call, *polls)
+        if acks:
+            self.ack(process, call, *acks)
+        if result:
+            self.end(process, call, result, **told)
+        return self
 
-    def read(self, *log: str, result: str = "ok", by: str = "reader", **logs: str) -> None:
+    def drained(self) -> Story:
+        return self.txn("run", what="drained", group="g", topics=["t"])
+
+    def read(self, *log: str, result: str = "ok", by: str = "reader", **logs: str) -> Story:
         """A reader that reads everything in both partitions of the topic: the first in `log`, the other in `p1=`."""
         call = self.begin(by, "read", topics=["t"])
         self.poll(by, call, *log)
         self.poll(by, call, *logs.get("p1", "").split(), to=T1)
         self.end(by, call, result)
+        return self
 
     def lines(self, process: str) -> list[bytes]:
         return [json.dumps(line).encode() + b"\n" for line in self._lines[process]]
@@ -93,66 +115,32 @@ class Story:
 
 
 def test_a_history_in_which_nothing_is_wrong_has_no_findings():
-    story = Story()
-    story.txn("a", "1", "2")
-    story.txn("b", "3", result="fail")
-    story.txn("a", "4", result="unknown")
-    story.read("1", "2", "-", "4")
-    assert story.found() == []
+    story = Story().txn("a", "1", "2").txn("b", "3", result="fail").txn("a", "4", result="unknown")
+    assert story.read("1", "2", "-", "4").found() == []
 
 
 def test_a_committed_message_below_what_was_read_is_lost_and_one_of_unknown_position_unseen():
-    story = Story()
-    call = story.begin("a")
-    story.send("a", call, "1", "2")
-    story.stored("a", call, "1", 0)
-    story.end("a", call)
-    story.txn("a", "3")
-    story.read("-", "2", "3")
+    story = Story().txn("a", "1", "2", stored=("1", 0)).txn("a", "3").read("-", "2", "3")
     assert story.found() == ["lost-write", "torn-transaction"]
-    story = Story()
-    story.txn("a", "1", "2")
-    story.read("1")
-    assert story.found() == ["unseen", "torn-transaction"]
+    assert Story().txn("a", "1", "2").read("1").found() == ["unseen", "torn-transaction"]
 
 
 @pytest.mark.parametrize("result", ["fail", "unknown"])
 def test_what_was_not_committed_may_be_missing(result):
-    story = Story()
-    story.txn("a", "1", "2", result=result)
-    story.txn("a", "3")
-    story.read("-", "-", "3")
-    assert story.found() == []
+    assert Story().txn("a", "1", "2", result=result).txn("a", "3").read("-", "-", "3").found() == []
 
 
 def test_an_unknown_transaction_must_be_whole_too():
-    story = Story()
-    call = story.begin("a")
-    story.send("a", call, "1")
-    story.send("a", call, "2", to=T1)
-    story.read("1")
+    story = Story().txn("a", "1", p1="2", result=None).read("1")
     assert story.found() == ["torn-transaction"]
     story.read("1", p1="2")  # in another reading the whole of it is there
     assert story.found() == ["torn-transaction"]
 
 
 def test_a_message_at_two_positions_is_a_duplicate_and_two_messages_at_one_are_inconsistent():
-    story = Story()
-    story.txn("a", "1")
-    story.read("1", "1")
-    assert story.found() == ["duplicate", "int-nonmonotonic-poll"]
-    story = Story()
-    story.txn("a", "1", "2")
-    story.read("1", "2")
-    story.read("1", "2")  # the same again is none
-    assert story.found() == []
-    story = Story()
-    story.txn("a", "1")
-    story.txn("b", "2", result="unknown")
-    story.read("1")
-    call = story.begin("c", "poll")
-    story.poll("c", call, "2")
-    story.end("c", call)
+    assert Story().txn("a", "1").read("1", "1").found() == ["duplicate", "int-nonmonotonic-poll"]
+    assert Story().txn("a", "1", "2").read("1", "2").read("1", "2").found() == []  # the same again is none
+    story = Story().txn("a", "1").txn("b", "2", result="unknown").read("1").txn("c", what="poll", polls=["2"])
     assert "inconsistent-offsets" in story.found()
 
 
@@ -162,112 +150,61 @@ def test_a_copy_that_our_readers_drop_is_told_and_no_other_copy():
         (("1", "2", "1", "3"), ("1", "2", "1", "3"), "duplicate"),
         (("-", "-", "1"), ("1", "-", "1"), "duplicate"),
     ):
-        story = Story()
-        story.txn("a", *sorted(set(copied) - {"-"}))
-        story.read(*log)
-        story.read(*copied, by="official")
+        story = Story().txn("a", *sorted(set(copied) - {"-"})).read(*log).read(*copied, by="official")
         assert story.found() == [found] if found == "foreign-duplicate" else found in story.found()
-    story = Story()
-    story.txn("official", "1")
-    story.read("1")
-    story.read("1", "1", by="official")
-    assert "duplicate" in story.found()
+    assert "duplicate" in Story().txn("official", "1").read("1").read("1", "1", by="official").found()
 
 
 def test_a_reader_without_positions_finds_what_is_missing_and_what_comes_twice():
-    story = Story()
-    story.txn("a", "1", "2", "3")
+    story = Story().txn("a", "1", "2", "3")
     call = story.begin("official", "read", topics=["t"])
-    story._write("official", poll=call, group=None, messages=[["t", 0, None, value] for value in ("1", "2", "1")])
+    story.write("official", poll=call, group=None, messages=[["t", 0, None, value] for value in ("1", "2", "1")])
     story.end("official", call)
     assert story.found() == ["unseen", "duplicate", "torn-transaction"]
 
 
 def test_a_message_that_nobody_sent_is_a_phantom():
-    story = Story()
-    story.txn("a", "1")
-    story.read("1", "2")
-    assert story.found() == ["phantom-message"]
+    assert Story().txn("a", "1").read("1", "2").found() == ["phantom-message"]
 
 
 def test_a_message_in_another_partition_than_its_sender_chose_is_found():
-    story = Story()
-    story.txn("a", "1", "2")
-    story.read("1", p1="2")
-    assert story.found() == ["wrong-partition"]
+    assert Story().txn("a", "1", "2").read("1", p1="2").found() == ["wrong-partition"]
 
 
 def test_a_message_of_an_aborted_transaction_is_a_dirty_read_and_of_a_fenced_one_a_zombie_write():
-    story = Story()
-    story.txn("a", "1", "2", result="fail")
-    call = story.begin("b", "poll")
-    story.poll("b", call, "1")
-    story.end("b", call)
-    assert story.found() == ["G1a"]
-    story = Story()
-    story.txn("a", "1", "2", result="fail", error="Fenced")
-    story.read("1", "2")
+    assert Story().txn("a", "1", "2", result="fail").txn("b", what="poll", polls=["1"]).found() == ["G1a"]
+    story = Story().txn("a", "1", "2", result="fail", error="Fenced").read("1", "2")
     assert story.found() == ["zombie-write", "outcome-lie"]
 
 
 def test_a_transaction_that_receives_what_it_sends_reads_before_its_commit():
-    story = Story()
-    call = story.begin("a")
-    story.send("a", call, "1")
-    story.poll("a", call, "1")
-    story.end("a", call)
-    assert story.found() == ["precommitted-read"]
+    assert Story().txn("a", "1", polls=["1"]).found() == ["precommitted-read"]
 
 
 def test_a_committed_transaction_of_which_nothing_is_there_was_a_lie():
-    story = Story()
-    story.txn("a", "1")
-    story.read()
-    assert story.found() == ["unseen", "outcome-lie"]
+    assert Story().txn("a", "1").read().found() == ["unseen", "outcome-lie"]
 
 
 def test_a_message_that_a_group_processed_twice_and_one_that_it_passed_are_found():
-    story = Story()
-    story.txn("a", "1", "2")
-    for process, result, values in (("b", "fail", ("1", "2")), ("c", "ok", ("1",)), ("d", "unknown", ("2",))):
-        call = story.begin(process)
-        story.ack(process, call, *values)
-        story.end(process, call, result)
-    story.drained()
-    assert story.found() == []
-    call = story.begin("e")
-    story.ack("e", call, "1")
-    story.end("e", call)
-    assert story.found() == ["replay-duplicate"]
-    story.txn("a", "3")
-    story.drained()
-    assert story.found() == ["replay-duplicate", "half-ack"]
+    story = Story().txn("a", "1", "2").txn("b", acks=["1", "2"], result="fail")
+    story.txn("c", acks=["1"]).txn("d", acks=["2"], result="unknown")
+    assert story.drained().found() == []
+    assert story.txn("e", acks=["1"]).found() == ["replay-duplicate"]
+    assert story.txn("a", "3").drained().found() == ["replay-duplicate", "half-ack"]
 
 
 def test_two_outcomes_of_one_transaction_are_a_split_decision():
-    story = Story()
-    call = story.begin("a", transaction="x")
-    story.send("a", call, "1")
-    story.end("a", call, outcome="prepared")
-    for process, outcome in (("b", "committed"), ("c", "committed")):
-        end = story.begin(process, "finish", transaction="x")
-        story.end(process, end, outcome=outcome)
-    story.read("1")
-    assert story.found() == []
-    status = story.begin("d", "status", transaction="x")
-    story.end("d", status, outcome="aborted")
-    assert story.found() == ["split-decision"]
+    story = Story().txn("a", "1", transaction="x", outcome="prepared")
+    for process in "bc":
+        story.txn(process, what="finish", transaction="x", outcome="committed")
+    assert story.read("1").found() == []
+    assert story.txn("d", what="status", transaction="x", outcome="aborted").found() == ["split-decision"]
 
 
 def test_a_prepared_transaction_whose_commit_was_not_answered_may_be_there_or_not():
     for log in ((), ("1",)):
-        story = Story()
-        call = story.begin("a", transaction="x")
-        story.send("a", call, "1")
-        story.end("a", call, outcome="prepared")
-        story.begin("b", "finish", transaction="x")
-        story.read(*log)
-        assert story.found() == []
+        story = prepared_story().txn("b", what="finish", transaction="x", result=None)
+        assert story.read(*log).found() == []
 
 
 @pytest.mark.parametrize(
@@ -275,67 +212,48 @@ def test_a_prepared_transaction_whose_commit_was_not_answered_may_be_there_or_no
 )
 def test_half_messages_are_published_if_and_only_if_their_local_work_was_done(decided, log, name):
     for read in (log.split(), [] if log else ["1"]):
-        story = Story()
-        call = story.begin("a", "half", transaction="x")
-        story.send("a", call, "1")
-        story.end("a", call, "unknown")
-        told = story.begin("run", "decided", transaction="x")
-        story.end("run", told, outcome=decided)
-        story.read(*read)
+        story = Story().txn("a", "1", what="half", transaction="x", result="unknown")
+        story.txn("run", what="decided", transaction="x", outcome=decided).read(*read)
         assert (name in story.found()) is (read != log.split())
 
 
 def test_a_check_back_shows_the_messages_of_its_transaction():
     for shown, found in ((["2", "1"], []), (["1"], ["checkback-lie"]), (["1", "2", "2"], ["checkback-lie"])):
-        story = Story()
-        call = story.begin("a", "half", transaction="x")
-        story.send("a", call, "1", "2")
-        story.end("b", story.begin("b", "check", transaction="x", values=shown))
-        assert story.found() == found
+        story = Story().txn("a", "1", "2", what="half", transaction="x", result=None)
+        assert story.txn("b", what="check", transaction="x", values=shown).found() == found
 
 
 def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_it_was_paused():
     for paused in ("", "pause", "pause at commit/before"):
         story = Story()
-        story._write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
+        story.write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
         if paused:
             for phase, mono in (("begin", 10**9), ("end", 15 * 10**9)):
-                story._write("run", fault=paused, target="a", phase=phase, mono=mono, wall=0)
-        story._write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
+                story.write("run", fault=paused, target="a", phase=phase, mono=mono, wall=0)
+        story.write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
         assert story.found() == ([] if paused else ["hang"])
-    story = Story()
-    call = story.begin("run", "settle", condition="transactions are still open")
-    story.end("run", call, "fail")
+    story = Story().txn("run", what="settle", condition="transactions are still open", result="fail")
     assert story.found() == ["hang"]
 
 
 def test_a_process_that_ended_by_itself_has_crashed():
     for result, found in (("ok", []), ("fail", ["crash"])):
-        story = Story()
-        story.end("run", story.begin("run", "process", name="copy0-1"), result)
-        assert story.found() == found
+        assert Story().txn("run", what="process", name="copy0-1", result=result).found() == found
 
 
 def test_a_transaction_whose_end_is_requested_behind_its_deadline_must_not_take_effect():
     for seconds, result, found in ((7, "ok", []), (9, "ok", ["hang"]), (9, "fail", [])):
-        story = Story()
-        call = story.begin("a", deadline=8, begun=0, ending=seconds * 10**9)
-        story.end("a", call, result)
+        story = Story().txn("a", deadline=8, begun=0, ending=seconds * 10**9, result=result)
         assert story.found() == found
 
 
 def test_a_reading_that_does_not_come_to_the_end_is_stuck_and_proves_nothing_missing():
-    story = Story()
-    story.txn("a", "1", "2")
-    story.read("1", result="unknown")
-    assert story.found() == ["stuck-reader"]
+    assert Story().txn("a", "1", "2").read("1", result="unknown").found() == ["stuck-reader"]
 
 
 def poll_calls(*logs: tuple[int, tuple[str, ...]], assign_between: bool = False) -> list[str]:
     """Return the findings if a consumer receives these logs in one call each, all of 1, 2, 3, 4 being committed."""
-    story = Story()
-    story.txn("a", "1", "2", "3", "4")
-    story.read("1", "2", "3", "4")
+    story = Story().txn("a", "1", "2", "3", "4").read("1", "2", "3", "4")
     for at, log in logs:
         call = story.begin("b", "poll")
         if assign_between:
@@ -357,13 +275,11 @@ def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_tw
 @pytest.mark.parametrize("polls", [("13",), ("1", "3")])
 @pytest.mark.parametrize("other", [None, "before", "later"])
 def test_a_member_of_a_group_does_not_skip_what_no_member_has_begun_to_process(polls, other):
-    story = Story()
-    story.txn("a", "1", "2", "3")
-    story.read("1", "2", "3")
+    story = Story().txn("a", "1", "2", "3").read("1", "2", "3")
 
     def take(process: str, log: str, result: str = "ok") -> None:
         call = story.begin(process)
-        story._write(process, poll=call, group="g", messages=[[*T0, [int(value) - 1], value] for value in log])
+        story.write(process, poll=call, group="g", messages=[[*T0, [int(value) - 1], value] for value in log])
         story.ack(process, call, *log)
         story.end(process, call, result)
 
@@ -377,9 +293,7 @@ def test_a_member_of_a_group_does_not_skip_what_no_member_has_begun_to_process(p
 
 
 def test_a_step_back_within_a_call_is_found():
-    story = Story()
-    story.txn("a", "1", "2")
-    story.read("1", "2")
+    story = Story().txn("a", "1", "2").read("1", "2")
     call = story.begin("b", "poll")
     story.poll("b", call, "2", at=1)
     story.poll("b", call, "1")
@@ -388,30 +302,11 @@ def test_a_step_back_within_a_call_is_found():
 
 
 def test_sends_out_of_order_are_found_and_a_message_between_two_is_told():
-    story = Story()
-    story.txn("a", "1", "2")
-    story.read("2", "1")
-    assert story.found() == ["int-nonmonotonic-send"]
-    story = Story()
-    story.txn("a", "1")
-    story.txn("a", "2")
-    story.read("2", "1")
-    assert story.found() == ["nonmonotonic-send", "G0-realtime"]
-    story = Story()
-    story.txn("a", "1", result="unknown")
-    story.txn("a", "2")
-    story.read("2", "1")
-    assert story.found() == []
-    story = Story()
-    story.txn("a", "1", thread=1)
-    story.txn("a", "2", thread=2)
-    story.read("2", "1")
-    assert story.found() == ["G0-realtime"]
-    story = Story()
-    story.txn("a", "1", "3")
-    story.txn("b", "2")
-    story.read("1", "2", "3")
-    assert "int-send-skip" in story.found()
+    assert Story().txn("a", "1", "2").read("2", "1").found() == ["int-nonmonotonic-send"]
+    assert Story().txn("a", "1").txn("a", "2").read("2", "1").found() == ["nonmonotonic-send", "G0-realtime"]
+    assert Story().txn("a", "1", result="unknown").txn("a", "2").read("2", "1").found() == []
+    assert Story().txn("a", "1", thread=1).txn("a", "2", thread=2).read("2", "1").found() == ["G0-realtime"]
+    assert "int-send-skip" in Story().txn("a", "1", "3").txn("b", "2").read("1", "2", "3").found()
 
 
 def two_writers(p0: tuple[str, ...], p1: str, overlap: bool = True) -> list[str]:
@@ -438,18 +333,9 @@ def test_transactions_that_each_write_before_the_other_are_a_write_cycle():
 
 def test_a_later_transaction_whose_messages_lie_before_an_earlier_ones_contradicts_real_time():
     assert two_writers(("b0", "a0"), "b1 a1") == []  # at the same time either order is right
-    story = Story()
-    story.txn("a", "1")
-    story.txn("b", "2")
-    story.read("2", "1")
-    assert story.found() == ["G0-realtime"]
-    story = Story()
-    call = story.begin("a", transaction="t")
-    story.send("a", call, "1")
-    story.end("a", call, "unknown")
-    story.txn("b", "2")
-    story.end("a", story.begin("a", "finish", transaction="t", wish="commit"), outcome="committed")
-    story.read("2", "1")
+    assert Story().txn("a", "1").txn("b", "2").read("2", "1").found() == ["G0-realtime"]
+    story = Story().txn("a", "1", transaction="t", result="unknown").txn("b", "2")
+    story.txn("a", what="finish", transaction="t", wish="commit", outcome="committed").read("2", "1")
     assert story.found() == []  # it was committed later
 
 
@@ -458,9 +344,7 @@ def test_a_long_transaction_may_lie_before_one_and_behind_a_later_one():
     long = story.begin("a")
     story.send("a", long, "a0")
     story.txn("b", "b0")
-    later = story.begin("c")
-    story.send("c", later, "c1", to=T1)
-    story.end("c", later)
+    story.txn("c", p1="c1")
     story.send("a", long, "a1", to=T1)
     story.end("a", long)
     story.read("a0", "b0", p1="c1 a1")
@@ -482,13 +366,8 @@ def test_transactions_that_read_from_each_other_are_circular():
 
 def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
     for absent, verdict in (([], Verdict.BROKEN), (["fencing"], Verdict.KEPT)):
-        story = Story()
-        call = story.begin("run", "declares", absent=absent)
-        story.end("run", call)
-        story.txn("a", "1", result="fail", error="Fenced")
-        story.txn("a", "2")
-        story.read("1", "2")
-        history = story.history()
+        story = Story().txn("run", what="declares", absent=absent)
+        history = story.txn("a", "1", result="fail", error="Fenced").txn("a", "2").read("1", "2").history()
         findings = check(history)
         findings.counts.pop("outcome-lie")
         judgement = judge(history, findings, {"committed": 1})
@@ -502,14 +381,11 @@ def test_each_workload_has_a_floor_of_what_it_does():
         ("decisions", {"claims": 20, "faults": 3}),
         ("a dance", {"committed": 20, "aborted": 5, "read": 100, "faults": 3}),
     ):
-        story = Story()
-        story.end("run", story.begin("run", "declares", absent=[], workloads=[workload]))
+        story = Story().txn("run", what="declares", absent=[], workloads=[workload])
         for number, outcome in enumerate(["committed"] * 4 + ["aborted"] * 2 + ["unknown"]):
-            call = story.begin("a", "half")
-            story.send("a", call, f"{number}")
-            story.end("a", call, outcome=outcome)
+            story.txn("a", f"{number}", what="half", outcome=outcome)
         for _ in range(19):
-            story.end("a", story.begin("a", "claim", transaction="1"), outcome="committed")
+            story.txn("a", what="claim", transaction="1", outcome="committed")
         history = story.history()
         judgement = judge(history, Findings())
         assert (judgement.verdict, judgement.missing) == (Verdict.THIN, missing)
@@ -522,10 +398,9 @@ def owners(*turns: tuple[str, str]) -> list[str]:
     for process, result in turns:
         fields = {"owner": "x", "session": process}
         if process not in opened:
-            story.end(process, story.begin(process, "open", **fields))
+            story.txn(process, what="open", **fields)
             opened.add(process)
-        call = story.begin(process, **fields)
-        story.end(process, call, result)
+        story.txn(process, result=result, **fields)
     return story.found()
 
 
@@ -539,8 +414,7 @@ def test_an_owner_that_asks_for_the_end_behind_a_newer_opening_is_a_zombie_also_
     for ending, found in ((5, []), (99, ["zombie-write"])):
         story = Story()
         for process in ("a", "b"):
-            story.end(process, story.begin(process, "open", owner="x", session=process))
-            story.end(process, story.begin(process, owner="x", session=process))
+            story.txn(process, what="open", owner="x", session=process).txn(process, owner="x", session=process)
             if process == "a":
                 began_before = story.begin("a", owner="x", session="a", ending=ending)
         story.end("a", began_before, outcome="prepared")
@@ -548,11 +422,7 @@ def test_an_owner_that_asks_for_the_end_behind_a_newer_opening_is_a_zombie_also_
 
 
 def prepared_story() -> Story:
-    story = Story()
-    call = story.begin("a", transaction="x", hold=60)
-    story.send("a", call, "1")
-    story.end("a", call, outcome="prepared")
-    return story
+    return Story().txn("a", "1", transaction="x", hold=60, outcome="prepared")
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -580,11 +450,9 @@ def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wis
     story = prepared_story()
     if by_admin:
         target, mono = by_admin
-        story._write("run", fault="administrator's abort", target=target, phase="begin", mono=mono, wall=0)
-    call = story.begin("b", "finish", transaction="x", wish=wish)
-    story.end("b", call, outcome="aborted")
-    # Whoever asks for an abort afterwards is not the reason.
-    story.end("b", story.begin("b", "finish", transaction="x", wish="abort"), outcome="aborted")
+        story.write("run", fault="administrator's abort", target=target, phase="begin", mono=mono, wall=0)
+    for wished in (wish, "abort"):  # whoever asks for an abort afterwards is not the reason
+        story.txn("b", what="finish", transaction="x", wish=wished, outcome="aborted")
     assert story.found() == (["lost-prepare"] if lost else [])
 
 
@@ -681,9 +549,7 @@ def test_each_mutation_of_it_is_found_under_its_name(seed, mutate):
 
 
 def test_a_partial_last_line_is_of_a_process_that_was_killed():
-    story = Story()
-    story.txn("a", "1")
-    *lines, last = story.lines("a")
+    *lines, last = Story().txn("a", "1").lines("a")
     history = History()
     history.add([*lines, last[:-5]], "a")
     assert [operation.result for operation in history.operations] == ["unknown"]
@@ -721,14 +587,12 @@ VALUES = st.none() | st.integers() | st.text(max_size=2) | st.lists(st.integers(
 
 @given(st.data())
 def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data):
-    story = Story()
-    call = story.txn("a", "1", transaction="x")
-    story.stored("a", call, "1", 0)
+    story = Story().txn("a", "1", stored=("1", 0), transaction="x")
     other = story.begin("a", "poll")
     story.poll("a", other, "1")
     story.assign("a", other, T0)
     story.ack("a", other, "1")
-    story._write("a", fault="kill", target="b", phase="begin", mono=1)
+    story.write("a", fault="kill", target="b", phase="begin", mono=1)
     story.end("a", other)
     call = story.begin("a", "read", topics=["t"])
     story.poll("a", call, "1")

@@ -106,9 +106,7 @@ ALONE = dict.fromkeys(HALVES, "half-messages") | dict.fromkeys(TORN, "transactio
         for broker, finds in (EMBEDDED | HALVES | TORN).items()
     ],
 )
-def test_a_broken_embedded_broker_is_found_under_its_name(
-    broker: type[Broken], finds: set[str], seconds: int, tmp_path: Path
-) -> None:
+def test_a_broken_embedded_broker_is_found_under_its_name(broker, finds, seconds, tmp_path):
     url = f"{scheme_of(broker)}:{tmp_path / 'broker.db'}?{OPTIONS}"
     more = ["--time", str(seconds), "--plugin", "tests.conformance.broken"]
     if broker in ALONE:
@@ -124,9 +122,7 @@ def test_a_broken_embedded_broker_is_found_under_its_name(
 @pytest.mark.parametrize(
     ("backend", "name"), [(backend, name) for backend, mutants in LIVE.items() for name in mutants.by_name]
 )
-def test_a_mutant_is_found_under_its_name(
-    backend: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_mutant_is_found_under_its_name(backend, name, tmp_path, request):
     mutant = LIVE[backend].by_name[name]
     if mutant.needs:
         pytest.importorskip(mutant.needs, reason="only the broker's official client shows it")

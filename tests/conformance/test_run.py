@@ -54,7 +54,8 @@ def run(url: str, out: Path, *more: str, seconds: int = 4) -> subprocess.Complet
 
 
 def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
-    url = f"embedded:{tmp_path / 'broker.db'}?half_check_seconds=0.5"
+    # So few bytes that most transactions go to the file before their end.
+    url = f"embedded:{tmp_path / 'broker.db'}?half_check_seconds=0.5&spill_bytes=400"
     hook, calls = recording_hook(tmp_path)
     more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
     # How much a loaded machine does in a few seconds is not the point.
@@ -244,10 +245,7 @@ def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_value
     plan = Plan("embedded:", "a", 1, 1.0, str(tmp_path))
     recording = ProcessorRecording(Client(plan, "p", recorder, random.Random(1)), "g", "dead")
     poison = Message("source", 0, (0,), None, b"feed/1", Headers(), 0, 1, None)
-    attempts: list[tuple[str, str, Literal["before", "after"]]] = [
-        ("T1", "abort", "before"),
-        ("T2", "commit", "after"),
-    ]
+    attempts: list[tuple[str, str, Literal["before", "after"]]] = [("T1", "abort", "before"), ("T2", "commit", "after")]
     for transaction, end, phase in attempts:
         for name in "reader.poll", "transaction.begin", "message.send", end:
             at = phase if name == end else "before"
