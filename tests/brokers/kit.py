@@ -5,8 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._kafka_wire import ask, metadata
@@ -82,6 +87,38 @@ def listening(pid: int) -> set[tuple[str, int]]:
             address, port = local.split(":")
             found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
     return found
+
+
+@contextmanager
+def answering(*texts: bytes) -> Iterator[int]:
+    """A server that answers each of so many connections with one of these texts; yield its port."""
+    with socket.create_server((HOST, 0)) as server:
+
+        def answer() -> None:
+            for text in texts:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
+def port_attempts(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, failures: int) -> list[int | None]:
+    """Let so many starts of a broker fail because somebody took a port; return the ports that starts are asked for."""
+    attempts: list[int | None] = []
+
+    def start(**options: Any) -> str:
+        attempts.append(options["port"])
+        if len(attempts) <= failures:
+            raise brokers.PortTaken("taken")
+        return "started"
+
+    monkeypatch.setattr(owner, name, start)
+    return attempts
 
 
 def port_of(broker: brokers.Broker, node: int = 1) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from txnbridge_conformance.brokers._kafka_wire import ask, cluster
 from txnbridge_kafka.client.connection import api_versions
 
 from tests.brokers import programs
-from tests.brokers.kit import create_topic, port_of, state, topic_appears
+from tests.brokers.kit import answering, create_topic, port_attempts, port_of, state, topic_appears
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 
@@ -150,18 +149,9 @@ def test_what_cannot_be_started_is_refused_with_what_can(options, message):
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_other_ports_are_tried_when_somebody_took_one(monkeypatch, failures):
-    attempts = []
-    started = object()
-
-    def start(**options):
-        attempts.append(options["port"])
-        if len(attempts) <= failures:
-            raise brokers.PortTaken("taken")
-        return started
-
-    monkeypatch.setattr(brokers, "KafkaProcess", start)
+    attempts = port_attempts(monkeypatch, brokers, "KafkaProcess", failures)
     if failures < 3:
-        assert brokers.kafka(container=False) is started
+        assert str(brokers.kafka(container=False)) == "started"
     else:
         with pytest.raises(brokers.PortTaken):
             brokers.kafka(container=False)
@@ -171,20 +161,9 @@ def test_other_ports_are_tried_when_somebody_took_one(monkeypatch, failures):
     assert attempts == [9092]
 
 
-def test_what_does_not_speak_kafka_is_an_error():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            for text in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08" + b"\xff" * 8, b"\0\0"):
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(1000)
-                    connection.sendall(text)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        port = server.getsockname()[1]
-        for _ in range(3):
+def test_an_answer_that_is_not_kafkas_is_an_error():
+    texts = b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08" + b"\xff" * 8, b"\0\0"
+    with answering(*texts) as port:
+        for _ in texts:
             with pytest.raises(OSError, match=r"cannot be read|closed the connection"):
                 cluster(port)
-        thread.join()

@@ -18,6 +18,12 @@ from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 
 
+@pytest.fixture
+def broker():
+    with Toy() as broker:
+        yield broker
+
+
 def all_end(pids: list[int]) -> bool:
     return wait_until(lambda: not any(state(pid) for pid in pids), 30)
 
@@ -52,67 +58,60 @@ def test_nothing_is_left_when_the_starter_is_killed_and_a_fork_of_it_lives_on():
         os.kill(fork, signal.SIGKILL)
 
 
-def test_who_supervises_is_in_no_process_group_of_the_starter():
-    with Toy() as broker:
-        supervisor = os.getsid(broker._processes._supervisor.pid)
-        assert supervisor != os.getsid(0)
-        assert {os.getpgid(pid) for pid in broker.every_pid()}.isdisjoint({os.getpgid(0), supervisor})
+def test_who_supervises_is_in_no_process_group_of_the_starter(broker):
+    supervisor = os.getsid(broker._processes._supervisor.pid)
+    assert supervisor != os.getsid(0)
+    assert {os.getpgid(pid) for pid in broker.every_pid()}.isdisjoint({os.getpgid(0), supervisor})
 
 
-def test_an_orderly_end_of_the_supervisor_leaves_nothing_either():
-    with Toy() as broker:
-        pids = broker.every_pid()
-        os.kill(broker._processes._supervisor.pid, signal.SIGTERM)
-        assert all_end(pids)
-        with pytest.raises(BrokerUnavailable, match="is gone"):
-            broker.pid(1)
+def test_an_orderly_end_of_the_supervisor_leaves_nothing_either(broker):
+    pids = broker.every_pid()
+    os.kill(broker._processes._supervisor.pid, signal.SIGTERM)
+    assert all_end(pids)
+    with pytest.raises(BrokerUnavailable, match="is gone"):
+        broker.pid(1)
 
 
-def test_one_node_is_killed_and_started_again_on_its_port():
-    with Toy() as broker:
-        first, second = broker.pid(1), broker.pid(2)
-        broker.kill(1)
-        assert broker.pid(1) is None and not broker._answers(1)
-        assert broker.pid(2) == second and broker._answers(2)
-        broker.start()
-        assert broker._answers(1)
-        assert broker.pid(1) not in (None, first) and broker.pid(2) == second
+def test_one_node_is_killed_and_started_again_on_its_port(broker):
+    first, second = broker.pid(1), broker.pid(2)
+    broker.kill(1)
+    assert broker.pid(1) is None and not broker._answers(1)
+    assert broker.pid(2) == second and broker._answers(2)
+    broker.start()
+    assert broker._answers(1)
+    assert broker.pid(1) not in (None, first) and broker.pid(2) == second
 
 
-def test_restart_starts_all_anew():
-    with Toy() as broker:
-        before = [broker.pid(node) for node in broker.nodes]
-        broker.restart()
-        assert {broker.pid(node) for node in broker.nodes}.isdisjoint({*before, None})
-        assert all(broker._answers(node) for node in broker.nodes)
+def test_restart_starts_all_anew(broker):
+    before = [broker.pid(node) for node in broker.nodes]
+    broker.restart()
+    assert {broker.pid(node) for node in broker.nodes}.isdisjoint({*before, None})
+    assert all(broker._answers(node) for node in broker.nodes)
 
 
-def test_a_paused_node_stands_still_until_it_is_resumed():
-    with Toy() as broker:
-        pid = broker.pid(1)
-        assert pid
-        broker.pause(1)
-        assert wait_until(lambda: "T" in state(pid), 30)
-        broker.resume(1)
-        assert wait_until(lambda: "T" not in state(pid), 30)
-        assert broker._answers(1)
+def test_a_paused_node_stands_still_until_it_is_resumed(broker):
+    pid = broker.pid(1)
+    assert pid
+    broker.pause(1)
+    assert wait_until(lambda: "T" in state(pid), 30)
+    broker.resume(1)
+    assert wait_until(lambda: "T" not in state(pid), 30)
+    assert broker._answers(1)
 
 
-def test_a_paused_node_can_be_killed_and_stopped():
-    with Toy() as broker:
-        broker.pause()
-        broker.kill(1)
-        broker.stop(2)
-        assert [broker.pid(node) for node in broker.nodes] == [None, None]
+def test_a_paused_node_can_be_killed_and_stopped(broker):
+    broker.pause()
+    broker.kill(1)
+    broker.stop(2)
+    assert [broker.pid(node) for node in broker.nodes] == [None, None]
 
 
-def test_killing_pausing_and_stopping_what_does_not_run_does_nothing():
-    with Toy() as broker:
-        broker.kill()
-        for again in (broker.kill, broker.pause, broker.resume, broker.stop):
-            again()
-        broker.start()
-        assert broker._answers(1)
+def test_killing_pausing_and_stopping_what_does_not_run_does_nothing(broker):
+    broker.kill()
+    for again in (broker.kill, broker.pause, broker.resume, broker.stop):
+        again()
+    broker.start()
+    assert broker._answers(1)
 
 
 def test_one_that_hears_no_request_to_stop_is_killed():
@@ -122,10 +121,9 @@ def test_one_that_hears_no_request_to_stop_is_killed():
         assert broker.pid(1) is None
 
 
-def test_a_node_that_does_not_exist_is_named():
-    with Toy() as broker:
-        with pytest.raises(InvalidOption, match="no node 3; nodes are 1, 2"):
-            broker.kill(3)
+def test_a_node_that_does_not_exist_is_named(broker):
+    with pytest.raises(InvalidOption, match="no node 3; nodes are 1, 2"):
+        broker.kill(3)
 
 
 def test_closing_twice_is_allowed_and_using_it_then_is_not():

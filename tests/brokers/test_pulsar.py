@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import socket
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering
 from txnbridge_conformance.brokers._pulsar_wire import PulsarConnection, load_coordinator, rest
 
-from tests.brokers import programs
-from tests.brokers.kit import LISTENERS, listening, state
+from tests.brokers import kit, programs
+from tests.brokers.kit import LISTENERS, listening, port_attempts, state
 from tests.brokers.pulsar_kit import PING, PONG, Client, commit_one, first_message, new_topic, port_of
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
@@ -217,17 +215,8 @@ def test_what_cannot_be_started_is_refused_with_what_can(options, message):
 
 
 def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
-    attempts = []
-    started = object()
-
-    def start(**options):
-        attempts.append(options["port"])
-        if len(attempts) == 1:
-            raise brokers.PortTaken("taken")
-        return started
-
-    monkeypatch.setattr(_pulsar_cluster, "PulsarProcess", start)
-    assert brokers.pulsar(container=False) is started
+    attempts = port_attempts(monkeypatch, _pulsar_cluster, "PulsarProcess", 1)
+    assert str(brokers.pulsar(container=False)) == "started"
     assert attempts == [None, None]
     attempts.clear()
     with pytest.raises(brokers.PortTaken):
@@ -241,21 +230,9 @@ def test_another_broker_on_its_ports_is_not_taken_for_it(process_broker, monkeyp
     assert not process_broker._answers(1)
 
 
-def test_what_does_not_speak_pulsar_is_an_error():
-    answers = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08\0\0\0\x04" + b"\xff" * 4, b"\0\0", b"\xff" * 100]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            for text in answers:
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(1000)
-                    connection.sendall(text)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        port = server.getsockname()[1]
-        for _ in answers:
+def test_an_answer_that_is_not_pulsars_is_an_error():
+    texts = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08\0\0\0\x04" + b"\xff" * 4, b"\0\0", b"\xff" * 100]
+    with kit.answering(*texts) as port:
+        for _ in texts:
             with pytest.raises(OSError, match=r"does not speak Pulsar's protocol|hung up"):
                 PulsarConnection(port)
-        thread.join()

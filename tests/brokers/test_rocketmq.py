@@ -30,8 +30,8 @@ from txnbridge_rocketmq.client.send_requests import (
     send_half,
 )
 
-from tests.brokers import programs
-from tests.brokers.kit import LISTENERS, listening, state
+from tests.brokers import kit, programs
+from tests.brokers.kit import LISTENERS, listening, port_attempts, state
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 
@@ -212,15 +212,7 @@ def test_what_cannot_be_started_is_refused_with_what_can(options, message):
 
 
 def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
-    attempts = []
-
-    def start(**options):
-        attempts.append(options["port"])
-        if len(attempts) < 3:
-            raise brokers.PortTaken("taken")
-        return "started"
-
-    monkeypatch.setattr(brokers, "RocketMQ", start)
+    attempts = port_attempts(monkeypatch, brokers, "RocketMQ", 2)
     assert str(brokers.rocketmq()) == "started"
     attempts.clear()
     with pytest.raises(brokers.PortTaken):
@@ -228,30 +220,13 @@ def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
     assert attempts == [9876]
 
 
-GARBAGE = [
-    b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    b"\0\0\0\x08\0\0\0\x02[]xx",
-    b"\0\0\0\x06\0\0\0\x02{}",
-    b"\0\0\0\x04",
-]
+GARBAGE = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08\0\0\0\x02[]xx", b"\0\0\0\x06\0\0\0\x02{}", b"\0\0\0\x04"]
 
 
-def test_what_does_not_speak_rocketmq_is_an_error():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            for text in GARBAGE:
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(1000)
-                    connection.sendall(text)
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        port = server.getsockname()[1]
+def test_an_answer_that_is_not_rocketmqs_is_an_error():
+    with kit.answering(*GARBAGE) as port:
         for _ in GARBAGE:
             with pytest.raises(OSError, match=f"port {port}"):
                 ask(port, routes.masters())
-        thread.join()
     assert not is_serving(port)
     assert _rocketmq.answering(f"rocketmq://127.0.0.1:{port}") == 0

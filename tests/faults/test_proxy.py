@@ -54,6 +54,12 @@ def has_nothing(client: Client) -> bool:
     return False
 
 
+def ask_anew(proxy: Proxy, kind: int, body: bytes = b"") -> bytes:
+    """Ask through a connection of its own, which is closed then."""
+    with Client(proxy.ports[0]) as client:
+        return client.ask(kind, body)
+
+
 def test_what_is_said_arrives_in_both_directions(client):
     body = bytes(range(256)) * 4000  # about 1 MB
     assert client.ask(PRODUCE, body) == body
@@ -64,8 +70,7 @@ def test_a_held_request_arrives_only_when_it_is_let_go(proxy, echo, client):
     hold = proxy.hold(requests="EndTxn")
     client.send(END_TXN, b"late")
     assert hold.wait().kind == END_TXN
-    with Client(proxy.ports[0]) as other:
-        assert other.ask(PRODUCE, b"marker") == b"marker"
+    assert ask_anew(proxy, PRODUCE, b"marker") == b"marker"
     assert echo.arrived.get(timeout=30) == b"marker"  # and so nothing before it
     hold.release()
     assert client.receive() == (1, b"late")
@@ -86,8 +91,7 @@ def test_only_as_many_are_held_as_asked_for_and_of_that_kind(proxy, client):
     assert client.ask(PRODUCE, b"another kind") == b"another kind"
     client.send(END_TXN, b"held")
     hold.wait()
-    with Client(proxy.ports[0]) as other:
-        assert other.ask(END_TXN, b"the second") == b"the second"
+    assert ask_anew(proxy, END_TXN, b"the second") == b"the second"
 
 
 def test_all_of_a_kind_can_be_held_until_they_are_let_go(proxy, echo, client):
@@ -95,8 +99,7 @@ def test_all_of_a_kind_can_be_held_until_they_are_let_go(proxy, echo, client):
     with Client(proxy.ports[0]) as other:
         client.send(END_TXN, b"one")
         other.send(END_TXN, b"two")
-        with Client(proxy.ports[0]) as third:
-            third.ask(PRODUCE, b"marker")
+        ask_anew(proxy, PRODUCE, b"marker")
         assert echo.arrived.get(timeout=30) == b"marker"
         proxy.release()
         assert client.receive() == (1, b"one") and other.receive() == (1, b"two")
@@ -112,8 +115,7 @@ def test_a_held_answer_was_given_and_arrives_only_when_it_is_let_go(proxy, echo,
     assert (request.kind, request.correlation_id) == (END_TXN, 2)
     assert [echo.arrived.get(timeout=30) for _ in range(2)] == [b"before", b"done"]
     hold.answered()
-    with Client(proxy.ports[0]) as other:
-        other.ask(PRODUCE, b"marker")
+    ask_anew(proxy, PRODUCE, b"marker")
     assert has_nothing(client)
     hold.release()
     assert client.receive() == (2, b"done")
@@ -124,8 +126,7 @@ def test_a_held_request_arrives_after_its_client_hung_up(proxy, echo):
     with Client(proxy.ports[0]) as client:
         client.send(END_TXN, b"late")
         hold.wait()
-    with Client(proxy.ports[0]) as other:
-        other.ask(PRODUCE, b"meanwhile")
+    ask_anew(proxy, PRODUCE, b"meanwhile")
     hold.release()
     hold.answered()
     assert [echo.arrived.get(timeout=30) for _ in range(2)] == [b"meanwhile", b"late"]
@@ -171,8 +172,7 @@ def test_a_cut_ends_what_is_open_and_serves_what_comes_later(proxy, echo, client
     proxy.cut()
     assert is_gone(client)
     assert echo.ended.get(timeout=30)
-    with Client(proxy.ports[0]) as later:
-        assert later.ask(PRODUCE, b"again") == b"again"
+    assert ask_anew(proxy, PRODUCE, b"again") == b"again"
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 13, 14])
@@ -182,8 +182,7 @@ def test_a_cut_after_some_bytes_of_a_request_lets_just_these_pass(proxy, echo, c
     assert is_gone(client) or size == 14  # its answer may be quicker than the cut
     assert echo.ended.get(timeout=30)
     assert echo.arrived.qsize() == (size == 14)
-    with Client(proxy.ports[0]) as later:
-        assert later.ask(PRODUCE, b"once only") == b"once only"
+    assert ask_anew(proxy, PRODUCE, b"once only") == b"once only"
 
 
 def test_a_cut_after_some_bytes_of_an_answer_lets_just_these_pass(proxy, echo, client):
@@ -215,8 +214,7 @@ def test_the_parts_of_a_burst_are_late_by_one_delay_and_not_by_many(proxy, clien
 
 
 def test_a_broker_hears_that_its_client_hung_up(proxy, echo):
-    with Client(proxy.ports[0]) as client:
-        client.ask(PRODUCE)
+    ask_anew(proxy, PRODUCE)
     assert echo.ended.get(timeout=30)
 
 
@@ -228,12 +226,10 @@ def test_a_client_hears_that_its_broker_hung_up(echo, client):
 
 def test_half_open_a_broker_does_not_hear_that_its_client_hung_up(proxy, echo):
     proxy.half_open()
-    with Client(proxy.ports[0]) as client:
-        client.ask(PRODUCE, b"last words")
+    ask_anew(proxy, PRODUCE, b"last words")
     assert wait_until(lambda: proxy._connections[0]._open_ways == 1, 30)  # the proxy knows that it hung up
     proxy.half_open(False)
-    with Client(proxy.ports[0]) as marker:
-        marker.ask(PRODUCE)
+    ask_anew(proxy, PRODUCE)
     assert echo.ended.get(timeout=30)  # the marker's, which hung up later
     assert echo.ended.empty()
     proxy.cut()

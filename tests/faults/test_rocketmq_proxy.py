@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,17 +21,7 @@ from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.requests import RpcRequest, document
 from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
 
-from tests.rocketmq.kit import (
-    ANSWER,
-    BROKER,
-    ONE_WAY,
-    FakeBroker,
-    Peer,
-    becomes_true,
-    binary_frame,
-    bodies,
-    frame,
-)
+from tests.rocketmq.kit import ANSWER, BROKER, ONE_WAY, FakeBroker, Peer, becomes_true, binary_frame, bodies, frame
 from txnbridge.errors import InvalidOption
 
 LONG = 30.0
@@ -113,32 +105,31 @@ def test_addresses_in_an_answer_become_the_proxys_however_it_is_cut(cut):
                 assert client.ask_name_server(untouched, LONG) == json.loads(told[0])
 
 
+@contextmanager
+def behind_a_proxy(reply: Any) -> Iterator[RemotingClient]:
+    """A client that speaks through a proxy to a broker that replies so."""
+    with FakeBroker(reply) as broker:
+        routes = [Route(0, int(broker.address.rpartition(":")[2]))]
+        with faults.Proxy(routes, RocketMQConversation) as proxy:
+            with RemotingClient([f"127.0.0.1:{proxy.ports[0]}"]) as client:
+                yield client
+
+
 def test_an_answer_with_addresses_that_breaks_off_arrives_as_far_as_it_came():
     def reply(peer: Peer, command) -> None:
         peer.send(frame(0, command.opaque, ANSWER, body=b"x" * 100)[:-50])
         peer.hang_up()
 
-    with FakeBroker(reply) as broker:
-        routes = [Route(0, int(broker.address.rpartition(":")[2]))]
-        with (
-            faults.Proxy(routes, RocketMQConversation) as proxy,
-            RemotingClient([f"127.0.0.1:{proxy.ports[0]}"]) as client,
-        ):
-            with pytest.raises(Disconnected):
-                client.route("orders", LONG)
+    with behind_a_proxy(reply) as client, pytest.raises(Disconnected):
+        client.route("orders", LONG)
 
 
 def test_headers_that_are_not_json_pass_untouched():
     def reply(peer: Peer, command) -> None:
         peer.send(binary_frame(0, command.opaque, ANSWER, {}, b'{"brokerAddrTable":{}}'))
 
-    with FakeBroker(reply) as broker:
-        routes = [Route(0, int(broker.address.rpartition(":")[2]))]
-        with (
-            faults.Proxy(routes, RocketMQConversation) as proxy,
-            RemotingClient([f"127.0.0.1:{proxy.ports[0]}"]) as client,
-        ):
-            assert client.brokers(LONG) == {}
+    with behind_a_proxy(reply) as client:
+        assert client.brokers(LONG) == {}
 
 
 # --- a real one -------------------------------------------------------------------------------------------------------
