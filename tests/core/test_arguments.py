@@ -88,9 +88,7 @@ def test_as_many_as_no_broker_has_are_all_that_there_are(bridge: Bridge) -> None
         ("embedded:x.db", {"max_bytes": 1 << 70}),
     ],
 )
-def test_an_address_that_cannot_be_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, options: Any
-) -> None:
+def test_an_address_that_cannot_be_is_refused(tmp_path, monkeypatch, url, options):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidOption):
         txnbridge.connect(url) if options is None else txnbridge.connect(url, embedded=options)

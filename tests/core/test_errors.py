@@ -7,14 +7,7 @@ import pickle
 import pytest
 
 from txnbridge import errors
-from txnbridge.errors import (
-    Abort,
-    EvidenceLost,
-    Fenced,
-    OutcomeUnknown,
-    Poison,
-    TxnBridgeError,
-)
+from txnbridge.errors import Abort, EvidenceLost, Fenced, OutcomeUnknown, Poison, TxnBridgeError
 from txnbridge.spi import NO_HEADERS, Message
 
 ERRORS = [getattr(errors, name) for name in errors.__all__]

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
-from tests.app.test_app import until
+from tests.in_time import wait_until
 from txnbridge import Bridge, Decision, _metrics, metrics
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, OutcomeUnknown
 
@@ -105,15 +105,15 @@ def test_the_broker_is_asked_for_what_only_it_knows_and_not_after_the_bridge_is_
     with bridge.transaction(prepare=True) as txn:
         txn.send("orders", b"1")
     watch = collected.watch(bridge, every=0.05)
-    until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 1})
+    wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 1})
     bridge.abort(str(txn.token))
-    until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
+    wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
 
     def away(*_: object) -> list[object]:
         raise BrokerUnavailable("away")
 
     monkeypatch.setattr(bridge._connection.broker.admin, "transactions", away)
-    until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
+    wait_until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
     bridge.close()
     assert values(collected, "open_transactions") == {}
 

@@ -30,6 +30,10 @@ class Traced:
         self.tracer = self.tracers.get_tracer("test")
         self.bridge: Bridge
 
+    def send(self) -> None:
+        with self.bridge.transaction() as txn:
+            txn.send("orders", b"1")
+
     def spans(self, name: str) -> list[ReadableSpan]:
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
 
@@ -92,8 +96,7 @@ def test_without_spans_of_sends_a_message_belongs_to_the_span_in_which_it_is_sen
 
 def test_the_span_of_a_batch_has_a_link_to_each_message(traced):
     for _ in range(2):
-        with traced.bridge.transaction() as txn:
-            txn.send("orders", b"1")
+        traced.send()
     traced.bridge.processor("orders", group="g", batch=lambda batch, txn: None).run(until_idle=True)
     links = {link.context.span_id for link in traced.span("process orders").links}
     assert links == {span.context.span_id for span in traced.spans("send orders")}
@@ -132,8 +135,7 @@ def test_a_plug_in_that_fails_around_a_handler_is_not_felt(traced, caplog):
         def txnbridge_processing(self, messages: object, group: str) -> Any:
             raise ZeroDivisionError
 
-    with traced.bridge.transaction() as txn:
-        txn.send("orders", b"1")
+    traced.send()
     with txnbridge.plugins.registered(Failing()):
         processor = traced.bridge.processor("orders", group="g", each=lambda message, txn: None)
     processor.run(until_idle=True)
@@ -142,8 +144,7 @@ def test_a_plug_in_that_fails_around_a_handler_is_not_felt(traced, caplog):
 
 
 def test_metrics_reach_the_meter(traced):
-    with traced.bridge.transaction() as txn:
-        txn.send("orders", b"1")
+    traced.send()
     found = traced.metrics()
     (committed,) = found["txnbridge.transactions"]
     assert dict(committed.attributes) == {"backend": "embedded", "state": "committed"} and committed.value == 1

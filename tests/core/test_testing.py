@@ -116,9 +116,7 @@ def test_events_of_bridges_opened_inside_are_recorded(bridge_url: str) -> None:
 @pytest.mark.parametrize(
     ("happened", "state", "seen"), [(True, TokenState.COMMITTED, [b"1"]), (False, TokenState.ABORTED, [])]
 )
-def test_an_answer_is_lost_and_its_token_tells_the_truth(
-    bridge: Bridge, happened: bool, state: TokenState, seen: list[object]
-) -> None:
+def test_an_answer_is_lost_and_its_token_tells_the_truth(bridge, happened, state, seen):
     bridge.admin.create_topic("orders")
     with next_commit(bridge, Outcome.UNKNOWN, happened=happened):
         with pytest.raises(OutcomeUnknown) as caught:
@@ -189,9 +187,7 @@ def test_a_child_returns_and_tells_values(bridge_url: str) -> None:
         assert (child.told(), child.result(), child.told()) == (b"1", "done", b"2")
 
 
-def test_a_child_has_this_process_environment_and_folder_but_is_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_child_has_this_process_environment_and_folder_but_is_another(monkeypatch, tmp_path):
     monkeypatch.setenv("TXNBRIDGE_A_TEST", "here")
     monkeypatch.chdir(tmp_path)
     with Child(environment, "TXNBRIDGE_A_TEST") as child:

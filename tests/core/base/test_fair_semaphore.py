@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.in_time import wait_until
 from txnbridge._base.fair_semaphore import FairSemaphore
 from txnbridge.spi import Deadline
 
@@ -33,9 +34,7 @@ class Waiting:
         self.threads.append(threading.Thread(target=wait))
         before = len(self.turns._waiting)
         self.threads[-1].start()
-        deadline = Deadline(60)
-        while len(self.turns._waiting) == before:
-            deadline.check("waiting for a thread to queue up")
+        wait_until(lambda: len(self.turns._waiting) != before)
 
     def join(self):
         for thread in self.threads:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pluggy
 import pytest
@@ -23,9 +22,7 @@ def test_our_marker_is_what_pluggys_own_would_be() -> None:
     assert getattr(ours, f"{GROUP}_impl") == getattr(theirs, f"{GROUP}_impl")
 
 
-def test_a_plugin_that_cannot_be_imported_is_reported_by_name_and_the_others_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_cannot_be_imported_is_reported_by_name_and_the_others_work(tmp_path, monkeypatch):
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no client here')\n")
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()

@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from txnbridge import InvalidToken, Token, UsageError
@@ -36,17 +36,10 @@ def pack(body: bytes) -> str:
     return "txb1." + base64.urlsafe_b64encode(zlib.crc32(body).to_bytes(4, "big") + body).decode().rstrip("=")
 
 
-def test_a_token_comes_back_as_it_was() -> None:
-    assert Token.parse(str(TOKEN)) == TOKEN
-
-
 def test_the_first_version_stays_readable() -> None:
     assert Token.parse(GOLDEN) == TOKEN
     assert str(TOKEN) == GOLDEN
-
-
-def test_surrounding_white_space_is_forgiven() -> None:
-    assert Token.parse(f"  {TOKEN}\n") == TOKEN
+    assert Token.parse(f"  {TOKEN}\n") == TOKEN  # white space around it is forgiven
 
 
 def test_a_repr_shows_no_text_that_could_be_used() -> None:
@@ -68,6 +61,7 @@ def test_a_token_cut_short_is_noticed(length: int) -> None:
 
 
 @given(st.text() | st.text().map("txb1.{}".format) | st.binary().map(pack))
+@example(pack(b"[" * 2000))  # it does not exhaust the stack
 def test_garbage_is_refused_as_such(text: str) -> None:
     with pytest.raises(InvalidToken):
         Token.parse(text)
@@ -87,11 +81,6 @@ def test_fields_of_the_wrong_kind_are_refused_and_nothing_else_is_raised(fields:
     except InvalidToken:
         return
     assert isinstance(token.broker, str) and isinstance(token.how, dict) and isinstance(token.prepared, bool)
-
-
-def test_deep_nesting_does_not_exhaust_the_stack() -> None:
-    with pytest.raises(InvalidToken):
-        Token.parse(pack(b"[" * 2000))
 
 
 def test_a_token_that_would_be_too_long_is_never_made() -> None:

@@ -95,15 +95,14 @@ def test_a_value_that_is_not_where_it_should_be_is_an_error(value: str) -> None:
         resolve_options(OPTIONS, {"level": value}, "toy")
 
 
-def test_a_scheme_of_ours_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_scheme_names_the_known_ones_and_one_of_ours_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(BackendMissing, match="embedded"):  # which is known
+        find_backend("amqp")
     monkeypatch.setattr(plugins, "backends", list)
     with pytest.raises(BackendMissing, match=r"pip install -e '\.\[pulsar\]'"):
         find_backend("pulsar")
-
-
-def test_an_unknown_scheme_names_the_known_ones() -> None:
-    with pytest.raises(BackendMissing, match="embedded"):
-        find_backend("amqp")
 
 
 def test_nobodys_orders_land_in_a_local_file_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 import txnbridge
-from tests.core.races import WORKERS, Shift, Through, Worker, check
+from tests.core.races import Through, race
 from tests.embedded.kit import open_broker
 from txnbridge import Decision
 from txnbridge._decisions.decisions import Decisions
@@ -20,30 +18,24 @@ from txnbridge.spi import Deadline, Position
 DURABILITY = "survives-process-kill-only"
 
 
-def work(path: Path, all_races: int, number: int, seed: int, races: list[int]) -> None:
-    broker = open_broker(path, durability=DURABILITY)
-    log = broker.decision_log("races", Deadline(30))
-    Worker(log, path.parent, number, seed, all_races - len(races)).run(races)
-    broker.close(Deadline(30))
+class OwnLog(Through):
+    """With a connection of its own, as another process has it."""
+
+    def __init__(self, path: str, name: str, timeout: float) -> None:
+        self._broker = open_broker(path, durability=DURABILITY)
+        super().__init__(self._broker.decision_log(name, Deadline(timeout)))
+
+    def close(self) -> None:
+        self._broker.close(Deadline(30))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("races", [300, pytest.param(1_000, marks=pytest.mark.full)])
 def test_four_processes_race_and_nobody_disagrees(tmp_path, races):
-    path = tmp_path / "broker.db"
-    with ThreadPoolExecutor(WORKERS) as pool:
-        shifts = list(pool.map(lambda number: Shift(races, number, work, path, races).run(), range(WORKERS)))
-    broker = open_broker(path)
-    log = broker.decision_log("races", Deadline(10))
-    won = check(shifts, log, races)
-    # All of that happened: several processes won races.
-    assert len(won) > 1, won
-    assert sum(shift.killed for shift in shifts) >= 3
-    assert sum(shift.lost for shift in shifts) >= 3
+    log = race(OwnLog, str(tmp_path / "broker.db"), tmp_path, races, 0.004, 30)
     begin = log.begin(Deadline(10))
-    assert begin is not None
-    assert begin[0] > races / 2
-    broker.close(Deadline(10))
+    assert begin is not None and begin[0] > races / 2
+    log.close()
 
 
 # --- killed at every step -------------------------------------------------------------------------------------------

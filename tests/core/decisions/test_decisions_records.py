@@ -46,54 +46,28 @@ def opened(data: Mapping[str, Any]) -> Opened:
     return Opened(log="a1", nonce="n4", under=UNDER, named=False, host="h pid 1", data=data)
 
 
+def claimed(nonce: str, id: tuple[Any, ...], decision: Decision = Decision.COMMIT, **fields: Any) -> Claimed:
+    fields = {"begin": None, "by": UNDER, "stored": None, **fields}
+    return Claimed(log="a1", nonce=nonce, id=id, decision=decision, **fields)
+
+
 EXAMPLES: dict[str, LogRecord] = {
     "birth": Birth(log="a1", nonce="n1", at=1_700_000_000_000),
     "presence": Presence(log="a1", nonce="n2", until=1_700_000_900_000),
     "presence of a process that does not know the log": Presence(log=None, nonce="n3", until=1),
     "opened": opened({"writers": 4}),
     "entry": EntryRecord(log="a1", nonce="n5", under=UNDER, about="prepare", transaction="t1", data={"pid": 9}),
-    "claim by a token": Claimed(
-        log="a1",
-        nonce="n6",
-        id=("t1",),
-        decision=Decision.COMMIT,
+    "claim by a token": claimed("n6", ("t1",), begin=EvidenceBegin((12, 3), "n2"), by=None, body={}),
+    "claim of a run": claimed("n7", BATCH, Decision.ABORT, body={"tokens": ["é"]}),
+    "claim with parts": claimed("n8", BATCH, body=None, stored=StoredBody(((4,), (6,)), "d1")),
+    "claim that acknowledges": claimed(
+        "n12",
+        ("t1",),
         begin=EvidenceBegin((12, 3), "n2"),
-        by=None,
-        body={},
-        stored=None,
-    ),
-    "claim of a run": Claimed(
-        log="a1",
-        nonce="n7",
-        id=BATCH,
-        decision=Decision.ABORT,
-        begin=None,
-        by=UNDER,
-        body={"tokens": ["é"]},
-        stored=None,
-    ),
-    "claim with parts": Claimed(
-        log="a1",
-        nonce="n8",
-        id=BATCH,
-        decision=Decision.COMMIT,
-        begin=None,
-        by=UNDER,
-        body=None,
-        stored=StoredBody(((4,), (6,)), "d1"),
-    ),
-    "claim that acknowledges": Claimed(
-        log="a1",
-        nonce="n12",
-        id=("t1",),
-        decision=Decision.COMMIT,
-        begin=EvidenceBegin((12, 3), "n2"),
-        by=UNDER,
         acked=ClaimAcks(
             (39,), (AckRange("g", ("orders", 0), (100,), (180,)), AckRange("g", ("orders", 7), (1, 2), (1, 3)))
         ),
         body={},
-        stored=None,
     ),
     "done": Done(log="a1", nonce="n9", id=("query", "sink"), up_to=7),
     "part": BodyPart(log="a1", nonce="n10", payload=b'{"half\n of it\x00\xff'),
@@ -197,15 +171,19 @@ def test_a_claim_that_cannot_acknowledge_anything_is_refused():
             decode(changed)
 
 
-def test_what_json_cannot_hold_is_the_callers_mistake():
-    for data in ({"x": object()}, {"x": float("nan")}, {"x": b"bytes"}):
-        with pytest.raises(InvalidOption, match="JSON"):
-            encode(opened(data))
-
-
-def test_a_record_over_the_limit_is_the_callers_mistake():
-    with pytest.raises(InvalidOption, match="900000"):
-        encode(opened({"x": "y" * MAX_RECORD_BYTES}))
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"x": object()}, "JSON"),
+        ({"x": float("nan")}, "JSON"),
+        ({"x": b"bytes"}, "JSON"),
+        ({"x": "y" * MAX_RECORD_BYTES}, "900000"),
+    ],
+    ids=["object", "nan", "bytes", "too large"],
+)
+def test_data_that_no_record_can_hold_is_the_callers_mistake(data, said):
+    with pytest.raises(InvalidOption, match=said):
+        encode(opened(data))
 
 
 def test_a_whole_part_fits_into_a_record():

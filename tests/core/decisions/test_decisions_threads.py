@@ -82,9 +82,7 @@ def wait_for_turns(decisions: Decisions, count: int) -> None:
     eventually(lambda: len(turns._waiters) == count, "they wait")  # type: ignore[attr-defined]
 
 
-def test_a_thread_that_looks_does_not_wait_for_one_that_reads(
-    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
-) -> None:
+def test_a_thread_that_looks_does_not_wait_for_one_that_reads(join, log, pool):
     decisions = join()
     begun = decisions.begin()
     log.hold("end")
@@ -96,9 +94,7 @@ def test_a_thread_that_looks_does_not_wait_for_one_that_reads(
     assert reading.result().claim is None
 
 
-def test_a_reading_serves_all_that_asked_before_it_began_and_nobody_who_asked_later(
-    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
-) -> None:
+def test_a_reading_serves_all_that_asked_before_it_began_and_nobody_who_asked_later(join, log, pool):
     decisions, other = join(), join()
     decisions.read("X")
     log.hold("end")
@@ -116,9 +112,7 @@ def test_a_reading_serves_all_that_asked_before_it_began_and_nobody_who_asked_la
     assert log.ends == asked + 1
 
 
-def test_a_reading_takes_all_records_that_this_process_has_stored(
-    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
-) -> None:
+def test_a_reading_takes_all_records_that_this_process_has_stored(join, log, pool):
     decisions = join()
     decisions.begin()
     decisions.claim("first", COMMIT)

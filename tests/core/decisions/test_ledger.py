@@ -124,9 +124,7 @@ def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) ->
             assert len(backend.logs) == 1
 
 
-def test_what_a_broker_notes_as_it_is_closed_is_in_the_log(
-    backend: LedgerBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_broker_notes_as_it_is_closed_is_in_the_log(backend, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(LedgerBroker, "close", lambda broker, deadline: broker.ledger.opened({"writers": 7}, deadline))
         with connect("toy:", transactional_id="billing", application="shop") as bridge, bridge.transaction():

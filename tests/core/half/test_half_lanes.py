@@ -81,12 +81,19 @@ def obey(txn: HalfTransaction, decision: Decision) -> Decision:
     return decision
 
 
+def leave_undecided(url: str, group: str, topic: str, *values: bytes) -> None:
+    """Store half messages whose work does not say what became of it, and go."""
+    with connect(url, create_topics=1) as bridge:
+        sales = bridge.half_messages(group, execute=obey, check=says(UNDECIDED))
+        sales.close()
+        for value in values:
+            sell(sales, topic, value, UNDECIDED)
+
+
 # --- the living -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_committed_is_published_in_order_and_undecided_ones_hold_nothing_back(
-    bridge: Bridge, topic: str, group: str
-) -> None:
+def test_what_is_committed_is_published_in_order_and_undecided_ones_hold_nothing_back(bridge, topic, group):
     answer = [UNDECIDED]
     with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
         for number in range(50):
@@ -101,9 +108,7 @@ def test_what_is_committed_is_published_in_order_and_undecided_ones_hold_nothing
     assert set(found[20:]) == {b"late %d" % number for number in range(50)}
 
 
-def test_half_messages_of_several_threads_share_transactions(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str
-) -> None:
+def test_half_messages_of_several_threads_share_transactions(txnbridge_url, bridge, topic, group):
     shared: list[int] = []
 
     def note(event: Event) -> None:
@@ -118,9 +123,7 @@ def test_half_messages_of_several_threads_share_transactions(
     assert sorted(map(str, values(seen(bridge, topic)))) == sorted(map(str, wanted))
 
 
-def test_opening_the_lane_does_not_count_against_the_first_transactions_time(
-    bridge: Bridge, topic: str, group: str
-) -> None:
+def test_opening_the_lane_does_not_count_against_the_first_transactions_time(bridge, topic, group):
     def slow(event: Event) -> None:
         if (event.name, event.phase) == ("half.open", "before"):
             threading.Event().wait(0.6)
@@ -163,9 +166,7 @@ def test_a_check_that_hangs_keeps_no_others_from_being_published_and_nobody_take
     assert others == []
 
 
-def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(
-    bridge: Bridge, topic: str, group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(bridge, topic, group, monkeypatch):
     monkeypatch.setattr(half_lane, "_TRIM_SECONDS", 0.1)
     monkeypatch.setattr(half_lane, "_KEPT_RECORDS", 20)
     answer = [UNDECIDED]
@@ -187,9 +188,7 @@ def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_a
     assert late.outcome is Outcome.UNKNOWN
 
 
-def test_a_process_without_a_resolver_removes_records_of_done_halves(
-    bridge: Bridge, topic: str, group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_without_a_resolver_removes_records_of_done_halves(bridge, topic, group, monkeypatch):
     monkeypatch.setattr(half_lane, "_TRIM_SECONDS", 0.0)
     monkeypatch.setattr(half_lanes, "_UNTENDED_SECONDS", 0.0)
     sales = bridge.half_messages(group, execute=obey, check=says(UNDECIDED))
@@ -227,9 +226,7 @@ def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_m
     assert values(seen(bridge, topic)) == [b"0", b"1"]
 
 
-def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str
-) -> None:
+def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(txnbridge_url, bridge, topic, group):
     with connect(txnbridge_url, create_topics=1) as own, connect(txnbridge_url, create_topics=1) as other:
 
         def work(txn: HalfTransaction, _: Any) -> Decision:
@@ -252,9 +249,7 @@ def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_an_end_whose_answer_is_lost_is_looked_up_and_not_repeated(
-    bridge: Bridge, topic: str, group: str, monkeypatch: pytest.MonkeyPatch, stored: bool
-) -> None:
+def test_an_end_whose_answer_is_lost_is_looked_up_and_not_repeated(bridge, topic, group, monkeypatch, stored):
     monkeypatch.setattr(Outcomes, "resolve", lambda *_: None)
 
     def lose(writer: Any, deadline: Any) -> None:
@@ -272,23 +267,15 @@ def test_an_end_whose_answer_is_lost_is_looked_up_and_not_repeated(
     assert values(seen(bridge, topic)) == [b"1"]
 
 
-def test_two_resolvers_take_a_lane_over_and_each_half_message_is_published_once(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str
-) -> None:
-    with connect(txnbridge_url, create_topics=1) as dead:
-        sales = dead.half_messages(group, execute=obey, check=says(UNDECIDED))
-        sales.close()
-        for number in range(100):
-            sell(sales, topic, b"%d" % number, UNDECIDED)
+def test_two_resolvers_take_a_lane_over_and_each_half_message_is_published_once(txnbridge_url, bridge, topic, group):
+    leave_undecided(txnbridge_url, group, topic, *(b"%d" % number for number in range(100)))
     with connect(txnbridge_url) as one, connect(txnbridge_url) as two:
         with one.resolver(group, check=says(COMMIT)), two.resolver(group, check=says(COMMIT)):
             eventually(lambda: len(seen(bridge, topic)) >= 100, "all are published")
     assert sorted(values(seen(bridge, topic)), key=str) == sorted((b"%d" % n for n in range(100)), key=str)
 
 
-def test_the_lane_of_a_process_that_has_ended_is_used_by_the_next_one(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str
-) -> None:
+def test_the_lane_of_a_process_that_has_ended_is_used_by_the_next_one(txnbridge_url, bridge, topic, group):
     for number in range(3):
         with connect(txnbridge_url, create_topics=1) as own:
             with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
@@ -300,10 +287,7 @@ def test_the_lane_of_a_process_that_has_ended_is_used_by_the_next_one(
 def test_a_lane_whose_topic_was_deleted_or_emptied_is_told_and_the_group_goes_on(
     txnbridge_url: str, bridge: Bridge, topic: str, group: str, caplog: pytest.LogCaptureFixture, deleted: str
 ) -> None:
-    with connect(txnbridge_url, create_topics=1) as own:
-        sales = own.half_messages(group, execute=obey, check=says(UNDECIDED))
-        sales.close()
-        sell(sales, topic, b"lost", UNDECIDED)
+    leave_undecided(txnbridge_url, group, topic, b"lost")
     lane = lanes(bridge, group).topic(0)
     if deleted == "topic":
         bridge.admin.delete_topic(lane)
@@ -377,9 +361,7 @@ def test_those_of_a_key_that_are_committed_behind_a_refused_half_message_wait_fo
 
 
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
-def test_a_parked_half_is_ended_by_an_administrator(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str, decision: Decision
-) -> None:
+def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic, group, decision):
     with (
         connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
         asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,

@@ -84,21 +84,6 @@ def topics(bridge: Bridge) -> None:
 # --- what execute says ----------------------------------------------------------------------------------------------
 
 
-def test_messages_are_stored_before_the_work_and_published_behind_it(bridge: Bridge) -> None:
-    seen: list[Any] = []
-
-    def execute(txn: HalfTransaction, arg: Any) -> Decision:
-        seen.append((txn.id, arg, published(bridge), stored(bridge, "SELECT state FROM halves")))
-        return COMMIT
-
-    with bridge.half_messages("shop", execute=execute, check=says(ABORT)) as sales:
-        txn = sell(sales, 42)
-    assert seen == [(txn.id, 42, NOTHING, [("waiting",)])]
-    assert (txn.outcome, published(bridge)) == (Outcome.COMMITTED, BOTH)
-    [message] = bridge.read("orders", 10)
-    assert (message.key, message.headers["h"]) == (b"k", "1")
-
-
 def raise_abort(*_: Any) -> Decision:
     raise Abort
 
@@ -132,9 +117,7 @@ def boom(*_: Any) -> Decision:
     ids=["raises", "undecided", "nonsense"],
 )
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
-def test_where_the_work_does_not_say_check_does(
-    bridge: Bridge, execute: Any, error: type[Exception] | None, decision: Decision
-) -> None:
+def test_where_the_work_does_not_say_check_does(bridge, execute, error, decision):
     asked: list[tuple[str, list[tuple[str, bytes, bytes | None]]]] = []
 
     def check(id: str, messages: Sequence[Message]) -> Decision:
@@ -155,9 +138,7 @@ def test_where_the_work_does_not_say_check_does(
 # --- what the broker does -------------------------------------------------------------------------------------------
 
 
-def test_no_work_is_done_for_messages_that_could_not_be_stored(
-    bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_work_is_done_for_messages_that_could_not_be_stored(bridge, tmp_path, monkeypatch):
     done: list[Any] = []
 
     def execute(*given: Any) -> Decision:
@@ -183,9 +164,7 @@ def test_no_work_is_done_for_messages_that_could_not_be_stored(
 
 
 @pytest.mark.parametrize("happened", [True, False])
-def test_a_lost_answer_to_its_end_is_asked_for_again(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, happened: bool
-) -> None:
+def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happened):
     end, lost = EmbeddedHalves.end, [1]
 
     def lose(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
@@ -236,9 +215,7 @@ def test_nobody_asks_again_about_what_nobody_can_tell(bridge: Bridge, monkeypatc
 # --- what check says ------------------------------------------------------------------------------------------------
 
 
-def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(
-    bridge: Bridge, with_timing: Callable[..., None]
-) -> None:
+def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge, with_timing):
     asked = threading.Event()
 
     def check(*_: Any) -> Decision:
@@ -259,9 +236,7 @@ def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(
             sell(sales, timeout=TIMEOUT)
 
 
-def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_is_parked(
-    bridge: Bridge, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_is_parked(bridge, tmp_path, caplog):
     held = threading.Event()
 
     def check(id: str, messages: Sequence[Message]) -> Decision:
@@ -294,9 +269,7 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
             other.admin.end_parked("shop", txn.id, ABORT)
 
 
-def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout(bridge, monkeypatch):
     resolver = bridge.resolver("shop", check=says(COMMIT))
     with resolver:
         eventually(lambda: resolver.healthy, "it runs")
@@ -377,9 +350,7 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         eventually(lambda: published(bridge) == BOTH, "another process ends it")
 
 
-def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, monkeypatch):
     asked, go_on = threading.Event(), threading.Event()
     left: list[float] = []
 

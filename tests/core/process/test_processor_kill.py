@@ -178,41 +178,30 @@ def test_after_a_lost_answer_it_finds_out_before_it_goes_on(happened, tmp_path):
 # --- a broker that does not answer while it stops ---------------------------------------------------------------------
 
 
-def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path):
-    url = url_of(tmp_path)
-    feed(url, numbers(1))
-    blocker = sqlite3.connect(tmp_path / "broker.db", isolation_level=None)
-
-    def block(message: Message, txn: Transaction) -> None:
-        blocker.execute("BEGIN IMMEDIATE")
-        processor.stop()
-
-    with txnbridge.connect(url, timeout=100) as bridge:
-        processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
-        with within(1), pytest.raises(DeadlineExceeded):
-            processor.run()
-        blocker.execute("ROLLBACK")
-        blocker.close()
-    assert processor.stats.messages == 0
-
-
-def test_in_a_thread_too_the_broker_is_not_waited_for_longer_than_the_stop_allows(tmp_path):
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path, in_a_thread):
     url = url_of(tmp_path)
     feed(url, numbers(1))
     blocker = sqlite3.connect(tmp_path / "broker.db", isolation_level=None, check_same_thread=False)
-
     blocked = threading.Event()
 
     def block(message: Message, txn: Transaction) -> None:
         blocker.execute("BEGIN IMMEDIATE")
         blocked.set()
+        if not in_a_thread:
+            processor.stop()
 
     with txnbridge.connect(url, timeout=100) as bridge:
         processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
         with within(1):
-            with pytest.raises(DeadlineExceeded), processor:
-                assert blocked.wait(20)
-            assert processor._thread is not None
-            processor._thread.join(100)  # the broker is still blocked
+            if in_a_thread:
+                with pytest.raises(DeadlineExceeded), processor:
+                    assert blocked.wait(20)
+                assert processor._thread is not None
+                processor._thread.join(100)  # the broker is still blocked
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    processor.run()
         blocker.execute("ROLLBACK")
         blocker.close()
+    assert processor.stats.messages == 0

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -172,12 +173,18 @@ def test_a_message_that_waits_holds_only_its_retry_partition(bridge):
     assert sorted(values(bridge, "out")) == [b"0", b"due"]
 
 
+@contextmanager
+def fetching(bridge: Bridge) -> Iterator[RetryConsumer]:
+    """A consumer of a retry topic that has fetched what waits there."""
+    with RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest") as consumer:
+        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
+        yield consumer
+
+
 def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
     put_waiting(bridge, b"waits", NEVER, due_in=NEVER)
     topic = retry_topic("g", NEVER)
-    consumer = RetryConsumer._open(bridge._consumers, topic, "readers", "earliest")
-    with consumer:
-        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "it has not fetched the message")
+    with fetching(bridge) as consumer:
         put_waiting(bridge, b"behind", NEVER)
         assert consumer.take(10, 0.5) == [] == consumer.take(10, 0.5)
         assert consumer._reader.positions() == {(topic, 0): (1,)}
@@ -186,9 +193,7 @@ def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
 def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_together(bridge, monkeypatch):
     for number in range(3):
         put_waiting(bridge, b"%d" % number, NEVER, due_in=2)
-    consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
-    with consumer:
-        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
+    with fetching(bridge) as consumer:
         found: list[Message] = []
         polls: set[int] = set()  # how many messages were taken before each poll
         poll = consumer._reader.poll
@@ -213,9 +218,7 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
         put_waiting(bridge, b"%d" % number, NEVER, due_in=60)
     due: set[bytes | None] = set()
     monkeypatch.setattr(inputs, "seconds_until_due", lambda message: float(message.value not in due))
-    consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
-    with consumer:
-        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
+    with fetching(bridge) as consumer:
         due |= {b"0", b"1"}
         found = consumer.take(1, 0.05)
         ((_, position),) = consumer.positions().items()

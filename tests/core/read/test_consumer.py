@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import ToyBackend, ToyReader, connect_toy
+from tests.in_time import wait_until
 from txnbridge import (
     Abort,
     Bridge,
@@ -77,15 +77,6 @@ def test_what_was_delivered_is_acknowledged_with_the_proof_of_its_delivery(room:
     assert values(room.consumer.poll()) == [b"3", b"4"]
 
 
-def test_messages_may_be_acknowledged_one_by_one_in_any_order(room: Room) -> None:
-    batch = room.consumer.poll()
-    with room.bridge.transaction() as txn:
-        txn.ack(batch[3])
-        txn.ack(batch[1])
-        txn.ack([batch[0], batch[2]])
-    assert room.acked == [(3,), (1,), (0,), (2,)]
-
-
 def test_acknowledging_up_to_a_message_takes_all_before_it(in_order: Room) -> None:
     batch = in_order.consumer.poll()
     with in_order.bridge.transaction() as txn:
@@ -128,23 +119,6 @@ def test_what_was_not_read_in_a_group_is_refused(room: Room) -> None:
         for message in (lone.poll()[0], made_up):
             with pytest.raises(InvalidState, match="group"):
                 txn.ack(message)
-
-
-def test_what_another_bridge_read_is_refused(room: Room) -> None:
-    with Room().bridge as other, other.transaction() as txn, pytest.raises(InvalidState, match="another bridge"):
-        txn.ack(room.consumer.poll()[0])
-
-
-def test_after_an_abort_its_messages_come_again_next(room: Room) -> None:
-    batch = room.consumer.poll(3)
-    with room.bridge.transaction() as txn:
-        txn.ack(batch[:2])
-        raise Abort
-    again = room.consumer.poll()
-    assert values(again) == [b"0", b"1", b"2", b"3", b"4"]
-    with room.bridge.transaction() as txn:
-        txn.ack(again)
-    assert txn.outcome is Outcome.COMMITTED
 
 
 def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_again(room: Room) -> None:
@@ -234,9 +208,7 @@ def unknown(room: Room, batch: Sequence[Message]) -> None:
 
 
 @pytest.mark.parametrize(("state", "expected"), [(TokenState.COMMITTED, [b"2"]), (TokenState.ABORTED, [b"0"])])
-def test_reading_on_waits_until_an_unknown_outcome_is_known(
-    room: Room, state: TokenState, expected: list[bytes]
-) -> None:
+def test_reading_on_waits_until_an_unknown_outcome_is_known(room, state, expected):
     unknown(room, room.consumer.poll(2))
     with pytest.raises(OutcomeUnknown) as caught:
         room.consumer.poll(1, timeout=0.1)
@@ -468,7 +440,7 @@ def test_a_dropped_consumer_leaves_its_group(room: Room) -> None:
         txn.ack(batch[1])
         assert "close" not in reader.calls
     del txn
-    eventually(lambda: "close" in reader.calls)
+    wait_until(lambda: "close" in reader.calls)
     with pytest.raises(Conflict, match="left this consumer"), room.bridge.transaction() as txn:
         txn.ack(batch[0])
 
@@ -510,11 +482,11 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
     monkeypatch.setattr(room.reader, "poll", poll)
     with ThreadPoolExecutor() as pool:
         polled = pool.submit(room.consumer.poll)
-        eventually(lambda: "<locked" in repr(room.consumer._guard))
+        wait_until(lambda: "<locked" in repr(room.consumer._guard))
         room.bridge.close()
         closing.set()
         polled.result(60)
-    eventually(lambda: room.reader.calls.count("close") == 1)
+    wait_until(lambda: room.reader.calls.count("close") == 1)
     with pytest.raises(InvalidState, match="closed"):
         room.consumer.poll()
 
@@ -538,9 +510,7 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
 
 
 @pytest.mark.parametrize("left", ["leaves", "cannot leave"])
-def test_an_exception_of_another_library_closes_the_consumer(
-    room: Room, monkeypatch: pytest.MonkeyPatch, left: str
-) -> None:
+def test_an_exception_of_another_library_closes_the_consumer(room, monkeypatch, left):
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
@@ -581,7 +551,7 @@ def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ToyReader, "close", close)
     room.bridge.close()
-    eventually(lambda: len(closed) == len(consumers) + 1)
+    wait_until(lambda: len(closed) == len(consumers) + 1)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
@@ -600,10 +570,3 @@ def fails_once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]
         return call(*arguments)
 
     return calling
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

@@ -412,9 +412,7 @@ class Shared(Program):
 
 @pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
 @pytest.mark.parametrize("program", [Program, InOrder, Shared])
-def test_each_message_is_acknowledged_once_whatever_fails(
-    program: type[Program], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_message_is_acknowledged_once_whatever_fails(program, caplog):
     caplog.set_level(logging.CRITICAL, "txnbridge")  # what is logged is kept, and with it what was dropped
     found = settings(stateful_step_count=40)
     run_state_machine_as_test(program, settings=found)

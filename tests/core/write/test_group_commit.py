@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBroker, ToyWriter, connect_toy
+from tests.in_time import wait_until
 from txnbridge import (
     Bridge,
     BrokerUnavailable,
@@ -55,6 +56,28 @@ def opened(*writers: ToyWriter, timeout: float = 60, **options: Any) -> Iterator
         yield bridge, broker
 
 
+@pytest.fixture
+def writer() -> ToyWriter:
+    return ToyWriter()
+
+
+@pytest.fixture
+def slow() -> SlowWriter:
+    return SlowWriter()
+
+
+@pytest.fixture
+def bridge(request: pytest.FixtureRequest) -> Iterator[Bridge]:
+    """A bridge with the writer that the test asks for."""
+    with opened(request.getfixturevalue("slow" if "slow" in request.fixturenames else "writer")) as (bridge, _):
+        yield bridge
+
+
+@pytest.fixture
+def broker(bridge: Bridge) -> ToyBroker:
+    return bridge._connection.broker  # type: ignore[return-value]
+
+
 def work(bridge: Bridge, value: bytes, end: Callable[[Transaction], object] = lambda txn: None) -> Transaction:
     with suppress(TxnBridgeError):
         with bridge.transaction() as txn:
@@ -85,13 +108,6 @@ def side_by_side(bridge: Bridge, writer: SlowWriter, *values: bytes) -> Iterator
             writer.may_end.set()
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = Deadline(60)
-    while not condition():
-        deadline.check("waiting")
-        time.sleep(0.001)
-
-
 def outcomes(members: Sequence[Future[Transaction]]) -> list[Outcome | None]:
     return [member.result(60).outcome for member in members]
 
@@ -111,12 +127,10 @@ def test_transactions_that_commit_during_a_commit_share_the_next_one_in_their_or
     assert shared[1].transaction not in ids
 
 
-def test_the_abort_of_a_gathered_transaction_reaches_nobody() -> None:
-    writer = ToyWriter()
-    with opened(writer) as (bridge, _):
-        assert work(bridge, b"never", Transaction.abort).outcome is Outcome.ABORTED
-        assert writer.calls == []
-        assert work(bridge, b"1").outcome is Outcome.COMMITTED
+def test_the_abort_of_a_gathered_transaction_reaches_nobody(bridge: Bridge, writer: ToyWriter) -> None:
+    assert work(bridge, b"never", Transaction.abort).outcome is Outcome.ABORTED
+    assert writer.calls == []
+    assert work(bridge, b"1").outcome is Outcome.COMMITTED
     assert values(writer) == [b"1"]
 
 
@@ -150,59 +164,48 @@ def test_a_lost_answer_is_unknown_for_all_with_a_token_that_tells() -> None:
                 end(token)
 
 
-def test_a_lost_answer_is_looked_up_by_each_member() -> None:
-    writer = SlowWriter()
-    with opened(writer) as (bridge, broker):
-        with side_by_side(bridge, writer, b"1", b"2") as members:
-            writer.raises["commit"] = [OutcomeUnknown("no answer"), OutcomeUnknown("no answer")]
-            broker.answers["status"] = [Status(TokenState.COMMITTED)] * 3
-        assert outcomes(members) == [Outcome.COMMITTED] * 2
-    assert values(writer) == [b"first", b"1", b"2"]  # once
+def test_a_lost_answer_is_looked_up_by_each_member(bridge: Bridge, broker: ToyBroker, slow: SlowWriter) -> None:
+    with side_by_side(bridge, slow, b"1", b"2") as members:
+        slow.raises["commit"] = [OutcomeUnknown("no answer"), OutcomeUnknown("no answer")]
+        broker.answers["status"] = [Status(TokenState.COMMITTED)] * 3
+    assert outcomes(members) == [Outcome.COMMITTED] * 2
+    assert values(slow) == [b"first", b"1", b"2"]  # once
 
 
-def test_all_members_of_an_owner_that_was_replaced_are_fenced() -> None:
-    writer = SlowWriter()
-    with opened(writer) as (bridge, _):
-        with side_by_side(bridge, writer, b"1", b"2") as members:
-            writer.raises["commit"] = [Fenced("newer owner"), Fenced("newer owner")]
-        assert outcomes(members) == [Outcome.ABORTED] * 2
-    assert writer.calls.count("commit") == 2  # nobody has tried alone
+def test_all_members_of_an_owner_that_was_replaced_are_fenced(bridge: Bridge, slow: SlowWriter) -> None:
+    with side_by_side(bridge, slow, b"1", b"2") as members:
+        slow.raises["commit"] = [Fenced("newer owner"), Fenced("newer owner")]
+    assert outcomes(members) == [Outcome.ABORTED] * 2
+    assert slow.calls.count("commit") == 2  # nobody has tried alone
 
 
-def test_a_deadline_that_passes_before_the_commit_reaches_nobody() -> None:
-    writer = ToyWriter()
-    with opened(writer) as (bridge, _):
-        with pytest.raises(TransactionTimedOut), bridge.transaction(timeout=0.01) as txn:
-            txn.send("t", b"late")
-            time.sleep(0.02)
+def test_a_deadline_that_passes_before_the_commit_reaches_nobody(bridge: Bridge, writer: ToyWriter) -> None:
+    with pytest.raises(TransactionTimedOut), bridge.transaction(timeout=0.01) as txn:
+        txn.send("t", b"late")
+        time.sleep(0.02)
     assert (txn.outcome, writer.calls) == (Outcome.ABORTED, [])
 
 
-def test_a_deadline_that_passes_before_the_batch_begins_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = SlowWriter()
-    with opened(writer) as (bridge, _):
-        assert bridge._group_commit is not None
-        bridge._group_commit.least_seconds = 0
-        with side_by_side(bridge, writer, b"1") as members:
-            with pytest.raises(DeadlineExceeded), bridge.transaction(timeout=0.2) as txn:
-                txn.send("t", b"late")
-        assert (txn.outcome, outcomes(members)) == (Outcome.ABORTED, [Outcome.COMMITTED])
-    assert values(writer) == [b"first", b"1"]
+def test_a_deadline_that_passes_before_the_batch_begins_reaches_nobody(bridge, slow):
+    bridge._group_commit.least_seconds = 0
+    with side_by_side(bridge, slow, b"1") as members:
+        with pytest.raises(DeadlineExceeded), bridge.transaction(timeout=0.2) as txn:
+            txn.send("t", b"late")
+    assert (txn.outcome, outcomes(members)) == (Outcome.ABORTED, [Outcome.COMMITTED])
+    assert values(slow) == [b"first", b"1"]
 
 
-def test_closing_waits_for_members_and_aborts_what_is_gathered() -> None:
-    writer = SlowWriter()
-    with opened(writer) as (bridge, _):
-        gathered = bridge.transaction()
-        gathered.send("t", b"never")
-        with side_by_side(bridge, writer, b"1", b"2") as members:
-            with pytest.warns(ResourceWarning, match="left unfinished"), ThreadPoolExecutor() as pool:
-                closing = pool.submit(bridge.close)
-                wait_until(lambda: gathered.outcome)
-                writer.may_end.set()
-                closing.result(60)
-        assert outcomes(members) == [Outcome.COMMITTED] * 2
-    assert (gathered.outcome, values(writer)) == (Outcome.ABORTED, [b"first", b"1", b"2"])
+def test_closing_waits_for_members_and_aborts_what_is_gathered(bridge: Bridge, slow: SlowWriter) -> None:
+    gathered = bridge.transaction()
+    gathered.send("t", b"never")
+    with side_by_side(bridge, slow, b"1", b"2") as members:
+        with pytest.warns(ResourceWarning, match="left unfinished"), ThreadPoolExecutor() as pool:
+            closing = pool.submit(bridge.close)
+            wait_until(lambda: gathered.outcome)
+            slow.may_end.set()
+            closing.result(60)
+    assert outcomes(members) == [Outcome.COMMITTED] * 2
+    assert (gathered.outcome, values(slow)) == (Outcome.ABORTED, [b"first", b"1", b"2"])
 
 
 @contextmanager
@@ -225,16 +228,14 @@ def interrupted_when(condition: Callable[[], object], then: Callable[[], object]
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_an_exception_that_interrupts_the_wait_for_a_batch_withdraws_the_member() -> None:
-    writer = SlowWriter()
-    with opened(writer) as (bridge, _):
-        with side_by_side(bridge, writer, b"1") as members:
-            joined = bridge._group_commit._joined  # type: ignore[union-attr]
-            with interrupted_when(lambda: joined.qsize() == 2, lambda: None), bridge.transaction() as txn:
-                txn.send("t", b"never")
-            assert txn.outcome is Outcome.ABORTED
-        assert outcomes(members) == [Outcome.COMMITTED]
-    assert values(writer) == [b"first", b"1"]
+def test_an_exception_that_interrupts_the_wait_for_a_batch_withdraws_the_member(bridge, slow):
+    with side_by_side(bridge, slow, b"1") as members:
+        joined = bridge._group_commit._joined
+        with interrupted_when(lambda: joined.qsize() == 2, lambda: None), bridge.transaction() as txn:
+            txn.send("t", b"never")
+        assert txn.outcome is Outcome.ABORTED
+    assert outcomes(members) == [Outcome.COMMITTED]
+    assert values(slow) == [b"first", b"1"]
 
 
 @pytest.mark.parametrize(
@@ -245,26 +246,20 @@ def test_an_exception_that_interrupts_the_wait_for_a_batch_withdraws_the_member(
         (DeliveryFailed("refused"), Outcome.ABORTED),
     ],
 )
-def test_a_member_whose_batch_is_on_its_way_has_its_true_outcome_after_an_interrupt(
-    error: Exception | None, outcome: Outcome
-) -> None:
-    writer = SlowWriter()
-    writer.raises["commit"] = [error] if error else []
-    with opened(writer) as (bridge, _):
-        with interrupted_when(writer.begun.is_set, writer.may_end.set), bridge.transaction() as txn:
-            txn.send("t", b"1")
-        assert txn.outcome is outcome
-        assert (txn.token is not None) is (outcome is Outcome.UNKNOWN)
+def test_a_member_whose_batch_is_on_its_way_has_its_true_outcome_after_an_interrupt(bridge, slow, error, outcome):
+    slow.raises["commit"] = [error] if error else []
+    with interrupted_when(slow.begun.is_set, slow.may_end.set), bridge.transaction() as txn:
+        txn.send("t", b"1")
+    assert txn.outcome is outcome
+    assert (txn.token is not None) is (outcome is Outcome.UNKNOWN)
 
 
-def test_what_send_refuses_it_refuses_at_once() -> None:
-    writer = ToyWriter()
-    with opened(writer) as (bridge, _):
-        writer.raises["send"] = [NotFound("no such topic")]
-        with bridge.transaction() as txn:
-            with pytest.raises(NotFound):
-                txn.send("nowhere", b"1")
-            txn.send("t", b"2")
+def test_what_send_refuses_it_refuses_at_once(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["send"] = [NotFound("no such topic")]
+    with bridge.transaction() as txn:
+        with pytest.raises(NotFound):
+            txn.send("nowhere", b"1")
+        txn.send("t", b"2")
     assert (txn.outcome, values(writer)) == (Outcome.COMMITTED, [b"2"])
 
 
@@ -277,29 +272,25 @@ def test_what_send_refuses_it_refuses_at_once() -> None:
         lambda txn: txn.send("t", bytes(100_000)),
     ],
 )
-def test_a_transaction_that_grows_gets_a_writer_of_its_own(grow: Callable[[Transaction], object]) -> None:
-    writer = ToyWriter()
-    with opened(writer) as (bridge, _):
-        with bridge.transaction() as txn:
-            txn.send("t", b"1")
-            assert writer.calls == []
-            grow(txn)
-            assert writer.calls[:2] == ["begin", "send"]
-            with suppress(ZeroDivisionError):
-                txn.send_many("t", [b"last"])
+def test_a_transaction_that_grows_gets_a_writer_of_its_own(bridge, writer, grow):
+    with bridge.transaction() as txn:
+        txn.send("t", b"1")
+        assert writer.calls == []
+        grow(txn)
+        assert writer.calls[:2] == ["begin", "send"]
+        with suppress(ZeroDivisionError):
+            txn.send_many("t", [b"last"])
     assert txn.outcome is Outcome.COMMITTED
     assert values(writer)[0] == b"1" and values(writer)[-1] == b"last"
 
 
-def test_an_acknowledgement_is_never_shared() -> None:
-    writer = ToyWriter()
-    with opened(writer) as (bridge, broker):
-        consumer = bridge.consumer("in", "g")
-        broker.readers[0].feed(b"1", partition=("in", 0))
-        with bridge.transaction() as txn:
-            txn.send("t", b"1")
-            txn.ack(consumer.poll())
-    assert writer.calls == ["begin", "send", "ack", "commit", "close"]
+def test_an_acknowledgement_is_never_shared(bridge: Bridge, broker: ToyBroker, writer: ToyWriter) -> None:
+    consumer = bridge.consumer("in", "g")
+    broker.readers[0].feed(b"1", partition=("in", 0))
+    with bridge.transaction() as txn:
+        txn.send("t", b"1")
+        txn.ack(consumer.poll())
+    assert writer.calls == ["begin", "send", "ack", "commit"]
 
 
 def test_few_transactions_have_writers_of_their_own() -> None:
@@ -315,17 +306,15 @@ def test_few_transactions_have_writers_of_their_own() -> None:
     assert [txn.outcome for txn in (first, second, gathered)] == [Outcome.COMMITTED, Outcome.ABORTED, Outcome.COMMITTED]
 
 
-def test_an_unfinished_gathered_transaction_is_forgotten() -> None:
-    writer = ToyWriter()
-    with opened(writer) as (bridge, _):
-        txns = [bridge.transaction(), bridge.transaction(group_commit=False)]
-        txns[0].send("t", b"never")
-        with pytest.warns(ResourceWarning, match="left unfinished"):
-            txns.clear()
-            gc.collect()
-        with bridge.transaction():
-            assert len(bridge._writers.open_transactions) == 1
-            assert writer.calls == ["begin", "abort"]
+def test_an_unfinished_gathered_transaction_is_forgotten(bridge: Bridge, writer: ToyWriter) -> None:
+    txns = [bridge.transaction(), bridge.transaction(group_commit=False)]
+    txns[0].send("t", b"never")
+    with pytest.warns(ResourceWarning, match="left unfinished"):
+        txns.clear()
+        gc.collect()
+    with bridge.transaction():
+        assert len(bridge._writers.open_transactions) == 1
+        assert writer.calls == ["begin", "abort"]
 
 
 def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,14 +332,12 @@ def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(monkeypatch: py
             wait_until(lambda: not threads(bridge))
 
 
-def test_without_threads_each_commits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    writer = ToyWriter()
-    with opened(writer) as (bridge, _):
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        assert work(bridge, b"1").outcome is Outcome.COMMITTED
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert work(bridge, b"1").outcome is Outcome.COMMITTED
     assert values(writer) == [b"1"]
 
 

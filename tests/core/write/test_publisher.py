@@ -49,8 +49,6 @@ def test_what_is_sent_again_after_resuming_is_skipped_until_the_first_that_is_ne
     [{"sequence": True}, {"sequence": -1}, {"partition": 1.0}, {"timestamp": -1}, {"headers": ["ab"]}],
     ids=repr,
 )
-def test_an_argument_that_no_message_can_have_is_refused_by_a_publisher_too(
-    bridge: Bridge, wrong: dict[str, Any]
-) -> None:
+def test_an_argument_that_no_message_can_have_is_refused_by_a_publisher_too(bridge, wrong):
     with bridge.publisher("import") as publisher, pytest.raises(InvalidOption):
         publisher.send("rows", b"1", **wrong)
