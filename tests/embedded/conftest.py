@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from txnbridge_embedded.broker import EmbeddedBroker
 
 from tests.embedded.kit import open_broker
+from tests.embedded.members import Member
 from txnbridge.spi import Deadline
+from txnbridge.testing import Child
 
 
 @pytest.fixture
@@ -49,3 +52,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def broker(opened: Callable[..., EmbeddedBroker]) -> EmbeddedBroker:
     """One broker on the test's file."""
     return opened()
+
+
+@pytest.fixture
+def join(broker: EmbeddedBroker) -> Iterator[Callable[..., Member]]:
+    """Let members join groups, which they leave at the end."""
+    members: list[Member] = []
+
+    def join_one(*topics: str, **options: Any) -> Member:
+        members.append(Member(options.pop("broker", broker), *topics, **options))
+        return members[-1]
+
+    yield join_one
+    for member in members:
+        member.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    """Start child processes, which are killed at the end."""
+    with ExitStack() as stack:
+        yield lambda *task, **options: stack.enter_context(Child(*task, **options))

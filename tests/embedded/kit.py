@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,18 @@ def open_preparing(broker: Broker, name: str | None = None, host: str = "here pi
 _numbers = itertools.count(1)
 
 
-def begin(writer: Writer, timeout: float = 10, hold: float | None = None, prepare: bool = False) -> str:
-    """Begin a transaction and return its id."""
+def begin(
+    writer: Writer,
+    topic: str = "",
+    *values: bytes | None,
+    timeout: float = 10,
+    hold: float | None = None,
+    prepare: bool = False,
+) -> str:
+    """Begin a transaction, send what it is to send, and return its id."""
     transaction = f"transaction-{secrets.token_hex(4)}-{next(_numbers)}"
     writer.begin(Begin(transaction, Deadline(timeout), prepare, hold))
+    send(writer, topic, *values)
     return transaction
 
 
@@ -98,18 +106,17 @@ def send(writer: Writer, topic: str, *values: bytes | None, partition: int | Non
         writer.send(topic, value, None, None, partition, None)
 
 
-def commit(writer: Writer, topic: str, *values: bytes | None) -> None:
+def commit(writer: Writer, topic: str, *values: bytes | None, partition: int | None = None) -> None:
     """One whole transaction."""
     begin(writer)
-    send(writer, topic, *values)
+    send(writer, topic, *values, partition=partition)
     writer.commit(Deadline(10))
 
 
 def prepare(broker: Broker, topic: str, *values: bytes, name: str | None = None, hold: float | None = None) -> Token:
     """One prepared transaction, whose writer is gone."""
     writer = open_preparing(broker, name)
-    transaction = begin(writer, hold=hold, prepare=True)
-    send(writer, topic, *values)
+    transaction = begin(writer, topic, *values, hold=hold, prepare=True)
     writer.prepare(Deadline(10))
     token = token_of(broker, writer, transaction, prepared=True)
     writer.close()
@@ -170,3 +177,18 @@ def rows(broker: EmbeddedBroker, query: str, *parameters: object) -> list[tuple[
     """What the file itself says."""
     with broker.session(Deadline(10)) as connection, broker.store.reading(connection, Deadline(10)):
         return connection.execute(query, parameters).fetchall()
+
+
+def execute(broker: EmbeddedBroker, statement: str, *parameters: object) -> None:
+    """Change the file by hand."""
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "a test"):
+        connection.execute(statement, parameters)
+
+
+@contextmanager
+def busy(broker: EmbeddedBroker) -> Iterator[None]:
+    """Keep the file locked against all who write."""
+    connection = broker.store.connect()
+    with broker.store.writing(connection, Deadline(10), "being busy"):
+        yield
+    connection.close()

@@ -8,19 +8,24 @@ from txnbridge_embedded.client.schema import MAX_PARTITION_ID
 from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import retention
 
-from tests.embedded.kit import NO_LEDGER, begin, commit, offsets, open_writer, prepare, rows, send, values
+from tests.embedded.kit import (
+    NO_LEDGER,
+    begin,
+    busy,
+    commit,
+    execute,
+    offsets,
+    open_writer,
+    prepare,
+    rows,
+    values,
+)
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, TransactionTimedOut
-from txnbridge.spi import Begin, Deadline, Decision, TopicInfo
+from txnbridge.spi import Begin, Deadline, Decision
 
 
 def create(broker, name="orders", partitions=1, **kept):
     return broker.admin.create_topic(name, partitions, Deadline(5), **kept)
-
-
-def test_a_topic_is_created_once(broker):
-    assert create(broker, partitions=3, retention_seconds=1.5, retention_bytes=100)
-    assert not create(broker, partitions=3, retention_seconds=1.5, retention_bytes=100)
-    assert broker.admin.topics(Deadline(5)) == [TopicInfo("orders", 3, False, 1.5, 100)]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +48,7 @@ def test_a_topic_that_cannot_be_is_refused(broker, asked):
 
 def test_a_file_that_has_given_all_its_partition_ids_makes_no_more_topics(broker):
     create(broker)
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "ageing"):
-        connection.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'partitions'", (MAX_PARTITION_ID - 1,))
+    execute(broker, "UPDATE sqlite_sequence SET seq = ? WHERE name = 'partitions'", MAX_PARTITION_ID - 1)
     create(broker, "last")
     with pytest.raises(InvalidOption, match="at most"):
         create(broker, "one too many")
@@ -82,8 +86,7 @@ def test_the_bounds_of_a_topic_are_not_held_back_by_what_is_past_its_deadline(br
     prepare(broker, "orders", b"2", hold=600)
     commit(open_writer(broker), "orders", b"3")
     assert broker.admin.bounds(["orders"], Deadline(5)) == {("orders", 0): ((0,), (0,))}
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "ageing"):
-        connection.execute("UPDATE transactions SET deadline_at = 0 WHERE number = (SELECT min(number) FROM undecided)")
+    execute(broker, "UPDATE transactions SET deadline_at = 0 WHERE number = (SELECT min(number) FROM undecided)")
     assert broker.admin.bounds(["orders"], Deadline(5)) == {("orders", 0): ((0,), (1,))}
 
 
@@ -128,11 +131,14 @@ def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_docto
 
 
 def trim(broker, name="orders"):
+    """Remove what is too much, and return in how many pieces."""
     connection = broker.store.connect()
     topic = broker.store.topic(connection, name)
+    pieces = 1
     while not retention.trim(broker.store, connection, topic, Deadline(5)):
-        pass
+        pieces += 1
     connection.close()
+    return pieces
 
 
 def test_messages_older_than_the_retention_go_and_younger_ones_stay(broker, clock):
@@ -191,13 +197,7 @@ def test_much_is_removed_in_pieces(opened, clock):
     create(broker, retention_seconds=1)
     commit(open_writer(broker), "orders", *[b"x"] * 10)
     clock.ahead += 10**9
-    connection = broker.store.connect()
-    topic = broker.store.topic(connection, "orders")
-    pieces = 1
-    while not retention.trim(broker.store, connection, topic, Deadline(5)):
-        pieces += 1
-    connection.close()
-    assert pieces == 4
+    assert trim(broker) == 4
     assert rows(broker, "SELECT first, next FROM partitions") == [(10, 10)]
     assert rows(broker, "SELECT * FROM messages") == []
 
@@ -245,13 +245,11 @@ def test_the_doctor_lists_what_holds_readers_back_and_how_to_end_it(broker):
 def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
     broker.admin.create_topic("orders", 1, Deadline(5))
     writer = open_writer(broker)
-    begin(writer, timeout=0.001)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1", timeout=0.001)
     broker.admin.create_topic("audit", 1, Deadline(5))
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "leaving"):
-        connection.execute(
-            "INSERT INTO transactions(id, host, state, begun_at, deadline_at) VALUES ('dead', 'h', 'open', 1, 2)"
-        )
+    execute(
+        broker, "INSERT INTO transactions(id, host, state, begun_at, deadline_at) VALUES ('dead', 'h', 'open', 1, 2)"
+    )
     assert findings(broker, "warning") == {("transactions", "1 past their deadline were aborted just now")}
     assert findings(broker, "warning") == set()
 
@@ -263,13 +261,10 @@ def test_the_doctor_names_what_weakens_a_promise(opened, monkeypatch):
 
 
 def test_the_doctor_tells_that_the_file_cannot_be_written(broker):
-    busy = broker.store.connect()
     prepare(broker, "orders", b"1")
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "expiring"):
-        connection.execute("UPDATE transactions SET deadline_at = 1")
-    with broker.store.writing(busy, Deadline(5), "being busy"):
+    execute(broker, "UPDATE transactions SET deadline_at = 1")
+    with busy(broker):
         found = [a for a in broker.admin.check(Deadline(0.2)) if a.level == "problem"]
-    busy.close()
     assert [advice.subject for advice in found] == ["writing"]
 
 

@@ -267,20 +267,12 @@ def kill_before_statement(folder, number):
     return told
 
 
-@pytest.mark.timeout(120)
-def test_a_process_may_die_before_any_statement(tmp_path):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.full)])  # with another beginning each time
+def test_a_process_may_die_before_any_statement(tmp_path, step):
     count = kill_before_statement(tmp_path, 0)["statements"]
     assert count > 150
-    step = 40  # with another beginning each time
     for number in range(random.randrange(1, step + 1), count + 1, step):
-        assert "statements" not in kill_before_statement(tmp_path, number)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_a_process_may_die_before_every_single_statement(tmp_path):
-    count = kill_before_statement(tmp_path, 0)["statements"]
-    for number in range(1, count + 1):
         assert "statements" not in kill_before_statement(tmp_path, number)
 
 
@@ -365,8 +357,7 @@ def commit_against_limits(path, step):
     for number in range(40):
         size = os.stat(f"{path}-wal").st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + number * step, hard))
-        begin(writer)
-        send(writer, "orders", *[b"%d" % number + bytes(5_000)] * 20)
+        begin(writer, "orders", *[b"%d" % number + bytes(5_000)] * 20)
         try:
             writer.commit(Deadline(10))
             outcomes.append("committed")

@@ -42,11 +42,7 @@ def test_messages(bridge):
 
 def test_tokens(bridge, tokens):
     states = {name: bridge.status(token).state for name, token in tokens.items()}
-    assert states == {
-        "prepared": TokenState.PREPARED,
-        "committed": TokenState.COMMITTED,
-        "aborted": TokenState.ABORTED,
-    }
+    assert states == {"prepared": TokenState.PREPARED, "committed": TokenState.COMMITTED, "aborted": TokenState.ABORTED}
     [prepared] = bridge.admin.transactions()
     assert (prepared.state, prepared.messages, prepared.groups) == ("prepared", 1, ("group",))
     assert bridge.commit(tokens["prepared"]) is Outcome.COMMITTED

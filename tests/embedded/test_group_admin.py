@@ -11,6 +11,7 @@ import pytest
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
+from tests.in_time import wait_until
 from txnbridge import Conflict, InvalidState, NotFound
 from txnbridge.testing import Child, tell
 
@@ -64,9 +65,7 @@ def test_what_a_member_had_read_that_was_taken_for_dead_it_cannot_acknowledge_af
     with txnbridge.connect(f"embedded:{path}?lease_seconds=0.2") as silent:
         consumer = silent.consumer("orders", "shipping", sharing=sharing)
         messages = consumer.poll()
-        deadline = time.monotonic() + 60
-        while bridge.admin.groups() != {"shipping": 0}:
-            assert time.monotonic() < deadline
+        wait_until(lambda: bridge.admin.groups() == {"shipping": 0})
         bridge.admin.reset_group("shipping", "earliest")
         with pytest.raises(Conflict), silent.transaction() as txn:
             txn.ack(messages)

@@ -75,9 +75,7 @@ WHERE = pytest.mark.parametrize(
 
 
 @WHERE
-def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, behind_calls_in: tuple[str, ...] | None
-):
+def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge, monkeypatch, behind_calls_in):
     monkeypatch.setattr(_group_commit, "_IDLE_SECONDS", 0.0)  # each transaction starts the thread
     sent = 0
     last: Transaction | None = None
@@ -135,9 +133,7 @@ def test_a_transaction_whose_deadline_passes_before_its_batch_begins_ends_wherev
 
 
 @pytest.mark.parametrize(("happened", "state"), [(True, TokenState.COMMITTED), (False, TokenState.ABORTED)])
-def test_a_lost_answer_is_known_later_by_the_token(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, happened: bool, state: TokenState
-):
+def test_a_lost_answer_is_known_later_by_the_token(bridge, monkeypatch, happened, state):
     send(bridge, "first")
     commit = PlainWriter.commit
 

@@ -58,6 +58,11 @@ def file(stored, first=0, start=0):
     return connection
 
 
+@pytest.fixture
+def connection():
+    return file(range(10))
+
+
 def ack(connection, *offsets, number=None, context=ME):
     acks.apply_acks(connection, context, {PARTITION: [(offset,) for offset in offsets]}, number)
 
@@ -68,29 +73,6 @@ def reached(connection):
 
 def rows(connection, table):
     return connection.execute(f"SELECT first, last FROM {table} ORDER BY first").fetchall()
-
-
-def test_acknowledging_in_order_moves_the_position_and_keeps_no_ranges():
-    connection = file(range(10))
-    ack(connection, 0, 1, 2)
-    ack(connection, 3)
-    assert (reached(connection), rows(connection, "acks")) == (4, [])
-
-
-def test_a_message_acknowledged_out_of_order_holds_nothing_and_is_met_later():
-    connection = file(range(10))
-    ack(connection, 2, 3, 6)
-    assert (reached(connection), rows(connection, "acks")) == (0, [(2, 3), (6, 6)])
-    ack(connection, 4, 5)
-    assert rows(connection, "acks") == [(2, 6)]
-    ack(connection, 0, 1)
-    assert (reached(connection), rows(connection, "acks")) == (7, [])
-
-
-def test_the_gap_that_an_aborted_transaction_left_goes_with_the_message_behind_it():
-    connection = file([0, 1, 5, 6])
-    ack(connection, 0, 1, 5)
-    assert reached(connection) == 6
 
 
 def test_what_retention_took_away_is_not_acknowledged_with_the_message_behind_it():
@@ -106,15 +88,13 @@ def test_a_delivered_message_that_retention_took_away_meanwhile_can_still_be_ack
 
 
 @pytest.mark.parametrize("offsets", [(0,), (4,), (3, 4, 5), (9, 2)])
-def test_what_is_acknowledged_cannot_be_acknowledged_again(offsets):
-    connection = file(range(10))
+def test_what_is_acknowledged_cannot_be_acknowledged_again(connection, offsets):
     ack(connection, 0, 1, 2, 4)
     with pytest.raises(Conflict, match="acknowledged already"):
         ack(connection, *offsets)
 
 
-def test_what_a_prepared_transaction_reserved_cannot_be_acknowledged():
-    connection = file(range(10))
+def test_what_a_prepared_transaction_reserved_cannot_be_acknowledged(connection):
     ack(connection, 1, 2, number=5)
     with pytest.raises(Conflict, match="reserved by a prepared transaction"):
         ack(connection, 2)
@@ -131,21 +111,18 @@ def test_what_a_prepared_transaction_reserved_cannot_be_acknowledged():
         "DELETE FROM assignments",
     ],
 )
-def test_an_acknowledgement_from_an_assignment_that_has_ended_is_refused(change):
-    connection = file(range(10))
+def test_an_acknowledgement_from_an_assignment_that_has_ended_is_refused(connection, change):
     connection.execute(change)
     with pytest.raises(Conflict, match="revoked from this reader"):
         ack(connection, 0)
 
 
-def test_an_acknowledgement_of_a_partition_that_was_never_assigned_is_refused():
-    connection = file(range(10))
+def test_an_acknowledgement_of_a_partition_that_was_never_assigned_is_refused(connection):
     with pytest.raises(Conflict, match="orders\\[1\\]"):
         acks.apply_acks(connection, ME, {("orders", 1): [(0,)]})
 
 
-def test_an_acknowledgement_for_a_deleted_topic_is_refused():
-    connection = file(range(10))
+def test_an_acknowledgement_for_a_deleted_topic_is_refused(connection):
     ack(connection, 3)
     ack(connection, 5, number=1)
     acks.forget_partitions(connection, [PARTITION_ID])
@@ -156,8 +133,7 @@ def test_an_acknowledgement_for_a_deleted_topic_is_refused():
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
 
 
-def test_what_was_given_back_is_marked_until_it_is_acknowledged():
-    connection = file(range(10))
+def test_what_was_given_back_is_marked_until_it_is_acknowledged(connection):
     ack(connection, 1, 2, number=5)
     acks.abort_pending(connection, 5)
     assert connection.execute("SELECT rewinds FROM positions").fetchone() == (1,)
@@ -167,8 +143,7 @@ def test_what_was_given_back_is_marked_until_it_is_acknowledged():
     assert (reached(connection), rows(connection, "pending_acks")) == (3, [])
 
 
-def test_what_was_given_back_can_be_reserved_again():
-    connection = file(range(10))
+def test_what_was_given_back_can_be_reserved_again(connection):
     ack(connection, 1, 2, number=5)
     acks.abort_pending(connection, 5)
     ack(connection, 1, number=6)
@@ -176,8 +151,7 @@ def test_what_was_given_back_can_be_reserved_again():
     assert rows(connection, "acks") == [(1, 1)]
 
 
-def test_the_groups_of_a_prepared_transaction_are_named():
-    connection = file(range(10))
+def test_the_groups_of_a_prepared_transaction_are_named(connection):
     ack(connection, 1, 3, number=5)
     assert acks.groups_of(connection, 5) == ["shipping"]
     assert acks.groups_of(connection, 6) == []
@@ -193,16 +167,14 @@ def leases(connection):
     return connection.execute("SELECT offset, member, until FROM leases ORDER BY offset").fetchall()
 
 
-def test_a_shared_message_is_acknowledged_by_whoever_holds_its_lease_even_if_that_has_run_out():
-    connection = file(range(10))
+def test_a_shared_message_is_acknowledged_by_whoever_holds_its_lease_even_if_that_has_run_out(connection):
     lend(connection, 0, "me", until=1)
     lend(connection, 2, "me")
     ack(connection, 0, 2, context=SHARED)
     assert (reached(connection), rows(connection, "acks"), leases(connection)) == (1, [(2, 2)], [])
 
 
-def test_a_shared_message_is_not_acknowledged_without_its_lease():
-    connection = file(range(10))
+def test_a_shared_message_is_not_acknowledged_without_its_lease(connection):
     lend(connection, 0, "me")
     lend(connection, 1, "other")
     for offsets in [(1,), (0, 1), (2,)]:
@@ -210,8 +182,7 @@ def test_a_shared_message_is_not_acknowledged_without_its_lease():
             ack(connection, *offsets, context=SHARED)
 
 
-def test_a_reserved_shared_message_is_lent_to_nobody_until_its_transaction_is_aborted():
-    connection = file(range(10))
+def test_a_reserved_shared_message_is_lent_to_nobody_until_its_transaction_is_aborted(connection):
     lend(connection, 0, "me")
     ack(connection, 0, number=4, context=SHARED)
     assert leases(connection) == [(0, None, acks.NO_EXPIRY)]

@@ -7,10 +7,9 @@ consumer: nothing may be lost, skipped or doubled, and no writer or place in a q
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -115,17 +114,13 @@ class Work:
         ),
     ],
 )
-def test_a_program_that_is_interrupted_anywhere_works_exactly_once(
-    bridge: Bridge, step: Callable[[Work], Any], sharing: str, behind_calls_in: Sequence[str] | None, every: int
-) -> None:
+def test_a_program_that_is_interrupted_anywhere_works_exactly_once(bridge, step, sharing, behind_calls_in, every):
     work = Work(bridge, sharing)
     assert interrupted_everywhere(lambda: step(work), work.recover, behind_calls_in, every) * every > 50
     work.recover()
 
 
-def test_messages_of_an_interrupted_prepare_come_once_more_and_not_twice(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_of_an_interrupted_prepare_come_once_more_and_not_twice(bridge, monkeypatch):
     monkeypatch.setattr("txnbridge_embedded.read.base_reader._REFRESH_SECONDS", 60)
     work = Work(bridge)
     batch = work.consumer.poll(4)

@@ -14,20 +14,6 @@ from txnbridge.spi import Deadline
 ORDERS = ("orders", 0)
 
 
-@pytest.fixture
-def join(broker):
-    """Let members join, which leave at the end."""
-    members = []
-
-    def join_one(*topics, **options):
-        members.append(Member(options.pop("broker", broker), *topics, **options))
-        return members[-1]
-
-    yield join_one
-    for member in members:
-        member.close()
-
-
 def fill(broker, count, partitions=1, topic="orders"):
     """Messages "0", "1", … spread over the partitions in turn, in one transaction."""
     writer = kit.open_writer(broker)
@@ -182,9 +168,7 @@ def test_a_group_reads_what_its_topic_grows_by_from_the_beginning(broker, join):
     member = join(start="latest")
     broker.admin.grow_topic("orders", 2, Deadline(10))
     writer = kit.open_writer(broker)
-    kit.begin(writer)
-    kit.send(writer, "orders", b"new", partition=1)
-    writer.commit(Deadline(10))
+    kit.commit(writer, "orders", b"new", partition=1)
     assert member.take_values(1) == [b"new"]
 
 
@@ -338,7 +322,7 @@ def test_leaving_while_the_file_is_locked_ends_in_time_and_leaves_the_lease_to_r
     broker, other = opened(lease_seconds=0.3), opened()
     fill(broker, 1)
     first, second = Member(broker), join(broker=broker)
-    with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
+    with kit.busy(other):
         with pytest.raises(DeadlineExceeded):
             first.reader.close(Deadline(0.2))
     first.close()  # which changes nothing any more
@@ -349,8 +333,7 @@ def test_a_reader_that_was_taken_for_dead_joins_again_as_another_member(broker, 
     fill(broker, 3)
     member = join()
     messages = member.take(3)
-    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "expelling"):
-        connection.execute("UPDATE members SET expires_at = 0")
+    kit.execute(broker, "UPDATE members SET expires_at = 0")
     other = join()
     assert other.partitions == [0]
     settle(member, until=lambda: ("lost", ORDERS) in member.told)
@@ -391,7 +374,7 @@ def test_a_member_follows_its_group_although_another_process_keeps_the_file_lock
     first, second = join(), join()
     settle(first, second, until=lambda: len(second.partitions) == 1)
     other = opened()
-    with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
+    with kit.busy(other):
         assert len(first.take(2) + second.take(2)) == 4
 
 

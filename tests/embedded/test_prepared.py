@@ -12,11 +12,11 @@ from tests.embedded.kit import (
     NO_LEDGER,
     begin,
     commit,
+    execute,
     open_preparing,
     open_writer,
     prepare,
     rows,
-    send,
     token_of,
     values,
 )
@@ -30,13 +30,12 @@ from txnbridge.errors import (
     StorageFailed,
     TransactionTimedOut,
 )
-from txnbridge.spi import Deadline, Decision, Outcome, TokenState
+from txnbridge.spi import Deadline, Outcome, TokenState
 
 
 def expire(broker, token):
     """Let a prepared transaction's deadline pass."""
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "expiring"):
-        connection.execute("UPDATE transactions SET deadline_at = 1 WHERE id = ?", (token.transaction,))
+    execute(broker, "UPDATE transactions SET deadline_at = 1 WHERE id = ?", token.transaction)
 
 
 def test_a_large_prepared_transaction_comes_whole(opened):
@@ -57,8 +56,7 @@ def test_an_owner_that_was_shut_out_prepares_nothing(opened, stored):
     first = opened()
     open_writer(first, "billing")
     writer = open_preparing(first, "billing")
-    transaction = begin(writer, prepare=True)
-    send(writer, "orders", b"old")
+    transaction = begin(writer, "orders", b"old", prepare=True)
     if stored:
         writer.flush(Deadline(5))
     second = opened()
@@ -117,8 +115,7 @@ def test_an_outcome_is_forgotten_after_a_while_and_then_unknown_for_ever(opened)
 
 def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(broker):
     writer = open_preparing(broker)
-    transaction = begin(writer, prepare=True)
-    send(writer, "orders", b"1")
+    transaction = begin(writer, "orders", b"1", prepare=True)
     writer.flush(Deadline(5))
     token = token_of(broker, writer, transaction, prepared=True)
     assert status(broker, token).state is TokenState.UNKNOWN
@@ -130,8 +127,7 @@ def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(b
 
 def test_prepare_after_the_deadline_is_refused(broker):
     writer = open_preparing(broker)
-    begin(writer, timeout=0.01, prepare=True)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1", timeout=0.01, prepare=True)
     time.sleep(0.02)
     with pytest.raises(TransactionTimedOut):
         writer.prepare(Deadline(5))
@@ -141,8 +137,7 @@ def test_prepare_after_the_deadline_is_refused(broker):
 def test_the_writer_itself_can_abort_before_and_after_it_prepared(broker):
     for prepared in (False, True):
         writer = open_preparing(broker)
-        begin(writer, prepare=True)
-        send(writer, "orders", b"1")
+        begin(writer, "orders", b"1", prepare=True)
         if prepared:
             writer.prepare(Deadline(5))
         writer.abort(Deadline(5))
@@ -165,8 +160,7 @@ def test_the_writer_learns_when_its_prepared_transaction_was_committed_elsewhere
 @pytest.mark.parametrize("happens", [True, False])
 def test_a_prepare_that_failed_in_the_middle_is_looked_up(broker, happens):
     writer = open_preparing(broker)
-    transaction = begin(writer, prepare=True)
-    send(writer, "orders", b"1")
+    transaction = begin(writer, "orders", b"1", prepare=True)
     failing(broker.store, happens=happens)
     if happens:
         writer.prepare(Deadline(5))
@@ -181,8 +175,7 @@ def test_a_prepare_that_failed_in_the_middle_is_looked_up(broker, happens):
 @pytest.mark.parametrize("happens", [True, False])
 def test_after_a_prepare_of_unknown_outcome_an_abort_is_certain(broker, monkeypatch, happens):
     writer = open_preparing(broker)
-    begin(writer, prepare=True)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1", prepare=True)
     failing(broker.store, happens=happens)
     with monkeypatch.context() as patch:
         patch.setattr(broker.store, "reading", unreadable)
@@ -258,21 +251,3 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
     broker.abort(token, NO_LEDGER, Deadline(5))
     assert len(between) == 10
     assert len(values(other, "audit")) == 11
-
-
-def test_an_administrator_sees_and_ends_what_is_open_or_prepared(broker):
-    token = prepare(broker, "orders", b"1", b"2")
-    writer = open_preparing(broker)
-    transaction = begin(writer, prepare=True)
-    send(writer, "audit", b"3")
-    writer.flush(Deadline(5))
-    listed = {found.transaction: found for found in broker.admin.transactions(Deadline(5))}
-    prepared, still_open = listed[token.transaction], listed[transaction]
-    assert (prepared.state, prepared.messages, prepared.partitions) == ("prepared", 2, (("orders", 0),))
-    assert prepared.expires_at == token.expires_at
-    assert (still_open.state, still_open.messages, still_open.token) == ("open", 1, None)
-    with pytest.raises(InvalidState):
-        broker.admin.end(transaction, Decision.COMMIT, Deadline(5))
-    assert broker.admin.end(transaction, Decision.ABORT, Deadline(5)) is Outcome.ABORTED
-    assert broker.commit(prepared.token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
-    assert broker.admin.transactions(Deadline(5)) == []

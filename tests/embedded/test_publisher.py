@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
-from tests.embedded.kit import open_broker, rows, values
+from tests.embedded.kit import busy, open_broker, rows, values
 from tests.embedded.test_writer import failing, give_up
+from tests.in_time import wait_until
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, Fenced, InvalidOption, NotFound, OutcomeUnknown
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
+
+
+@pytest.fixture
+def publisher(broker):
+    """A publisher without a name, and a topic for it."""
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    return broker.publisher(None, Deadline(5))
 
 
 def publish(publisher, topic, value, sequence=None, timeout=10, partition=None):
@@ -21,10 +28,7 @@ def publish(publisher, topic, value, sequence=None, timeout=10, partition=None):
 def test_a_message_becomes_visible_without_a_flush(broker):
     publisher = broker.publisher(None, Deadline(5))
     publish(publisher, "orders", b"1")
-    deadline = Deadline(10)
-    while values(broker, "orders") != [b"1"]:
-        deadline.check("waiting for the message")
-        time.sleep(0.005)
+    wait_until(lambda: values(broker, "orders") == [b"1"])
 
 
 def test_closing_the_broker_stores_what_is_left(opened):
@@ -62,24 +66,6 @@ def test_a_message_that_cannot_be_sent_is_refused_at_once_and_the_others_go_on(o
     publish(publisher, "orders", b"2")
     publisher.flush(Deadline(5))
     assert values(broker, "orders") == [b"1", b"2"]
-
-
-def test_a_sequence_that_is_stored_already_is_skipped(opened):
-    broker = opened()
-    publisher = broker.publisher("import", Deadline(5))
-    assert publisher.last_sequence("orders", Deadline(5)) is None
-    for sequence in (0, 1, 1, 5, 4, 0):
-        publish(publisher, "orders", b"%d" % sequence, sequence)
-    publisher.flush(Deadline(5))
-    assert publisher.last_sequence("orders", Deadline(5)) == 5
-    broker.close(Deadline(5))
-    again = opened()
-    publisher = again.publisher("import", Deadline(5))
-    assert publisher.last_sequence("orders", Deadline(5)) == 5
-    for sequence in range(8):
-        publish(publisher, "orders", b"%d" % sequence, sequence)
-    publisher.flush(Deadline(5))
-    assert values(again, "orders") == [b"0", b"1", b"5", b"6", b"7"]
 
 
 def test_sequences_count_for_each_topic_and_name(broker):
@@ -136,9 +122,7 @@ def test_a_store_that_failed_in_the_middle_is_never_done_twice_and_never_taken_f
 
 
 @pytest.mark.parametrize("happens", [True, False])
-def test_the_first_store_that_failed_in_the_middle_is_looked_up_too(broker, happens):
-    publisher = broker.publisher(None, Deadline(5))
-    broker.admin.create_topic("orders", 1, Deadline(5))
+def test_the_first_store_that_failed_in_the_middle_is_looked_up_too(broker, happens, publisher):
     failing(broker.store, happens=happens)
     publish(publisher, "orders", b"1")
     if happens:
@@ -149,9 +133,7 @@ def test_the_first_store_that_failed_in_the_middle_is_looked_up_too(broker, happ
     assert values(broker, "orders") == ([b"1"] if happens else [])
 
 
-def test_a_store_that_nobody_can_tell_the_outcome_of_is_unknown(broker, monkeypatch):
-    publisher = broker.publisher(None, Deadline(5))
-    broker.admin.create_topic("orders", 1, Deadline(5))
+def test_a_store_that_nobody_can_tell_the_outcome_of_is_unknown(broker, monkeypatch, publisher):
     failing(broker.store, happens=True)
     answers = iter((True, False))
     monkeypatch.setattr("txnbridge_embedded.client.files.in_place", lambda *_: next(answers))
@@ -165,49 +147,37 @@ def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(opened):
     publisher = broker.publisher(None, Deadline(5))
     publish(publisher, "orders", b"first")
     publisher.flush(Deadline(5))
-    busy = broker.store.connect()
     taken = 0
-    with broker.store.writing(busy, Deadline(5), "being busy"):
+    with busy(broker):
         with pytest.raises(DeadlineExceeded):
             for _ in range(100):
                 publish(publisher, "orders", b"x" * 100, timeout=0.3 if taken > 10 else 10)
                 taken += 1
-    busy.close()
     publisher.flush(Deadline(5))
     assert len(values(broker, "orders")) == 1 + taken  # what was refused was not taken
     assert taken < 30
 
 
-def test_a_message_that_is_not_stored_by_its_deadline_fails_the_publisher(broker):
-    publisher = broker.publisher(None, Deadline(5))
-    broker.admin.create_topic("orders", 1, Deadline(5))
-    busy = broker.store.connect()
-    with broker.store.writing(busy, Deadline(5), "being busy"):
+def test_a_message_that_is_not_stored_by_its_deadline_fails_the_publisher(broker, publisher):
+    with busy(broker):
         publish(publisher, "orders", b"1", timeout=0.1)
         with pytest.raises(DeliveryFailed):
             publisher.flush(Deadline(10))
-    busy.close()
     assert values(broker, "orders") == []
 
 
-def test_a_bug_in_the_publishers_thread_is_told_and_does_not_hang_the_sender(broker, monkeypatch):
-    publisher = broker.publisher(None, Deadline(5))
-    broker.admin.create_topic("orders", 1, Deadline(5))
+def test_a_bug_in_the_publishers_thread_is_told_and_does_not_hang_the_sender(monkeypatch, publisher):
     monkeypatch.setattr("txnbridge_embedded.write.publisher.store", lambda *_: 1 / 0)
     publish(publisher, "orders", b"1")
     with pytest.raises(DeliveryFailed, match="ZeroDivisionError"):
         publisher.flush(Deadline(10))
 
 
-def test_a_flush_ends_at_its_deadline(broker):
-    publisher = broker.publisher(None, Deadline(5))
-    broker.admin.create_topic("orders", 1, Deadline(5))
-    busy = broker.store.connect()
-    with broker.store.writing(busy, Deadline(5), "being busy"):
+def test_a_flush_ends_at_its_deadline(broker, publisher):
+    with busy(broker):
         publish(publisher, "orders", b"1")
         with pytest.raises(DeadlineExceeded):
             publisher.flush(Deadline(0.1))
-    busy.close()
     publisher.flush(Deadline(10))
     assert values(broker, "orders") == [b"1"]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.embedded import kit
-from tests.embedded.members import Member, settle
+from tests.embedded.members import settle
 from tests.embedded.test_ordered import fill, numbers, position
 from tests.embedded.test_reader import trim
 from txnbridge.errors import Conflict, NotSupported, PositionLost
@@ -15,26 +17,8 @@ ORDERS = ("orders", 0)
 
 
 @pytest.fixture
-def join(broker):
-    """Let members join, which leave at the end."""
-    members = []
-
-    def join_one(*topics, **options):
-        members.append(Member(options.pop("broker", broker), *topics, sharing="message", **options))
-        return members[-1]
-
-    yield join_one
-    for member in members:
-        member.close()
-
-
-def test_members_share_one_partition_and_no_message_is_with_two(broker, join):
-    fill(broker, 9)
-    first, second = join(), join()
-    assert numbers(first.take(3)) == [0, 1, 2]
-    assert numbers(second.take(3)) == [3, 4, 5]
-    assert numbers(first.take(3)) == [6, 7, 8]
-    assert first.poll() == second.poll() == []
+def join(join):
+    return partial(join, sharing="message")
 
 
 def test_each_acknowledges_its_own_in_any_order(broker, join):
@@ -91,8 +75,7 @@ def test_a_member_that_is_taken_for_dead_gives_everything_back(broker, join):
     fill(broker, 3)
     first = join()
     messages = first.take(3)
-    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "expelling"):
-        connection.execute("UPDATE members SET expires_at = 0")
+    kit.execute(broker, "UPDATE members SET expires_at = 0")
     second = join()
     assert numbers(second.take(3)) == [0, 1, 2]
     with pytest.raises(Conflict):
@@ -128,9 +111,7 @@ def test_several_partitions_and_new_ones_are_shared(broker, join):
     assert len(second.take(1)) == 1
     broker.admin.grow_topic("orders", 3, Deadline(10))
     writer = kit.open_writer(broker)
-    kit.begin(writer)
-    kit.send(writer, "orders", b"new", partition=2)
-    writer.commit(Deadline(10))
+    kit.commit(writer, "orders", b"new", partition=2)
     assert second.take_values(1) == [b"new"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 
-from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, send, values
+from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, values
 from tests.in_time import takes
 from txnbridge.errors import DeadlineExceeded, TransactionTimedOut
 from txnbridge.spi import Deadline
@@ -31,8 +31,7 @@ def hold(path, seconds):
 
 def test_a_file_that_another_process_sits_on_is_waited_for(broker, path):
     writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1")
     with Child(hold, path, 1.5) as child:
         child.told()
         writer.commit(Deadline(60))
@@ -43,8 +42,7 @@ def test_a_file_that_another_process_sits_on_is_waited_for(broker, path):
 
 def test_no_call_waits_beyond_its_deadline_for_a_file_that_another_process_sits_on(opened, broker, path):
     writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1")
     with Child(hold, path, 100) as child:
         child.told()
         assert f"fuser {path}" in str(takes(0.2, TransactionTimedOut, writer.commit))
@@ -125,33 +123,6 @@ def test_whoever_has_the_turn_and_is_stopped_holds_nobody_up(broker, path):
     commit(open_writer(broker), "orders", b"1")  # it has a deadline
     os.close(descriptor)
     assert values(broker, "orders") == [b"1"]
-
-
-def commit_many(path, name, count):
-    broker = open_broker(path)
-    writer = open_writer(broker)
-    tell("ready")
-    for number in range(count):
-        commit(writer, "orders", *[b"%s %d" % (name, number)] * 5)
-    writer.close()
-    broker.close(Deadline(10))
-
-
-def test_many_processes_write_at_once_and_nothing_is_lost_or_mixed(broker, path):
-    children = [Child(commit_many, path, b"%d" % number, 50) for number in range(6)]
-    try:
-        for child in children:
-            child.result()
-    finally:
-        for child in children:
-            child.kill()
-    found = values(broker, "orders")
-    assert len(found) == 6 * 50 * 5
-    for number in range(6):
-        own = [value for value in found if value.startswith(b"%d " % number)]
-        assert own == [b"%d %d" % (number, n) for n in range(50) for _ in range(5)]
-    for at in range(0, len(found), 5):
-        assert len(set(found[at : at + 5])) == 1
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,16 +18,9 @@ from tests.embedded.test_ordered import fill, numbers, position
 from tests.in_time import within
 from txnbridge.errors import Conflict, TransactionAborted
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child, crash_everywhere, tell
+from txnbridge.testing import tell
 
 LEASE = 0.6  # seconds: short for the test's sake, and still many times what a renewal takes
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Child]]:
-    """Start child processes, which are killed at the end."""
-    with ExitStack() as stack:
-        yield lambda *task, **options: stack.enter_context(Child(*task, **options))
 
 
 # --- one member that is stopped --------------------------------------------------------------------------------------
@@ -47,8 +37,7 @@ def hold(path: Path, count: int, sharing: str) -> str:
     member = Member(broker, sharing=sharing)
     messages = member.take(count)
     writer = kit.open_writer(broker)
-    kit.begin(writer, timeout=60)
-    kit.send(writer, "done", *[b"by the first"] * count)
+    kit.begin(writer, "done", *[b"by the first"] * count, timeout=60)
     member.tell(writer, *messages)
     tell("holding")
     while not go_on(path).exists():
@@ -133,50 +122,12 @@ def test_a_reader_that_is_dropped_without_a_close_loses_its_lease(opened):
 # --- dying at each step ----------------------------------------------------------------------------------------------
 
 
-def consume_all(url: str) -> None:
-    """Join, move what is there from "orders" to "done" in small transactions, and leave."""
-    with txnbridge.connect(url) as bridge, bridge.consumer("orders", group="movers") as consumer:
-        while sum(consumer.lag().values()) or len(consumer.assignment) < 2:
-            move(bridge, consumer, consumer.poll(2, timeout=0.2))
-
-
-def move(bridge: txnbridge.Bridge, consumer: txnbridge.Consumer, batch: txnbridge.Batch) -> None:
-    try:
-        with bridge.transaction() as transaction:
-            for message in batch:
-                transaction.send("done", message.value)
-            transaction.ack(batch)
-    except TransactionAborted:
-        pass  # they come again, here or elsewhere
-
-
 def with_orders(path: Path) -> str:
     """The URL of a new broker with four orders in two partitions."""
     broker = kit.open_broker(path)
     fill(broker, 4, partitions=2)
     broker.close(Deadline(10))
     return f"embedded:{path}?lease_seconds=0.5"
-
-
-def check_that_all_is_done_once(url: str) -> None:
-    with txnbridge.connect(url) as bridge:
-        done = [message.value for message in bridge.read("done", limit=10)]
-    assert sorted(done) == [b"0", b"1", b"2", b"3"]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_a_member_may_die_at_any_step_and_all_is_moved_once(tmp_path):
-    files = itertools.count()
-    steps = crash_everywhere(
-        consume_all,
-        check_that_all_is_done_once,
-        fresh=lambda: with_orders(tmp_path / f"{next(files)}.db"),
-        at_once=4,
-    )
-    died_at = {point.event for point in steps}
-    for name in ("join", "leave", "store"):
-        assert {f"step:{name}/before", f"step:{name}/after"} <= died_at
 
 
 @pytest.mark.parametrize("step", ["step:release/before", "step:release/after", "step:share/before", "step:share/after"])

@@ -12,7 +12,20 @@ from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import staged_messages
 from txnbridge_embedded.write.staged_messages import murmur2, partition_of
 
-from tests.embedded.kit import begin, commit, offsets, open_preparing, open_writer, read, rows, send, token_of, values
+from tests.embedded.kit import (
+    begin,
+    busy,
+    commit,
+    execute,
+    offsets,
+    open_preparing,
+    open_writer,
+    read,
+    rows,
+    send,
+    token_of,
+    values,
+)
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
@@ -136,8 +149,7 @@ def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(opened, 
     opened().admin.create_topic("orders", 1, Deadline(5))
     broker = opened(create_topics=0, max_message_bytes=1000)
     writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"before")
+    begin(writer, "orders", b"before")
     with pytest.raises(error):
         writer.send(*message)
     send(writer, "orders", b"after")
@@ -200,8 +212,7 @@ LARGE = [b"%03d" % number for number in range(200)]
 
 def test_a_large_transaction_is_invisible_until_it_is_committed(small):
     writer = open_writer(small)
-    begin(writer)
-    send(writer, "orders", *LARGE)
+    begin(writer, "orders", *LARGE)
     assert rows(small, "SELECT count(*) FROM messages")[0][0] > 100
     assert values(small, "orders") == []
     writer.commit(Deadline(5))
@@ -211,8 +222,7 @@ def test_a_large_transaction_is_invisible_until_it_is_committed(small):
 
 def test_a_large_transaction_that_is_aborted_leaves_nothing_and_no_offset_is_used_again(small):
     writer = open_writer(small)
-    begin(writer)
-    send(writer, "orders", *LARGE)
+    begin(writer, "orders", *LARGE)
     writer.abort(Deadline(5))
     assert rows(small, "SELECT * FROM messages") == rows(small, "SELECT * FROM transactions") == []
     commit(writer, "orders", b"marker")
@@ -223,8 +233,7 @@ def test_a_large_transaction_that_is_aborted_leaves_nothing_and_no_offset_is_use
 def test_readers_stop_in_front_of_an_undecided_message_and_go_on_behind_it_in_order(small):
     early, late = open_writer(small), open_writer(small)
     commit(late, "orders", b"first")
-    begin(early)
-    send(early, "orders", *LARGE)
+    begin(early, "orders", *LARGE)
     commit(late, "orders", b"last")
     assert values(small, "orders") == [b"first"]
     early.commit(Deadline(5))
@@ -250,13 +259,10 @@ def test_an_interleaved_abort_removes_its_own_messages_only(small):
 def test_an_abort_is_certain_also_while_the_file_cannot_be_written(opened, clock):
     broker, other = opened(), opened()
     writer = open_writer(broker)
-    begin(writer, timeout=60)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1", timeout=60)
     writer.flush(Deadline(5))
-    busy = other.store.connect()
-    with other.store.writing(busy, Deadline(5), "being busy"):
+    with busy(other):
         writer.abort(Deadline(0.1))
-    busy.close()
     commit(writer, "orders", b"behind")
     clock.ahead = 3_600_000
     assert values(other, "orders") == [b"behind"]  # what was left of it was removed at its deadline
@@ -265,8 +271,7 @@ def test_an_abort_is_certain_also_while_the_file_cannot_be_written(opened, clock
 def test_a_partition_that_has_given_all_its_offsets_takes_nothing_more(broker):
     writer = open_writer(broker)
     commit(writer, "orders", b"0")
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "ageing"):
-        connection.execute("UPDATE partitions SET next = ?", (MAX_OFFSET - 1,))
+    execute(broker, "UPDATE partitions SET next = ?", MAX_OFFSET - 1)
     commit(writer, "orders", b"last")
     with pytest.raises(DeliveryFailed, match="all its"):
         commit(writer, "orders", b"one too many")
@@ -275,8 +280,7 @@ def test_a_partition_that_has_given_all_its_offsets_takes_nothing_more(broker):
 
 def test_a_writer_that_closes_aborts_what_it_stored(broker):
     writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1")
     writer.flush(Deadline(5))
     writer.close()
     assert rows(broker, "SELECT * FROM messages") == rows(broker, "SELECT * FROM undecided") == []
@@ -284,8 +288,7 @@ def test_a_writer_that_closes_aborts_what_it_stored(broker):
 
 def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, monkeypatch):
     writer = open_writer(broker)
-    begin(writer)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1")
 
     def fail(*_):
         raise CommitUnclear("the disk is gone")
@@ -304,22 +307,10 @@ def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, mo
 # --- deadlines -------------------------------------------------------------------------------------------------------
 
 
-def test_a_commit_after_the_deadline_is_refused(broker):
-    writer = open_writer(broker)
-    begin(writer, timeout=0.01)
-    send(writer, "orders", b"late")
-    time.sleep(0.02)
-    with pytest.raises(TransactionTimedOut):
-        writer.commit(Deadline(5))
-    commit(writer, "orders", b"marker")
-    assert values(broker, "orders") == [b"marker"]
-
-
 def test_whoever_comes_next_ends_what_is_past_its_deadline(opened, clock):
     first, second = opened(), opened()
     writer = open_writer(first)
-    begin(writer, timeout=60)
-    send(writer, "orders", b"late")
+    begin(writer, "orders", b"late", timeout=60)
     writer.flush(Deadline(5))
     commit(open_writer(second), "orders", b"behind")
     clock.ahead = 3_600_000
@@ -333,8 +324,7 @@ def test_whoever_comes_next_ends_what_is_past_its_deadline(opened, clock):
 def test_a_transaction_that_was_ended_by_others_cannot_be_committed(opened):
     first, second = opened(), opened()
     writer = open_writer(first)
-    transaction = begin(writer)
-    send(writer, "orders", b"1")
+    transaction = begin(writer, "orders", b"1")
     writer.flush(Deadline(5))
     second.admin.end(transaction, Decision.ABORT, Deadline(5))
     send(writer, "orders", b"2")
@@ -349,8 +339,7 @@ def test_a_transaction_that_was_ended_by_others_cannot_be_committed(opened):
 
 def test_a_newer_owner_shuts_out_the_older_and_is_named(opened):
     old = open_writer(opened(), "billing", "host-1 pid 7")
-    begin(old)
-    send(old, "orders", b"old")
+    begin(old, "orders", b"old")
     new_broker = opened()
     new = open_writer(new_broker, "billing", "host-2 pid 9")
     with pytest.raises(Fenced, match="host-2 pid 9") as caught:
@@ -362,8 +351,7 @@ def test_a_newer_owner_shuts_out_the_older_and_is_named(opened):
 
 def test_a_newer_owner_ends_what_the_older_had_stored(opened):
     old = open_writer(opened(), "billing")
-    begin(old)
-    send(old, "orders", b"old")
+    begin(old, "orders", b"old")
     old.flush(Deadline(5))
     new = open_writer(second := opened(), "billing")
     assert rows(second, "SELECT * FROM messages") == rows(second, "SELECT * FROM transactions") == []
@@ -376,20 +364,14 @@ def test_a_newer_owner_ends_what_the_older_had_stored(opened):
     assert values(second, "orders") == [b"new"]
 
 
-def test_an_owner_that_was_shut_out_cannot_take_its_id_back_by_reopening(opened):
-    old = open_writer(opened(), "billing")
-    new = open_writer(second := opened(), "billing")
-    with pytest.raises(Fenced):
-        old.reopen(Deadline(5))
-    commit(new, "orders", b"1")
-    assert values(second, "orders") == [b"1"]
-
-
-def test_an_id_is_opened_by_its_first_preparing_writer(opened):
-    old = open_writer(opened(), "billing")
-    open_preparing(opened(), "billing").close()
+def test_an_id_is_opened_by_its_first_preparing_writer_and_refused_to_one_of_an_older_owner(opened):
+    first = opened()
+    old = open_writer(first, "billing")
+    open_preparing(opened(), "billing", "elsewhere").close()
     with pytest.raises(Fenced):
         commit(old, "orders", b"1")
+    with pytest.raises(Fenced, match="elsewhere"):
+        open_preparing(first, "billing")
 
 
 def test_calls_that_share_the_connection_end_at_their_deadline(broker):
@@ -399,25 +381,15 @@ def test_calls_that_share_the_connection_end_at_their_deadline(broker):
     assert broker.admin.topics(Deadline(5)) == []
 
 
-def test_a_preparing_writer_of_an_older_owner_is_refused(opened):
-    first = opened()
-    open_writer(first, "billing")
-    open_writer(opened(), "billing", "elsewhere")
-    with pytest.raises(Fenced, match="elsewhere"):
-        open_preparing(first, "billing")
-
-
 def give_up(broker, how):
     """Take all writers for dead, as others do after a long silence."""
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "giving up"):
-        connection.execute(how)
+    execute(broker, how)
 
 
 @pytest.mark.parametrize("how", ["UPDATE writers SET retired = 1", "DELETE FROM writers"])
 def test_a_writer_that_was_taken_for_dead_fails_one_transaction_and_goes_on(broker, how):
     writer = open_writer(broker, "billing")
-    begin(writer)
-    send(writer, "orders", b"1")
+    begin(writer, "orders", b"1")
     give_up(broker, how)
     with pytest.raises(TransactionAborted, match="was retired or deleted"):
         writer.commit(Deadline(5))
@@ -443,9 +415,7 @@ def test_a_writer_that_was_taken_for_dead_does_not_come_back_once_its_id_has_a_n
 
 def test_status_tells_what_was_committed(broker):
     writer = open_writer(broker)
-    transaction = begin(writer)
-    send(writer, "orders", b"1")
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer, "orders", b"1"))
     found = status(broker, token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
     assert "open" in found.reason
@@ -455,8 +425,7 @@ def test_status_tells_what_was_committed(broker):
 
 def test_status_of_an_aborted_transaction_stays_aborted_when_the_writer_goes_on(broker):
     writer = open_writer(broker)
-    transaction = begin(writer)
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer))
     writer.abort(Deadline(5))
     for _ in range(3):
         commit(writer, "orders", b"1")
@@ -466,8 +435,7 @@ def test_status_of_an_aborted_transaction_stays_aborted_when_the_writer_goes_on(
 def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(opened, clock):
     broker = opened()
     writer = open_writer(broker)
-    transaction = begin(writer, timeout=60)
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer, timeout=60))
     clock.ahead = 3_600_000
     assert status(opened(), token).state is TokenState.ABORTED
     with pytest.raises(TransactionTimedOut):
@@ -477,9 +445,7 @@ def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(open
 def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock):
     broker = opened()
     writer = open_writer(broker)
-    transaction = begin(writer, timeout=60)
-    send(writer, "orders", b"1")
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer, "orders", b"1", timeout=60))
     clock.ahead = 3_600_000
     assert status(opened(), token).state is TokenState.ABORTED
     clock.ahead = 0
@@ -493,21 +459,17 @@ def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right
 def test_status_says_nothing_final_while_the_file_is_being_written(opened, clock):
     broker, other = opened(), opened()
     writer = open_writer(broker)
-    transaction = begin(writer, timeout=60)
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer, timeout=60))
     clock.ahead = 3_600_000
-    busy = other.store.connect()
-    with other.store.writing(busy, Deadline(5), "being busy"):
+    with busy(other):
         assert broker.status(token, None, Deadline(0.05)).state is TokenState.UNKNOWN
-    busy.close()
     assert status(broker, token).state is TokenState.ABORTED
 
 
 def test_status_of_a_transaction_whose_id_was_opened_anew_is_aborted(opened):
     broker = opened()
     writer = open_writer(broker, "billing")
-    transaction = begin(writer, timeout=60)
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer, timeout=60))
     open_writer(opened(), "billing")
     assert status(broker, token).state is TokenState.ABORTED
 
@@ -515,8 +477,7 @@ def test_status_of_a_transaction_whose_id_was_opened_anew_is_aborted(opened):
 def test_status_is_unknown_for_ever_once_the_record_is_gone(opened):
     broker = opened(keep_seconds=0.001)
     writer = open_writer(broker)
-    transaction = begin(writer)
-    token = token_of(broker, writer, transaction)
+    token = token_of(broker, writer, begin(writer))
     writer.commit(Deadline(5))
     time.sleep(0.01)
     open_writer(broker)  # an opening cleans up
@@ -568,8 +529,7 @@ def test_a_commit_that_failed_but_happened_counts_as_committed(small, large):
 @pytest.mark.parametrize("large", [False, True])
 def test_a_commit_that_failed_and_did_not_happen_counts_as_aborted(small, large):
     writer = open_writer(small)
-    transaction = begin(writer)
-    send(writer, "orders", *(LARGE if large else [b"1"]))
+    transaction = begin(writer, "orders", *(LARGE if large else [b"1"]))
     failing(small.store, happens=False)
     with pytest.raises(DeliveryFailed, match="the disk refuses"):
         writer.commit(Deadline(5))
@@ -581,8 +541,7 @@ def test_a_commit_that_failed_and_did_not_happen_counts_as_aborted(small, large)
 @pytest.mark.parametrize("happens", [True, False])
 def test_if_the_file_cannot_tell_the_outcome_is_unknown_until_it_can(broker, monkeypatch, happens):
     writer = open_writer(broker)
-    transaction = begin(writer)
-    send(writer, "orders", b"1")
+    transaction = begin(writer, "orders", b"1")
     failing(broker.store, happens=happens)
     with monkeypatch.context() as patch:
         patch.setattr("txnbridge_embedded.client.files.in_place", answers := Answers(True, False, False))
@@ -611,8 +570,7 @@ class Answers:
 
 def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome_to_be_asked(broker, monkeypatch):
     writer = open_writer(broker)
-    transaction = begin(writer)
-    send(writer, "orders", b"1")
+    transaction = begin(writer, "orders", b"1")
     real = staged_messages.store
 
     def interrupted(*arguments):
@@ -633,8 +591,7 @@ def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome
 
 def test_an_interrupt_right_after_the_commit_does_not_undo_it(broker):
     writer = open_writer(broker)
-    transaction = begin(writer)
-    send(writer, "orders", b"1")
+    transaction = begin(writer, "orders", b"1")
     real = broker.store._commit
 
     def commit_and_interrupt(connection, what):
@@ -656,8 +613,7 @@ def test_a_topic_that_another_process_deletes_meanwhile_aborts_the_whole_transac
     broker, other = opened(), opened()
     writer = open_writer(broker)
     commit(writer, "orders", b"0")
-    begin(writer)
-    send(writer, "audit", b"1")
+    begin(writer, "audit", b"1")
     send(writer, "orders", b"1")
     other.admin.delete_topic("orders", Deadline(5))
     with pytest.raises(DeliveryFailed, match="deleted"):
