@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.in_time import within
+from tests.in_time import wait_until, within
 from txnbridge import App, DeadlineExceeded, InvalidOption, InvalidState, Poison, Router, connect
 
 
@@ -24,13 +24,6 @@ def send(bridge, *values: bytes, topic: str = "in") -> None:
 
 def values(bridge, topic="out") -> list[bytes]:
     return [message.value for message in bridge.read(topic, 100)]
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # --- one start, one stop ----------------------------------------------------------------------------------------------
@@ -53,7 +46,7 @@ def test_functions_work_side_by_side_until_the_end_of_the_block_again_and_again(
             with pytest.raises(InvalidState), app:
                 pass
             send(bridge, b"%d" % number)
-            until(lambda: app.stats["second"].messages == 1 and app.healthy)
+            wait_until(lambda: app.stats["second"].messages == 1 and app.healthy)
         assert not app.healthy
     assert values(bridge) == [b"012", b"112"]
     with pytest.raises(InvalidState, match="while it runs"):
@@ -88,7 +81,7 @@ def test_if_one_function_fails_for_good_all_stop_and_its_error_is_raised(bridge,
 
     @app.process("in", group="bad")
     def bad(value):
-        until(lambda: values(bridge))
+        wait_until(lambda: values(bridge))
         raise Poison("a test says so")
 
     send(bridge, b"1")
@@ -97,7 +90,7 @@ def test_if_one_function_fails_for_good_all_stop_and_its_error_is_raised(bridge,
             app.run()
         else:
             with app:
-                until(lambda: not app.healthy)
+                wait_until(lambda: not app.healthy)
     assert values(bridge) == [b"1"]
 
 

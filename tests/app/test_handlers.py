@@ -14,7 +14,7 @@ import pydantic
 import pytest
 import sqlalchemy as sa
 
-from tests.app.test_app import until
+from tests.in_time import wait_until
 from txnbridge import (
     App,
     InvalidOption,
@@ -110,7 +110,7 @@ def test_the_type_of_the_first_parameter_decodes_the_value(bridge):
             txn.send(topic, data, key=b"k")
         app.process(topic, group="g")(recording(function, seen.setdefault(topic, [])))
     with app:
-        until(lambda: all(seen.values()))
+        wait_until(lambda: all(seen.values()))
     for function, _, value in TAKEN:
         (got,) = seen[function.__name__]
         if "message" in str(inspect.signature(function)).lower():
@@ -258,7 +258,7 @@ def test_what_a_function_returns_is_sent_with_the_key_of_its_message(bridge):
         app.process("in", group=function.__name__, to=function.__name__)(function)
     send(bridge, b"1", key=b"k")
     with app:
-        until(lambda: all(counts.messages for counts in app.stats.values()))
+        wait_until(lambda: all(counts.messages for counts in app.stats.values()))
     for function, expected in RETURNED:
         assert (function.__name__, sent(bridge, function.__name__)) == (function.__name__, expected)
     assert sent(bridge) == [(b"other", b'{"id":7,"note":null}'), (b"gone", None)]

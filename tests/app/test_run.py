@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
-from tests.app.test_app import until
+from tests.in_time import wait_until
 from txnbridge.cli import _supervisor, main
 from txnbridge.cli._health import health, serving
 from txnbridge.cli._supervisor import Worker, WorkerSupervisor
@@ -115,10 +115,8 @@ class Service:
         return self._process.stdout.readline()
 
     def get(self, path: str) -> tuple[int, Any]:
-        (port,) = re.findall(r"on port (\d+)", self.log.read_text())[-1:]
         try:
-            with urllib.request.urlopen(f"http://localhost:{port}{path}", timeout=10) as answer:
-                return answer.status, json.load(answer)
+            return 200, json.loads(self.text(path))
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.load(error) if error.code == 503 else None
@@ -193,15 +191,15 @@ def test_killed_in_the_middle_and_run_again_each_function_processes_each_order_o
             os.kill(pid, signal.SIGKILL)
     assert 0 < len(sent(url, "shipments")) < 400
     with Service(folder, "shop:app", "--workers", "2", "--health-port", "0") as second:
-        until(second.is_ready)
+        wait_until(second.is_ready)
         one, other = second.workers()
         orders(*fed[400:])
         os.kill(one, signal.SIGKILL)
-        until(lambda: not second.is_ready())
+        wait_until(lambda: not second.is_ready())
         assert second.get("/healthz")[0] == 200
-        until(lambda: one not in second.workers() and second.is_ready())  # another one has taken its place
+        wait_until(lambda: one not in second.workers() and second.is_ready())  # another one has taken its place
         assert other in second.workers()
-        until(lambda: all(len(sent(url, topic)) >= len(fed) for topic in ("bills", "audit")))
+        wait_until(lambda: all(len(sent(url, topic)) >= len(fed) for topic in ("bills", "audit")))
         assert second.get("/elsewhere") == (404, None)
         assert second.stop() == 0
     for topic in ("shipments", "bills", "audit"):
@@ -215,9 +213,9 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
     orders(b"1")
     with Service(folder, "shop:waiting", "--health-port", "0") as service:
         assert service.line() == "here\n"
-        until(service.is_ready)
+        wait_until(service.is_ready)
         service._process.send_signal(signal.SIGTERM)
-        until(lambda: not service.is_ready())
+        wait_until(lambda: not service.is_ready())
         assert service.end() == 0
 
 
@@ -254,10 +252,10 @@ def test_the_exit_code_tells_why_it_ended(folder, orders, target, signals, code,
 
 def test_a_worker_stops_if_its_supervisor_is_killed(folder, orders):
     with Service(folder, "shop:waiting", "--health-port", "0") as service:
-        until(service.is_ready)
+        wait_until(service.is_ready)
         (pid,) = service.workers()
         service.kill()
-        until(lambda: not exists(pid))
+        wait_until(lambda: not exists(pid))
 
 
 def test_prometheus_reads_the_metrics_of_all_workers_together(folder, orders):
@@ -266,17 +264,16 @@ def test_prometheus_reads_the_metrics_of_all_workers_together(folder, orders):
     def scraped(service: Service) -> dict[tuple[str, str], float]:
         families = text_string_to_metric_families(service.text("/metrics"))
         samples = [sample for family in families for sample in family.samples]
-        return {
-            (sample.name, sample.labels.get("group", sample.labels.get("state", ""))): sample.value
-            for sample in samples
-        }
+        return {(each.name, each.labels.get("group", each.labels.get("state", ""))): each.value for each in samples}
 
     with Service(folder, "shop:app", "--workers", "2", "--health-port", "0") as service:
-        until(service.is_ready)
+        wait_until(service.is_ready)
         names = ("shipping", "billing", "audit")
-        until(lambda: all(scraped(service).get(("txnbridge_processor_messages_total", name)) == 20 for name in names))
-        until(lambda: ("txnbridge_open_transactions", "prepared") in scraped(service))
-        until(lambda: scraped(service)["txnbridge_processor_healthy", "audit"] == 2)  # one in each worker
+        wait_until(
+            lambda: all(scraped(service).get(("txnbridge_processor_messages_total", name)) == 20 for name in names)
+        )
+        wait_until(lambda: ("txnbridge_open_transactions", "prepared") in scraped(service))
+        wait_until(lambda: scraped(service)["txnbridge_processor_healthy", "audit"] == 2)  # one in each worker
         found = scraped(service)
         transactions = sum(found["txnbridge_processor_transactions_total", name] for name in names)
         assert found["txnbridge_transactions_total", "committed"] >= transactions
@@ -284,29 +281,37 @@ def test_prometheus_reads_the_metrics_of_all_workers_together(folder, orders):
         pids = service.workers()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: service.is_ready() and not set(service.workers()) & set(pids))
+        wait_until(lambda: service.is_ready() and not set(service.workers()) & set(pids))
         # A counter that goes down is taken for one that begins anew, so the counts of other workers would count twice.
         assert all(scraped(service)["txnbridge_processor_messages_total", name] == 20 for name in names)
-        until(lambda: scraped(service).get(("txnbridge_processor_healthy", "audit")) == 2)
+        wait_until(lambda: scraped(service).get(("txnbridge_processor_healthy", "audit")) == 2)
         assert service.stop() == 0
 
 
 def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
     orders(b"1")
     with Service(folder, "shop:app", "--reload", "--health-port", "0") as service:
-        until(lambda: sent(url, "bills") == [b"1"])
+        wait_until(lambda: sent(url, "bills") == [b"1"])
         (folder / "shop.py").write_text("no python")
-        until(lambda: "starts again when one of its files has changed" in service.log.read_text())
+        wait_until(lambda: "starts again when one of its files has changed" in service.log.read_text())
         (folder / "shop.py").write_text(SHOP.replace("return order", "return order * 2"))
         orders(b"2")
-        until(lambda: sorted(sent(url, "bills")) == [b"1", b"22"])
+        wait_until(lambda: sorted(sent(url, "bills")) == [b"1", b"22"])
         assert service.stop() == 0
 
 
-def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_anew(monkeypatch):
-    monkeypatch.setattr(_supervisor, "_CLOSING_SECONDS", 0.0)
+@pytest.fixture
+def supervised():
+    """A supervisor and its only worker, which hangs once it is started."""
     supervisor = WorkerSupervisor([sys.executable, "-c", "import time; time.sleep(600)"], 1, stop_timeout=0.1)
     (worker,) = supervisor._workers
+    yield supervisor, worker
+    worker.kill()
+
+
+def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_anew(supervised, monkeypatch):
+    monkeypatch.setattr(_supervisor, "_CLOSING_SECONDS", 0.0)
+    supervisor, worker = supervised
     worker.start()
     first = worker.status["pid"]
     supervisor._renew()
@@ -315,25 +320,21 @@ def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_an
         supervisor._look()
         return worker.status["pid"] not in (None, first)
 
-    until(started_anew)
+    wait_until(started_anew)
     assert not exists(first)
-    worker.kill()
 
 
-def test_a_worker_that_hangs_is_neither_alive_nor_ready(monkeypatch):
-    supervisor = WorkerSupervisor([sys.executable, "-c", "import time; time.sleep(600)"], 1, stop_timeout=0.1)
-    (worker,) = supervisor._workers
+def test_a_worker_that_hangs_is_neither_alive_nor_ready(supervised, monkeypatch):
+    supervisor, worker = supervised
     worker.start()
     worker._told = {"ready": True}
     assert (supervisor.alive().status, supervisor.ready().status) == (200, 200)
     monkeypatch.setattr(_supervisor, "_SILENT_SECONDS", 0.0)
     assert (supervisor.alive().status, supervisor.ready().status) == (503, 503)
-    worker.kill()
 
 
-def test_a_worker_that_cannot_be_started_again_is_tried_later(monkeypatch):
-    supervisor = WorkerSupervisor([sys.executable, "-c", "pass"], 1, stop_timeout=0.1)
-    (worker,) = supervisor._workers
+def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkeypatch):
+    supervisor, worker = supervised
     open_files = os.listdir("/dev/fd")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse_to_fork)
@@ -345,8 +346,7 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(monkeypatch):
         supervisor._look()
         return worker.runs
 
-    until(started)
-    worker.kill()
+    wait_until(started)
 
 
 def refuse_to_fork(*args: Any, **more: Any) -> None:
@@ -380,7 +380,7 @@ def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
     assert [worker.start_later() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     orders(b"1")
     with Service(folder, "shop:dying") as service:
-        until(lambda: "again in 1.0 s" in service.log.read_text())
+        wait_until(lambda: "again in 1.0 s" in service.log.read_text())
         assert service.stop() == 0
     assert "died (exit code 77); it is started again in 0.5 s" in service.log.read_text()
 
@@ -391,11 +391,8 @@ def test_until_idle_it_runs_in_its_own_process_and_tells_what_each_function_did(
     monkeypatch.delenv("TXNBRIDGE_URL")
     orders(b"1", b"2")
     result = CliRunner().invoke(main, ["run", "shop:app", "--until-idle", "--json", "--url", url])
-    assert {name: counts["messages"] for name, counts in json.loads(result.stdout).items()} == {
-        "ship": 2,
-        "bill": 2,
-        "note": 2,
-    }
+    did = json.loads(result.stdout).items()
+    assert {name: counts["messages"] for name, counts in did} == {"ship": 2, "bill": 2, "note": 2}
     for target, code in (("nowhere", 3), ("empty", 2)):
         assert CliRunner().invoke(main, ["run", f"shop:{target}", "--until-idle", "--url", url]).exit_code == code
     result = CliRunner().invoke(main, ["run", "shop:refusing", "--until-idle", "--url", url])
