@@ -46,6 +46,12 @@ class Room:
         self.reader: ToyReader = self.broker.readers[0]
         self.reader.feed(b"0", b"1", b"2", b"3", b"4")
 
+    def ack(self, messages: Message | Sequence[Message], abort: bool = False) -> None:
+        with self.bridge.transaction() as txn:
+            txn.ack(messages)
+            if abort:
+                raise Abort
+
     @property
     def acked(self) -> list[tuple[int, ...]]:
         return [p for writer in self.broker.writers for _, told in writer.acked for p in told[P]]
@@ -71,8 +77,7 @@ def values(messages: Iterable[Message]) -> list[Any]:
 
 def test_what_was_delivered_is_acknowledged_with_the_proof_of_its_delivery(room: Room) -> None:
     batch = room.consumer.poll(3)
-    with room.bridge.transaction() as txn:
-        txn.ack(batch)
+    room.ack(batch)
     assert room.broker.writers[3].acked == [("generation 1", {P: [(0,), (1,), (2,)]})]
     assert values(room.consumer.poll()) == [b"3", b"4"]
 
@@ -123,9 +128,7 @@ def test_what_was_not_read_in_a_group_is_refused(room: Room) -> None:
 
 def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_again(room: Room) -> None:
     batch = room.consumer.poll(3)
-    with room.bridge.transaction() as txn:
-        txn.ack(batch)
-        raise Abort
+    room.ack(batch, abort=True)
     room.consumer.pause()
     room.reader.log.clear()
     assert not room.consumer.poll()
@@ -136,13 +139,10 @@ def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_
 def test_where_messages_are_shared_only_the_aborted_ones_are_given_back(room: Room) -> None:
     room = Room(sharing="message")
     batch = room.consumer.poll()
-    with room.bridge.transaction() as txn:
-        txn.ack(batch[1])
-        raise Abort
+    room.ack(batch[1], abort=True)
     room.consumer.poll()
     assert room.reader.nacked == [{P: [(1,)]}]
-    with room.bridge.transaction() as txn:
-        txn.ack(batch[0])
+    room.ack(batch[0])
 
 
 def test_one_open_transaction_at_a_time_holds_a_consumers_acknowledgements(room: Room) -> None:
@@ -151,8 +151,7 @@ def test_one_open_transaction_at_a_time_holds_a_consumers_acknowledgements(room:
         first.ack(batch[0])
         with pytest.raises(InvalidState, match=first.id):
             second.ack(batch[1])
-    with room.bridge.transaction() as third:
-        third.ack(batch[1])
+    room.ack(batch[1])
 
 
 def test_a_partition_that_leaves_lets_its_transaction_only_abort(room: Room) -> None:
@@ -225,8 +224,7 @@ def test_a_value_that_cannot_be_decoded_is_raised_alone_and_in_its_place(room: R
         consumer.poll()
     assert caught.value.message.value == b"{"
     assert consumer.positions() == {P: (2,)}
-    with room.bridge.transaction() as txn:
-        txn.ack(caught.value.message)  # it was delivered, so it can be set aside
+    room.ack(caught.value.message)  # it was delivered, so it can be set aside
     assert values(consumer.poll(1)) == [[2]]
     with pytest.raises(Poison):
         consumer.poll()
@@ -269,8 +267,7 @@ def test_a_program_that_never_acknowledges_is_told_so(room: Room, with_timing: C
     with_timing(unacked_messages=5)
     room.reader.feed(*(b"%d" % number for number in range(5, 12)))
     for _ in range(2):
-        with room.bridge.transaction() as txn:
-            txn.ack(room.consumer.poll(4))  # what is acknowledged does not count
+        room.ack(room.consumer.poll(4))  # what is acknowledged does not count
     room.consumer.poll(2)
     with room.bridge.transaction():
         room.consumer.seek({P: (0,)})  # nor does what is forgotten
@@ -347,8 +344,7 @@ def test_reading_without_a_group_ends_when_all_is_read(room: Room) -> None:
 def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room: Room) -> None:
     batch = room.consumer.poll(3)
     unknown(room, batch[:1])
-    with room.bridge.transaction() as txn:
-        txn.ack(batch[1])
+    room.ack(batch[1])
     with pytest.raises(OutcomeUnknown):
         room.consumer.poll(1, timeout=0.1)
     room.broker.answers["status"] = [Status(TokenState.ABORTED)]
@@ -356,9 +352,7 @@ def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room
 
 
 def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    with room.bridge.transaction() as txn:
-        txn.ack(room.consumer.poll(3))
-        raise Abort
+    room.ack(room.consumer.poll(3), abort=True)
     monkeypatch.setattr(room.reader, "seek", fails_once(room.reader.seek, BrokerUnavailable("away")))
     with pytest.raises(BrokerUnavailable):
         room.consumer.poll()
@@ -401,16 +395,13 @@ def test_the_bound_of_what_is_not_acknowledged_costs_no_message(room: Room, with
     assert values(first) == [b"0", b"1", b"2"]
     with pytest.raises(InvalidState, match="3 messages were delivered"):
         room.consumer.poll()
-    with room.bridge.transaction() as txn:
-        txn.ack(first)
+    room.ack(first)
     assert values(room.consumer.poll()) == [b"3", b"4"]
 
 
 def test_where_only_positions_are_known_nothing_behind_an_aborted_message_is_acknowledged(in_order: Room) -> None:
     first, second = in_order.consumer.poll(2)
-    with in_order.bridge.transaction() as txn:
-        txn.ack(first)
-        raise Abort
+    in_order.ack(first, abort=True)
     with in_order.bridge.transaction() as txn:
         with pytest.raises(InvalidState, match=r"\(0,\) of t\[0\] was given back and comes again"):
             txn.ack(second)
