@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import sqlalchemy as sa
 
@@ -98,7 +98,7 @@ class Server:
             for statement in filter(str.strip, statements):
                 connection.exec_driver_sql(statement)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
