@@ -190,6 +190,6 @@ async def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(ur
     with pytest.raises(InvalidOption, match="timeout"):
         await bridge.transaction(timeout=-1)
     with pytest.raises(InvalidOption, match="timeout"):
-        await bridge.transaction(timeout="soon", group_commit=False)  # type: ignore[arg-type]
+        await bridge.transaction(timeout="soon", group_commit=False)
     with txnbridge.connect(url) as other:
         assert other.admin.transactions() == []

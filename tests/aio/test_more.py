@@ -37,7 +37,7 @@ async def test_half_messages_are_published_if_execute_says_so(url, bridge):
     with pytest.raises(InvalidState, match="async with"):
         bridge.half_messages("shop", execute=execute, check=undecided).transaction()
     with pytest.raises(InvalidOption, match="execute= is an `async def`"):
-        bridge.half_messages("shop", execute=lambda txn, arg: None, check=undecided)  # type: ignore[arg-type, return-value]
+        bridge.half_messages("shop", execute=lambda txn, arg: None, check=undecided)
     async with bridge.half_messages("shop", execute=execute, check=undecided) as sales:
         for decision in (Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED):
             async with sales.transaction(decision) as txn:
