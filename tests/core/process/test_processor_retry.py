@@ -31,7 +31,6 @@ from txnbridge import (
     codecs,
 )
 from txnbridge._base.messages import Headers
-from txnbridge._process import inputs
 from txnbridge._process import inputs as _processor_inputs
 from txnbridge._process.inputs import ProcessorInputs, RetryConsumer
 from txnbridge._process.origin import origin_headers
@@ -217,7 +216,7 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
     for number in range(3):
         put_waiting(bridge, b"%d" % number, NEVER, due_in=60)
     due: set[bytes | None] = set()
-    monkeypatch.setattr(inputs, "seconds_until_due", lambda message: float(message.value not in due))
+    monkeypatch.setattr(_processor_inputs, "seconds_until_due", lambda message: float(message.value not in due))
     with fetching(bridge) as consumer:
         due |= {b"0", b"1"}
         found = consumer.take(1, 0.05)
