@@ -10,7 +10,6 @@ import pytest
 from txnbridge_conformance import brokers, plugin
 from txnbridge_conformance.observing import take, values
 
-import txnbridge
 from tests.pulsar.client_kit import SOON, admin, service
 from tests.pulsar.writing_kit import Connect, unique
 from txnbridge import DeliveryFailed, NotSupported, Outcome
@@ -114,11 +113,6 @@ def test_messages_of_one_entry_go_to_one_member_together_and_others_to_another(c
         assert values(take(other, 1)) == [b"3"]
         assert values(take(first, 1)) == [b"2"]
         assert values(take(other, 2)) == [b"4", b"5"]
-
-
-def test_a_url_of_pulsar_finds_its_backend(txnbridge_url):
-    with txnbridge.connect(txnbridge_url) as bridge:
-        assert bridge.capabilities.broker == "Pulsar"
 
 
 def test_where_brokers_remove_no_duplicates_no_sequences_are_promised(

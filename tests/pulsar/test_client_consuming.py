@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -110,21 +109,6 @@ def test_an_exclusive_subscription_takes_one_consumer(client, topic):
         subscribe(client, topic, connection_key="other")
 
 
-def test_consumers_of_a_shared_subscription_share_its_messages(client, topic):
-    both = [subscribe(client, topic, type=SubscriptionType.SHARED, permits=5) for _ in range(2)]
-    send(client, topic, *(b"%d" % number for number in range(40)))
-    found: Counter[bytes] = Counter()
-    of_each = [0, 0]
-    until = time.monotonic() + SOON
-    while sum(of_each) < 40 and time.monotonic() < until:
-        for at, consumer in enumerate(both):
-            came = consumer.receive(0.1)
-            of_each[at] += len(came)
-            found.update(payloads(came))
-    assert set(found.values()) == {1} and len(found) == 40
-    assert min(of_each) > 0
-
-
 def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_takes_over(client, topic):
     inbox = Inbox()
     both = [
@@ -141,22 +125,6 @@ def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_ta
     send(client, topic, b"2")
     (entry,) = receive(other, 1)
     assert (payloads([entry]), entry.consumer, other.active) == ([b"2"], other, True)
-
-
-def test_messages_of_one_key_go_to_one_consumer(client, topic):
-    both = [subscribe(client, topic, type=SubscriptionType.KEY_SHARED) for _ in range(2)]
-    contents = [Single(b"%d" % number, b"key %d" % (number % 10)) for number in range(100)]
-    send(client, topic, *contents)
-    owners: dict[bytes | None, set[int]] = {}
-    count, until = 0, time.monotonic() + SOON
-    while count < 100 and time.monotonic() < until:
-        for at, consumer in enumerate(both):
-            for entry in consumer.receive(0.1):
-                count += 1
-                owners.setdefault(entry.messages()[0].key, set()).add(at)
-    assert count == 100
-    assert all(len(owner) == 1 for owner in owners.values())
-    assert len(set.union(*owners.values())) == 2
 
 
 def test_one_inbox_serves_the_consumers_of_all_partitions(client, topic, pulsar_broker):

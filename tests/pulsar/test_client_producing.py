@@ -14,7 +14,6 @@ from txnbridge_pulsar.client import (
     ProducerFenced,
     PulsarClient,
     PulsarProducer,
-    RequestTimedOut,
     Single,
     TopicNotFound,
     partition_name,
@@ -30,7 +29,6 @@ from tests.pulsar.client_kit import (
     path_of,
     receive,
     send_for_certain,
-    service,
     settle,
 )
 
@@ -147,15 +145,6 @@ def test_a_topic_that_is_held_exclusively_takes_nobody_else(client, topic):
         client.create_producer(topic, timeout=SOON)
 
 
-def test_who_waits_for_a_topic_has_it_when_its_owner_leaves(client, topic):
-    owner = client.create_producer(topic, timeout=SOON, access=AccessMode.EXCLUSIVE)
-    with pytest.raises(RequestTimedOut):
-        client.create_producer(topic, timeout=0.5, access=AccessMode.WAIT_FOR_EXCLUSIVE)
-    owner.close(SOON)
-    waiting = client.create_producer(topic, timeout=SOON, access=AccessMode.WAIT_FOR_EXCLUSIVE)
-    assert waiting.topic_epoch is not None and waiting.topic_epoch > 0
-
-
 def test_who_is_fenced_learns_it_by_its_next_send_and_stays_out(client, topic):
     bystander = client.create_producer(topic + "-other", timeout=SOON)
     old = exclusive(client, topic, connection_key="old")
@@ -222,9 +211,3 @@ def test_asking_for_a_topics_partitions_does_not_make_it(client, topic):
     with pytest.raises(TopicNotFound):
         client.partitions(topic, SOON)
     assert not [name for name in client.topics("public/default", SOON) if name.startswith(topic)]
-
-
-def test_a_client_with_several_brokers_of_which_one_is_up_works(topic, pulsar_broker):
-    with PulsarClient(service(pulsar_broker).replace("://", "://127.0.0.1:1,")) as client:
-        client.create_producer(topic, timeout=SOON).send(Single(b"x"), timeout=SOON).result(SOON)
-        assert everything(client, topic) == [b"x"]

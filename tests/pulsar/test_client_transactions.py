@@ -23,7 +23,7 @@ from txnbridge_pulsar.client import (
 )
 
 from tests.in_time import within
-from tests.pulsar.client_kit import SOON, admin, batch_of, begin, everything, payloads, receive, service
+from tests.pulsar.client_kit import SOON, admin, batch_of, begin, everything, payloads, receive
 
 ALL_TYPES = pytest.mark.parametrize("type", list(SubscriptionType), ids=lambda type: type.name)
 
@@ -68,20 +68,6 @@ def test_what_was_acknowledged_comes_again_only_after_abort(client, topic, type,
     assert payloads(receive(consumer, 2 if commit else 4)) == ([b"2", b"4"] if commit else [b"1", b"2", b"3", b"4"])
 
 
-@pytest.mark.parametrize("type", [SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER], ids=lambda type: type.name)
-def test_acknowledging_up_to_a_message_can_be_part_of_a_transaction(client, topic, type):
-    producer_on(client, topic).send(batch_of(b"1", b"2", b"3"), timeout=SOON).result(SOON)
-    consumer = client.subscribe(topic, "s", timeout=SOON, type=type, start=EARLIEST)
-    found = [message.id for entry in receive(consumer, 3) for message in entry.messages()]
-    for commit, left in ((False, [b"1", b"2", b"3"]), (True, [b"3"])):
-        txn = client.transactions.begin(60_000, SOON)
-        client.transactions.register(txn, SOON, subscriptions=[(topic, "s")])
-        consumer.acknowledge_up_to(found[1], txn, timeout=SOON)
-        end(client, txn, commit)
-        consumer.redeliver()
-        assert payloads(receive(consumer, len(left))) == left
-
-
 def test_a_message_is_acknowledged_in_one_transaction_only(client, topic):
     producer_on(client, topic).send(batch_of(b"1", b"2", b"3"), timeout=SOON).result(SOON)
     consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
@@ -97,14 +83,6 @@ def test_a_message_is_acknowledged_in_one_transaction_only(client, topic):
     end(client, one)
     end(client, other, False)
     assert payloads(receive(consumer, 2)) == [b"2", b"3"]
-
-
-def test_a_transaction_can_be_ended_by_whoever_knows_its_id(client, topic, pulsar_broker):
-    txn = begin(client, topic)
-    producer_on(client, topic).send(Single(b"x"), txn, timeout=SOON).result(SOON)
-    with PulsarClient(service(pulsar_broker)) as other:
-        end(other, TxnId(*tuple(txn)))
-    assert everything(client, topic) == [b"x"]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["commit", "abort"])
@@ -166,32 +144,6 @@ def test_transactions_go_round_the_coordinators(client):
     ids = [client.transactions.begin(1000, SOON) for _ in range(2 * count)]
     assert {txn.most for txn in ids} == set(range(count))
     assert len(set(ids)) == 2 * count
-
-
-def test_a_late_send_is_taken_away_by_hand_before_it_hides_what_was_committed(client, topic):
-    """What a broker does with a send behind the commit, and the repair: commit by hand."""
-    txn = begin(client, topic)
-    producer = producer_on(client, topic)
-    producer.send(Single(b"early"), txn, timeout=SOON).result(SOON)
-    end(client, txn)
-    producer.send(Single(b"late"), txn, timeout=SOON).result(SOON)
-    producer.send(Single(b"plain"), timeout=SOON).result(SOON)
-    assert everything(client, topic) == [b"early"]
-    client.transactions.end_on_partition(txn, topic, True, SOON)
-    assert everything(client, topic) == [b"early", b"late", b"plain"]
-
-
-def test_an_acknowledgement_that_was_not_registered_is_freed_by_hand(client, topic):
-    producer_on(client, topic).send(Single(b"x"), timeout=SOON).result(SOON)
-    consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
-    (entry,) = receive(consumer, 1)
-    txn = client.transactions.begin(60_000, SOON)
-    consumer.acknowledge([entry.id], txn, timeout=SOON)
-    end(client, txn)
-    with pytest.raises(TransactionConflict):
-        consumer.acknowledge([entry.id], client.transactions.begin(1000, SOON), timeout=SOON)
-    client.transactions.end_on_subscription(txn, topic, "s", False, SOON)
-    assert payloads(receive(consumer, 1)) == [b"x"]
 
 
 def test_a_send_of_a_transaction_that_the_topic_knows_as_ended_is_refused(client, topic, pulsar_broker):

@@ -234,16 +234,6 @@ def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_an_id_is_opened_again_and_again(open_bridge: Connect, client: PulsarClient, id: str) -> None:
-    topic = new_topic(open_bridge())
-    for value in (b"1", b"2", b"3"):
-        bridge = open_bridge(transactional_id=id)
-        with bridge.transaction() as txn:
-            txn.send(topic, value)
-        bridge.close()
-    assert read_all(client, concrete(topic)) == [b"1", b"2", b"3"]
-
-
 def test_of_many_that_open_an_id_at_once_one_is_the_owner(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +40,7 @@ from txnbridge import (
     TokenState,
 )
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child, next_commit, tell
+from txnbridge.testing import Child, next_commit
 
 
 class Lost:
@@ -151,22 +150,6 @@ def test_an_end_that_was_repeated_or_reversed_is_told_truly(
     ] * 8
     assert state_of(other, token).value == truth.value
     assert read_all(client, concrete(topic)) == ([b"prepared"] if first else [])
-
-
-def test_of_many_that_end_at_once_in_both_ways_all_hear_the_same(
-    open_bridge: Connect, bridge: Bridge, client: PulsarClient, topic: str
-) -> None:
-    others = [open_bridge() for _ in range(4)]
-    kept = []
-    with ThreadPoolExecutor(4) as pool:
-        for number in range(4):
-            value = b"%d" % number
-            token = prepare(bridge, topic, value)
-            ends = [other.commit if (at + number) % 2 else other.abort for at, other in enumerate(others)]
-            heard = [asked.result(SOON) for asked in [pool.submit(end, token) for end in ends]]
-            assert len(set(heard)) == 1
-            kept += [value] if heard[0] is Outcome.COMMITTED else []
-    assert read_all(client, concrete(topic)) == kept
 
 
 @pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
@@ -319,26 +302,6 @@ def test_a_damaged_how_is_refused(bridge: Bridge) -> None:
 
 
 # --- processes that die ---------------------------------------------------------------------------------------------
-
-
-def prepare_and_die(url: str, admin_url: str, topic: str) -> None:
-    bridge = connect_to(url, admin_url)
-    with bridge.transaction(prepare=True) as txn:
-        txn.send(topic, b"prepared")
-    tell(str(txn.token))
-    bridge.status(str(txn.token))
-
-
-@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_what_a_killed_process_prepared_is_ended_from_another(
-    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: PulsarClient, topic: str, commit: bool
-) -> None:
-    with Child(prepare_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="status/before") as child:
-        token = child.told()
-        child.stopped()
-    assert state_of(bridge, token) is TokenState.PREPARED
-    assert (bridge.commit if commit else bridge.abort)(token) is (Outcome.COMMITTED if commit else Outcome.ABORTED)
-    assert read_all(client, concrete(topic)) == ([b"prepared"] if commit else [])
 
 
 def commit_and_die(url: str, admin_url: str, topic: str) -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import pytest
 from txnbridge_pulsar import client as wire
@@ -21,7 +21,6 @@ from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from txnbridge.errors import (
     BrokerUnavailable,
-    Conflict,
     DeadlineExceeded,
     InvalidOption,
     InvalidState,
@@ -93,39 +92,7 @@ def test_topics_are_called_as_they_were_asked_for(client, topic, member):
     assert [m.topic for m in member(short(topic), None).take(1)] == [short(topic)]
 
 
-@pytest.mark.parametrize("compression", list(wire.Compression), ids=lambda c: c.name)
-def test_messages_are_read_however_they_are_packed(client, topic, member, compression):
-    try:
-        write(client, topic, batch_of(b"1" * 500, b"2"), b"3", compression=compression)
-    except wire.MissingLibrary as missing:
-        pytest.skip(str(missing))
-    assert values(member(topic).take(3)) == [b"1" * 500, b"2", b"3"]
-
-
 # --- alone -------------------------------------------------------------------------------------------------------
-
-
-def test_alone_everything_is_read_that_is_committed(client, topic, member):
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, [topic])
-    gone = client.transactions.begin(60_000, SOON)
-    client.transactions.register(gone, SOON, [topic])
-    producer = client.create_producer(topic, timeout=SOON, transactions=True)
-    for content, of in ((b"plain", None), (b"committed", txn), (b"aborted", gone), (b"behind", None)):
-        producer.send(wire.Single(content), of, timeout=SOON).result(SOON)
-    reader = member(topic, None)
-    assert values(reader.take(1)) == [b"plain"]
-    client.transactions.end(gone, False, SOON)
-    client.transactions.end(txn, True, SOON)
-    write(client, topic, b"marker")
-    assert values(reader.take(3)) == [b"committed", b"behind", b"marker"]
-
-
-def test_alone_reading_may_begin_behind_the_latest_message(client, topic, member):
-    write(client, topic, b"old")
-    reader = member(topic, None, start="latest")
-    write(client, topic, b"new")
-    assert values(reader.take(1)) == [b"new"]
 
 
 def test_alone_a_reader_that_waits_in_an_empty_topic_outlives_that_the_topic_moves(
@@ -136,17 +103,6 @@ def test_alone_a_reader_that_waits_in_an_empty_topic_outlives_that_the_topic_mov
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
     write(client, topic, b"1")
     assert values(reader.take(1)) == [b"1"]
-
-
-def test_alone_reading_from_the_latest_message_on_misses_nothing_that_was_undecided(client, topic, member):
-    write(client, topic, b"old")
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, [topic])
-    producer = client.create_producer(topic, timeout=SOON, transactions=True)
-    producer.send(wire.Single(b"undecided"), txn, timeout=SOON).result(SOON)
-    reader = member(topic, None, start="latest")
-    client.transactions.end(txn, True, SOON)
-    assert values(reader.take(1)) == [b"undecided"]
 
 
 def test_alone_reading_may_begin_at_a_time(client, topic, member):
@@ -173,15 +129,6 @@ def test_alone_any_position_can_be_gone_to(client, topic, member):
         assert values(reader.take(5 - number)) == values(found[number:])
     reader.seek({(topic, 0): BEGIN})
     assert values(reader.take(5)) == values(found)
-
-
-def test_positions_tell_where_another_reader_goes_on(client, topic, member):
-    write(client, topic, batch_of(b"0", b"1", b"2"), b"3")
-    reader, other = member(topic, None), member(topic, None)
-    for number in range(4):
-        other.seek(reader.positions())
-        assert values(other.take(1)) == values(reader.take(1)) == [b"%d" % number]
-    assert not other.poll(timeout=0)
 
 
 def test_what_retention_has_removed_cannot_be_gone_to(pulsar_broker, client, topic, member):
@@ -270,15 +217,6 @@ def test_a_message_in_chunks_is_not_lost_with_a_connection(client, topic, member
 # --- partitions ----------------------------------------------------------------------------------------------------
 
 
-def test_all_partitions_of_all_topics_are_read(client, topic, member, partitioned):
-    names = [*partitioned(3), f"{topic}-too"]
-    for number, name in enumerate(names):
-        write(client, name, b"%d" % number)
-    reader = member((topic, f"{topic}-too"), None)
-    assert sorted(values(reader.take(4))) == [b"0", b"1", b"2", b"3"]
-    assert len(reader.positions()) == 4
-
-
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
 def test_partitions_that_are_added_are_read_from_their_beginning(
     pulsar_broker, client, topic, member, partitioned, group
@@ -342,17 +280,6 @@ def test_no_more_waits_in_memory_than_is_allowed(client, topic, member):
 
 
 # --- groups --------------------------------------------------------------------------------------------------------
-
-
-@ALL_SHARINGS
-def test_a_group_begins_at_the_earliest_message_and_goes_on_where_it_stopped(client, topic, member, sharing):
-    write(client, topic, b"1", batch_of(b"2", b"3"), b"4")
-    first = member(topic, sharing=sharing)
-    found = first.take(4)
-    assert sorted(values(found)) == [b"1", b"2", b"3", b"4"]
-    first.pass_on(found[:2])
-    first.leave()
-    assert values(member(topic, sharing=sharing).take(2)) == [b"3", b"4"]
 
 
 @ALL_SHARINGS
@@ -598,41 +525,6 @@ def test_a_member_whose_partition_is_slow_to_come_takes_no_more_than_it_asked_fo
     assert values(one.take(1) + two.take(2)) == [b"1", b"2", b"3"]
 
 
-def test_a_message_that_one_member_gives_back_goes_to_another_that_asks(client, topic, member):
-    write(client, topic)
-    one, two = member(topic, sharing="message"), member(topic, sharing="message")
-    write(client, topic, b"1")
-    found = one.take(1)
-    one.nack(by_partition(found))
-    (again,) = two.take(1)
-    assert (again.value, again.deliveries) == (b"1", 2)
-
-
-def test_a_message_is_passed_on_once_while_members_come_and_go(client, topic, member, partitioned):
-    names = partitioned(4)
-    for number in range(80):
-        write(client, names[number % 4], b"%d" % number)
-    staying, done = member(topic), []
-
-    def work(each):
-        found = each.poll(7, timeout=0.05)
-        if found:
-            with suppress(Conflict):  # it has gone to another member meanwhile
-                each.pass_on(found)
-                done.extend(values(found))
-
-    for _ in range(2):
-        visitor = member(topic)
-        for each in (staying, visitor) * 3:
-            work(each)
-        visitor.leave()
-    deadline = Deadline(SOON)
-    while len(done) < 80:
-        work(staying)
-        deadline.check(f"{len(done)} are done")
-    assert sorted(done) == sorted(b"%d" % number for number in range(80))
-
-
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
 def test_a_topic_that_is_deleted_is_not_made_anew_by_its_readers(pulsar_broker, client, topic, member, group):
     write(client, topic, b"1")
@@ -679,18 +571,6 @@ def test_reading_goes_on_when_the_broker_comes_back(start_pulsar, topic):
 
 
 # --- lag -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("contents", ["batch", "singles"])
-def test_lag_is_what_a_group_has_before_it(client, topic, member, contents):
-    write(client, topic, *([batch_of(b"1", b"2")] if contents == "batch" else [b"1", b"2"]))
-    reader = member(topic)
-    found = reader.take(2)
-    before = reader.lag(Deadline(SOON))[topic, 0]
-    reader.pass_on(found[:1])
-    assert before > reader.lag(Deadline(SOON))[topic, 0] > 0
-    reader.pass_on(found[1:])
-    reader.until(lambda: reader.lag(Deadline(SOON))[topic, 0] == 0)
 
 
 def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, member):

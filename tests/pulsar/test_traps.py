@@ -23,7 +23,6 @@ from txnbridge_pulsar.client import (
     PulsarClient,
     PulsarProducer,
     RequestTimedOut,
-    TransactionNotFound,
     Transactions,
     TxnId,
 )
@@ -383,13 +382,6 @@ def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit
                 pulsar_broker, "GET", f"transactions/transactionMetadata/{number.most}/{number.least}", version=3
             )
             assert most - 2_000 < told["timeoutAt"] <= most
-
-
-def test_naive_a_repeated_commit_is_told_that_there_is_no_such_transaction(client: PulsarClient, topic: str) -> None:
-    txn = begin(client, concrete(topic))
-    client.transactions.end(txn, True, SOON)
-    with pytest.raises(TransactionNotFound):
-        client.transactions.end(txn, True, SOON)
 
 
 # --- what was committed is cleared away as if it had been aborted ----------------------------------------------

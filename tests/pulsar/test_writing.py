@@ -70,17 +70,6 @@ def lose(proxy: faults.Proxy, held: faults.Hold) -> None:
     proxy.cut()
 
 
-def test_a_transaction_over_two_topics_is_seen_whole_by_a_plain_reader(bridge: Bridge, client: PulsarClient) -> None:
-    one, two = (new_topic(bridge) for _ in range(2))
-    with bridge.transaction() as txn:
-        txn.send(one, b"1")
-        txn.send(two, b"2")
-        flush(txn)
-        assert read_all(client, concrete(one), patience=1) is None
-    assert txn.outcome is Outcome.COMMITTED
-    assert (read_all(client, concrete(one)), read_all(client, concrete(two))) == ([b"1"], [b"2"])
-
-
 def test_many_small_messages_arrive_in_order_in_few_entries(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send_many(topic, VALUES[:6_000])

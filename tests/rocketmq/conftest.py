@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,6 +15,7 @@ from txnbridge_conformance.plugin import Much
 from txnbridge_rocketmq import backend
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.requests import RpcRequest, nothing
 from txnbridge_rocketmq.settings import RocketMQSettings, parse_settings
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
@@ -25,6 +26,7 @@ from txnbridge.errors import TxnBridgeError
 
 HERE = Path(__file__).parent
 LONG = 30.0
+_UPDATE_BROKER_CONFIG = 25  # a request code that only tests need
 # Only with --full: all but one of the suite's kill walks, most random runs, and tests that take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
 RARE = re.compile(r"test_demo\.py|test_whatever_is_lost.*\[([89]|\d\d)\]|what_does_not_count\[200|reads_stay_short")
@@ -78,12 +80,16 @@ def settings(client: RemotingClient) -> Iterator[Callable[..., None]]:
         now = client.call("broker-1", administration.broker_settings(), LONG)
         for name in wanted:
             before.setdefault(name, now[name])
-        text = {name: str(value) for name, value in wanted.items()}
-        client.call("broker-1", administration.change_broker_settings(text), LONG)
+        _change_settings(client, wanted)
 
     yield change
     if before:
-        client.call("broker-1", administration.change_broker_settings(before), LONG)
+        _change_settings(client, before)
+
+
+def _change_settings(client: RemotingClient, wanted: Mapping[str, object]) -> None:
+    lines = "".join(f"{name}={value}\n" for name, value in wanted.items()).encode()
+    client.call("broker-1", RpcRequest("changing settings", _UPDATE_BROKER_CONFIG, nothing, body=lines), LONG)
 
 
 @pytest.fixture

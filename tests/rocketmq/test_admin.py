@@ -94,17 +94,6 @@ def test_the_topics_of_the_broker_and_of_ours_are_internal(admin, name):
 
 
 @live
-def test_the_bounds_of_a_topic_are_where_it_begins_and_ends(admin, client, name):
-    admin.create_topic(name, 2, soon())
-    for _ in range(3):
-        client.call("broker-1", send(WireMessage(name, b"1"), "tests", 1), LONG)
-    bodies(client, name)  # `bodies` sends a marker message to the first queue, so the topic has one message then
-    assert admin.bounds([name], soon()) == {(name, 0): ((0,), (1,)), (name, 1): ((0,), (3,))}
-    with pytest.raises(NotFound, match="missing"):
-        admin.bounds(["missing"], soon())
-
-
-@live
 @pytest.mark.parametrize("bad", ["a b", "a/b", "", "x" * 128, "ü"])
 def test_a_name_that_no_topic_can_have_is_refused(admin, bad):
     with pytest.raises(InvalidOption, match="is not a topic name"):

@@ -33,7 +33,6 @@ def test_a_record_is_read_field_by_field():
         b"hello",
         "orders",
         pairs(UNIQ_KEY="AB12", KEYS="k1 k2", TAGS="new", own="x"),
-        system_flag=SystemFlag.COMMITTED,
         prepared_offset=99,
         stored_host=bytes([127, 0, 0, 1]) + struct.pack(">i", 30911),
     )
@@ -44,13 +43,12 @@ def test_a_record_is_read_field_by_field():
     assert (record.flag, record.reconsumed, record.prepared_offset) == (5, 2, 99)
     assert (record.unique_key, record.keys, record.tags) == ("AB12", ["k1", "k2"], "new")
     assert record.properties["own"] == "x"
-    assert record.is_committed_half
     assert record.payload() == b"hello"
 
 
 def test_a_record_without_key_and_tags_has_none():
     (record,) = decode_records(stored(b"hello"))
-    assert (record.unique_key, record.keys, record.tags, record.is_committed_half) == (None, [], None, False)
+    assert (record.unique_key, record.keys, record.tags) == (None, [], None)
 
 
 @pytest.mark.parametrize(

@@ -414,20 +414,6 @@ def test_for_members_that_sleep_the_one_before_them_reads() -> None:
     assert assign(queues, readers, set(readers)) == {}
 
 
-def test_a_new_member_gets_its_share_and_all_when_the_others_leave(
-    join: Join, client: RemotingClient, group: str
-) -> None:
-    topic = new_topic(client, 4)
-    one = join(topic, group)
-    one.has(4)
-    two = join(topic, group)
-    one.has(2)
-    two.has(2)
-    assert sorted({*one.positions(), *two.positions()}) == [(topic, number) for number in range(4)]
-    one.close()
-    two.has(4)  # within a minute: brokers drop silent members after two
-
-
 def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
     join: Join, client: RemotingClient, group: str
 ) -> None:

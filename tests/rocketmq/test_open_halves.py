@@ -16,7 +16,7 @@ from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import copies, flush
-from txnbridge import Outcome, TokenState, TransactionAborted
+from txnbridge import Outcome, TokenState
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import Child, tell
 
@@ -131,15 +131,6 @@ def test_a_copy_that_is_left_of_what_was_published_is_dropped_by_hand(open_bridg
 
 
 @pytest.mark.parametrize("decision", ["commit", "abort"])
-def test_an_administrator_ends_what_is_prepared_without_its_token(open_bridge, observer, client, topic, decision):
-    name, _, _ = prepare_and_go(open_bridge, topic)
-    wanted = Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED
-    assert getattr(observer, decision)(name) is wanted
-    assert gone(observer, name)
-    assert published(client, topic) == ([b"left"] if decision == "commit" else [])
-
-
-@pytest.mark.parametrize("decision", ["commit", "abort"])
 def test_a_copy_that_the_broker_makes_while_a_transaction_is_ended_by_hand_is_dropped_too(
     open_bridge, observer, client, topic, decision, monkeypatch
 ):
@@ -189,15 +180,6 @@ def test_what_a_dead_owner_left_open_is_aborted_when_another_has_opened_its_id(
     assert gone(observer, left)  # long before its deadline
     assert [each.state for each in listed(observer, txn.id)] == ["prepared"]
     assert observer.abort(txn.id) is Outcome.ABORTED
-
-
-def test_what_an_administrator_aborted_its_owner_cannot_commit(open_bridge, observer, client, topic):
-    with pytest.raises(TransactionAborted):
-        with open_bridge().transaction() as txn:
-            txn.send(topic, b"never", partition=0)
-            flush(txn)
-            assert observer.abort(txn.id) is Outcome.ABORTED
-    assert published(client, topic) == []
 
 
 @pytest.mark.parametrize("published_before", [True, False])

@@ -70,17 +70,6 @@ def numbered(count):
     return [b"%d" % number for number in range(count)]
 
 
-def test_messages_are_stored_once_and_in_order_and_a_closed_publisher_takes_none(publisher, topic, client):
-    plain = publisher()
-    for value in numbered(500):
-        send(plain, topic, value)
-    plain.close(Deadline(LONG))
-    assert bodies(client, topic) == numbered(500)
-    plain.close(Deadline(LONG))
-    with pytest.raises(InvalidState, match="closed"):
-        send(plain, topic, b"late")
-
-
 def test_a_message_is_stored_also_if_nobody_waits_for_it(publisher, topic, client):
     plain = publisher()
     for value in numbered(3):

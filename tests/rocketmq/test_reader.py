@@ -44,26 +44,6 @@ def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
 # --- order and positions ----------------------------------------------------------------------------------------------
 
 
-def test_every_queue_is_read_in_order_however_long_it_is(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client, 3)
-    for queue in range(3):
-        publish(client, topic, *(b"%d" % number for number in range(100)), queue=queue)
-    with member(bridge, topic) as reader:
-        found = reader.take(300)
-        assert reader.positions() == {(topic, number): (100,) for number in range(3)}
-        assert set(reader.lag(Deadline(SOON)).values()) == {0}
-    for queue in range(3):
-        assert values(m for m in found if m.partition == queue) == [b"%d" % number for number in range(100)]
-
-
-def test_a_reader_waits_at_the_end_and_gets_what_comes(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
-    with member(bridge, topic) as reader:
-        assert reader.poll(timeout=0.3) == []
-        publish(client, topic, b"new")
-        assert values(reader.take(1)) == [b"new"]
-
-
 def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     publish(client, topic, b"old")
@@ -109,27 +89,6 @@ def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(
         assert reader.positions() == {(topic, 0): (9,)}
         reader.seek({(topic, 0): (0,)})
         assert values(reader.take(1)) == [b"0"]
-
-
-def test_what_was_given_back_comes_again_and_says_so(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
-    publish(client, topic, b"0", b"1")
-    with member(bridge, topic) as reader:
-        messages = reader.take(2)
-        reader.nack({(topic, 0): [messages[0].position]})
-        assert [(m.value, m.deliveries) for m in reader.take(2)] == [(b"0", 2), (b"1", 2)]
-
-
-def test_a_paused_queue_holds_its_place(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client, 2)
-    with member(bridge, topic) as reader:
-        reader.pause([(topic, 0)])
-        for number in range(3):
-            for queue in range(2):
-                publish(client, topic, b"%d" % number, queue=queue)
-            assert [(m.partition, m.value) for m in reader.take(1)] == [(1, b"%d" % number)]
-        reader.resume([(topic, 0)])
-        assert [(m.partition, m.value) for m in reader.take(3)] == [(0, b"0"), (0, b"1"), (0, b"2")]
 
 
 def test_queues_that_are_added_are_read_from_their_beginning(bridge: Bridge, client: RemotingClient) -> None:

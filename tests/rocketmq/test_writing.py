@@ -87,30 +87,6 @@ def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
 # --- plain transactions ---------------------------------------------------------------------------------------------
 
 
-def test_three_messages_over_two_topics_are_seen_when_they_are_committed(
-    bridge: Bridge, client: RemotingClient, one: str, two: str
-) -> None:
-    with bridge.transaction() as txn:
-        txn.send(one, b"1")
-        txn.send(two, b"2")
-        txn.send(two, b"3")
-        flush(txn)
-        assert (bodies(client, one), bodies(client, two)) == ([], [])
-    assert txn.outcome is Outcome.COMMITTED
-    assert (bodies(client, one), bodies(client, two)) == ([b"1"], [b"2", b"3"])
-
-
-def test_what_is_aborted_is_never_seen(bridge: Bridge, client: RemotingClient, one: str) -> None:
-    with bridge.transaction() as txn:
-        txn.send(one, b"never")
-        flush(txn)
-        txn.abort()
-    with pytest.raises(ZeroDivisionError), bridge.transaction() as txn:
-        txn.send(one, b"never")
-        1 / 0  # noqa: B018
-    assert bodies(client, one) == []
-
-
 def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
     open_bridge: Open, proxy: faults.Proxy, client: RemotingClient, one: str
 ) -> None:
@@ -135,16 +111,6 @@ def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
         assert writing.result(LONG) is Outcome.COMMITTED
     assert bodies(client, one) == numbered(3)
     assert not bridge.capabilities[Capability.ISOLATION]
-
-
-def test_messages_of_one_queue_come_in_the_order_in_which_they_were_sent(
-    bridge: Bridge, client: RemotingClient, one: str, two: str
-) -> None:
-    with bridge.transaction() as txn:
-        for value in numbered(300):
-            txn.send(one, value)
-            txn.send(two, value)
-    assert bodies(client, one) == bodies(client, two) == numbered(300)
 
 
 def test_what_is_published_is_found_behind_a_newer_message_whose_key_has_the_same_hash(
@@ -300,36 +266,6 @@ def test_a_newer_owner_shuts_out_the_older_in_the_middle_of_a_transaction(
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_commits_from_another_process_what_a_killed_one_prepared(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str, two: str
-) -> None:
-    with Child(writing_kit.prepare_some, rocketmq_broker.url, [one, two], 3, 60.0, kill="status/before") as child:
-        token = child.told()
-        child.stopped()
-    assert bridge.status(token).state is TokenState.PREPARED
-    assert bodies(client, one) == []
-    assert bridge.commit(token) is Outcome.COMMITTED
-    assert bodies(client, one) == bodies(client, two) == numbered(3)
-
-
-def test_a_second_commit_and_an_abort_after_it_change_nothing(
-    open_bridge: Open, bridge: Bridge, client: RemotingClient, one: str
-) -> None:
-    token, other = prepare(bridge, one, b"once"), open_bridge()
-    assert [bridge.commit(token), other.commit(token), other.abort(token), bridge.commit(token)] == [
-        Outcome.COMMITTED
-    ] * 4
-    assert bodies(client, one) == [b"once"]
-
-
-def test_a_commit_after_an_abort_publishes_nothing(
-    open_bridge: Open, bridge: Bridge, client: RemotingClient, one: str
-) -> None:
-    token, other = prepare(bridge, one, b"never"), open_bridge()
-    assert [bridge.abort(token), other.commit(token), bridge.commit(token)] == [Outcome.ABORTED] * 3
-    assert bodies(client, one) == []
-
-
 def test_a_token_of_many_messages_is_short(bridge: Bridge, client: RemotingClient, one: str, two: str) -> None:
     with bridge.transaction(prepare=True, hold=60) as txn:
         for value in numbered(200):
@@ -354,14 +290,6 @@ def test_what_the_broker_has_asked_about_again_and_again_is_committed_once_by_it
     assert becomes_true(lambda: times_asked(client, one, later.id) >= 2)
     assert bodies(client, one) == [b"1"]
     bridge.abort(str(later.token))
-
-
-def test_what_nobody_ends_is_aborted_when_its_time_is_over(bridge: Bridge, client: RemotingClient, one: str) -> None:
-    with bridge.transaction(timeout=1, prepare=True, hold=0.5) as txn:
-        txn.send(one, b"forgotten")
-    assert becomes_true(lambda: bridge.status(str(txn.token)).state is TokenState.ABORTED)
-    assert bridge.commit(str(txn.token)) is Outcome.ABORTED
-    assert bodies(client, one) == []
 
 
 def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
@@ -436,51 +364,6 @@ def is_silent(client: RemotingClient, topic: str) -> bool:
     except ResponseTimeout:
         return True
     return False
-
-
-def test_local_work_is_not_begun_while_a_message_is_not_plainly_stored(
-    bridge: Bridge, settings: Callable[..., None], client: RemotingClient, one: str
-) -> None:
-    local_work: list[str] = []
-
-    def write() -> None:
-        with bridge.transaction(prepare=True, hold=60) as txn:
-            txn.send(one, b"1")
-        local_work.append("done")
-        assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-
-    settings(rejectTransactionMessage="true")
-    with pytest.raises(AccessDenied):
-        write()
-    assert local_work == []
-    settings(rejectTransactionMessage="false")
-    write()
-    assert local_work == ["done"]
-    assert bodies(client, one) == [b"1"]
-
-
-@pytest.mark.parametrize("prepared", [False, True], ids=["in the block", "with the token in hand"])
-def test_local_work_that_raises_aborts_what_it_was_to_decide(
-    bridge: Bridge, client: RemotingClient, one: str, prepared: bool
-) -> None:
-    txn: Any = None
-
-    def write() -> None:
-        nonlocal txn
-        with bridge.transaction(prepare=True, hold=60) as txn:
-            txn.send(one, b"never")
-            flush(txn)
-            assert prepared or 1 / 0
-        try:
-            1 / 0  # noqa: B018
-        except ZeroDivisionError:
-            bridge.abort(str(txn.token))
-            raise
-
-    with pytest.raises(ZeroDivisionError):
-        write()
-    assert decision(bridge, client, one, txn.id) == "abort"
-    assert bodies(client, one) == []
 
 
 def test_a_message_that_is_stored_but_not_as_asked_aborts_all(bridge: Bridge, client: RemotingClient, one: str) -> None:

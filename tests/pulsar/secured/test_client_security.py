@@ -11,9 +11,6 @@ from txnbridge_pulsar.client import (
     Authentication,
     BasicAuthentication,
     ConnectFailed,
-    NotAuthenticated,
-    NotAuthorized,
-    NotOwner,
     PulsarClient,
     PulsarError,
     Single,
@@ -23,7 +20,6 @@ from txnbridge_pulsar.client import (
     tls_context,
 )
 
-from tests.in_time import within
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import (
     SOON,
@@ -73,21 +69,6 @@ def test_a_certificate_lets_in(secured):
         transact(client)
 
 
-@pytest.mark.parametrize(
-    "authentication",
-    [
-        TokenAuthentication(token("user")[:-2]),
-        TokenAuthentication(token("user", -10)),
-        BasicAuthentication("user", "no"),
-    ],
-    ids=["wrong token", "expired token", "wrong password"],
-)
-def test_wrong_credentials_are_refused_at_once_and_not_shown(secured, authentication):
-    with within(0), secured.client(authentication) as client, pytest.raises(NotAuthenticated) as error:
-        client.create_producer(fresh_topic(), timeout=100)
-    assert authentication.data().decode() not in str(error.value) + repr(error.value)
-
-
 def test_a_token_that_expires_is_replaced_on_the_living_connection(secured):
     asked = 0
 
@@ -134,56 +115,6 @@ def test_a_broker_under_another_name_is_not_talked_to(secured):
     tls = tls_context(secured.authority.certificate, verify_hostname=False)
     with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
         client.create_producer(fresh_topic(), timeout=SOON).close(SOON)
-
-
-def test_who_has_no_rights_is_told_so(secured):
-    topic = fresh_topic()
-    with secured.client(TokenAuthentication(token("stranger"))) as client:
-        with pytest.raises(NotAuthorized):
-            client.create_producer(topic, timeout=SOON)
-        with pytest.raises(NotAuthorized):
-            client.subscribe(topic, "s", timeout=SOON)
-
-
-def test_coordinators_are_found_by_who_may_look_into_their_namespace(secured):
-    with secured.client(TokenAuthentication(token("stranger"))) as client:
-        with pytest.raises(NotAuthorized):
-            client.transactions.begin(1000, SOON)
-
-
-def test_a_transaction_is_ended_by_who_began_it_or_by_a_superuser(secured):
-    topic = fresh_topic()
-    with (
-        secured.client(TokenAuthentication(token("user"))) as user,
-        secured.client(TokenAuthentication(token("other"))) as other,
-        secured.client(TokenAuthentication(token("admin"))) as superuser,
-    ):
-        producer = user.create_producer(topic, timeout=SOON, transactions=True)
-        own, lent = begin(user, topic), begin(user, topic)
-        for txn in (own, lent):
-            producer.send(Single(b"%d" % txn.least), txn, timeout=SOON).result(SOON)
-            with pytest.raises(NotOwner):
-                other.transactions.end(txn, True, SOON)
-        user.transactions.end(own, True, SOON)
-        superuser.transactions.end(lent, True, SOON)
-        assert everything(user, topic) == [b"%d" % own.least, b"%d" % lent.least]
-
-
-def test_repair_by_hand_needs_a_superuser(secured):
-    topic = fresh_topic()
-    with (
-        secured.client(TokenAuthentication(token("user"))) as user,
-        secured.client(TokenAuthentication(token("admin"))) as superuser,
-    ):
-        producer = user.create_producer(topic, timeout=SOON, transactions=True)
-        txn = begin(user, topic)
-        producer.send(Single(b"early"), txn, timeout=SOON).result(SOON)
-        user.transactions.end(txn, True, SOON)
-        producer.send(Single(b"late"), txn, timeout=SOON).result(SOON)
-        with pytest.raises(NotAuthorized):
-            user.transactions.end_on_partition(txn, topic, True, 3)
-        superuser.transactions.end_on_partition(txn, topic, True, SOON)
-        assert everything(user, topic) == [b"early", b"late"]
 
 
 # ---------------------------------------------------------------------------------------------------- chunks
