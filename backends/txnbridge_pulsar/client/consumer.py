@@ -345,7 +345,7 @@ class PulsarConsumer:
     def _post_ack(self, ids: Sequence[Fields]) -> None:
         self._open_connection().post(command("ack", consumer_id=self._id, ack_type=_INDIVIDUAL, message_id=ids))
 
-    def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
+    def acknowledge_up_to(self, id: MessageId, *, timeout: float) -> None:
         """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.
 
         Raise `ValueError` on other subscriptions, on which the broker would do nothing, and the errors of
@@ -354,7 +354,7 @@ class PulsarConsumer:
         if not self._options.ordered:
             raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")
         deadline = ClientDeadline(timeout)
-        self._acknowledge(_CUMULATIVE, [cumulative_ack_fields(id)], txn, deadline).result(deadline.left)
+        self._acknowledge(_CUMULATIVE, [cumulative_ack_fields(id)], None, deadline).result(deadline.left)
 
     def _acknowledge(self, kind: int, ids: Sequence[Fields], txn: TxnId | None, deadline: ClientDeadline) -> Response:
         txn_fields: Fields = {} if txn is None else txn.fields

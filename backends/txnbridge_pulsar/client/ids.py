@@ -40,11 +40,6 @@ class MessageId(NamedTuple):
     batch_size: int = 0
     first_chunk: tuple[int, ...] = ()
 
-    @property
-    def whole_entry(self) -> MessageId:
-        """Return the id of the message's entry, without the batch index."""
-        return MessageId(self.ledger, self.entry, self.partition)
-
 
 # The places, besides a message, at which a subscription can begin.
 EARLIEST = MessageId(-1, -1)

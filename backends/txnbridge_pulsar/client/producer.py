@@ -46,7 +46,6 @@ class AccessMode(IntEnum):
 
     SHARED = 0
     EXCLUSIVE = 1  # no other; refused with `ProducerFenced` if the topic has another
-    WAIT_FOR_EXCLUSIVE = 2  # no other; waits until the others are closed
     EXCLUSIVE_WITH_FENCING = 3  # no other; the others are fenced, and lose their whole connections at the next send
 
 

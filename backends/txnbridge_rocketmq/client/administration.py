@@ -86,16 +86,6 @@ def create_group(group: str, orderly: bool = False, retries: int = 16) -> RpcReq
     return RpcRequest(action, RequestCode.UPDATE_AND_CREATE_SUBSCRIPTION_GROUP, nothing, body=as_body(body))
 
 
-def delete_group(group: str) -> RpcRequest[None]:
-    """Delete a consumer group and its offsets from this broker."""
-    return RpcRequest(
-        f"deleting group {group}",
-        RequestCode.DELETE_SUBSCRIPTION_GROUP,
-        nothing,
-        fields(groupName=group, cleanOffset=True),
-    )
-
-
 def broker_settings() -> RpcRequest[dict[str, str]]:
     """Return all current settings of this broker."""
 
@@ -113,15 +103,6 @@ def disk_ratio() -> RpcRequest[float]:
         RequestCode.GET_BROKER_RUNTIME_INFO,
         lambda answer: float(document(answer)["table"]["commitLogDiskRatio"]),
     )
-
-
-def change_broker_settings(settings: Mapping[str, str]) -> RpcRequest[None]:
-    """Change settings of this broker, in its memory and in its file."""
-    for name, value in settings.items():
-        if "\n" in name + value or "=" in name:
-            raise ValueError(f"the setting {name!r} holds a line break or an equals sign")
-    body = "".join(f"{name}={value}\n" for name, value in settings.items()).encode()
-    return RpcRequest("changing the broker's settings", RequestCode.UPDATE_BROKER_CONFIG, nothing, body=body)
 
 
 @dataclass(frozen=True, order=True)

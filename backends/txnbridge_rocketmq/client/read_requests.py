@@ -184,17 +184,6 @@ def _look_up(
     )
 
 
-def at_log_offset(topic: str, log_offset: int) -> RpcRequest[MessageExt]:
-    """Return the message at a commit log offset. Decoding raises `ErrorResponse` (SYSTEM_ERROR) if there is none."""
-
-    def read(answer: RemotingCommand) -> MessageExt:
-        (record,) = decode_records(answer.body)
-        return record
-
-    action = f"reading a message of topic {topic} by its address"
-    return RpcRequest(action, RequestCode.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
-
-
 def _offset(name: str, code: RequestCode, topic: str, queue: int, **more: object) -> RpcRequest[int]:
     action = f"asking for the {name} of queue {queue} of topic {topic}"
     return RpcRequest(

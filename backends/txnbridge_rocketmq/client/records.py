@@ -91,11 +91,6 @@ class MessageExt:
         return self.properties.get(Property.TAGS)
 
     @property
-    def is_committed_half(self) -> bool:
-        """Whether the message was published by the commit of a half."""
-        return self.system_flag & SystemFlag.TRANSACTION == SystemFlag.COMMITTED
-
-    @property
     def holds_several(self) -> bool:
         """Whether the body is a batch of messages, which `unwrap` splits."""
         return bool(self.system_flag & SystemFlag.NEEDS_UNWRAPPING and self.system_flag & SystemFlag.INNER_BATCH)
