@@ -25,6 +25,9 @@ class Peer:
     def say(self, name: str, **fields: Any) -> None:
         self.sock.sendall(command(name, **fields))
 
+    def answer(self, request: dict[str, Any], name: str, **fields: Any) -> None:
+        self.say(name, request_id=request["request_id"], **fields)
+
     def raw(self, data: bytes) -> None:
         self.sock.sendall(data)
 
@@ -124,20 +127,15 @@ def owns_everything(broker: FakeBroker) -> None:
     """Answer lookups with itself, and openings with success."""
 
     def lookup(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.say(
-            "lookup_response",
-            request_id=fields["request_id"],
-            response=1,
-            broker_service_url=broker.url,
-            broker_service_url_tls=broker.url,
-        )
+        urls = {"broker_service_url": broker.url, "broker_service_url_tls": broker.url}
+        peer.answer(fields, "lookup_response", response=1, **urls)
 
     def producer(peer: Peer, fields: dict[str, Any]) -> None:
         name = fields.get("producer_name", "given")
-        peer.say("producer_success", request_id=fields["request_id"], producer_name=name, last_sequence_id=-1)
+        peer.answer(fields, "producer_success", producer_name=name, last_sequence_id=-1)
 
     def success(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.say("success", request_id=fields["request_id"])
+        peer.answer(fields, "success")
 
     broker.handlers.update(
         lookup=lookup, producer=producer, subscribe=success, close_producer=success, close_consumer=success

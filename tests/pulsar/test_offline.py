@@ -61,6 +61,7 @@ pytestmark = pytest.mark.offline
 SOON = 60.0
 TXN = TxnId(0, 7)
 PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
+NO_LEDGER: Any = None
 
 
 def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
@@ -147,9 +148,6 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
         ready.abort(Deadline(SOON))
 
 
-# --- prepared ---------------------------------------------------------------------------------------------------------
-
-
 # --- entries that are acknowledged in parts --------------------------------------------------------------------------
 
 
@@ -198,8 +196,7 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
     monkeypatch.setattr(outcome_module, "deliver_everywhere", deliver)
     token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
-    ledger: Any = None
-    assert outcome_module.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
+    assert outcome_module.end_prepared(cluster_with(), token, True, NO_LEDGER, Deadline(SOON)) is Outcome.COMMITTED
     assert told == [PROOF_LOCATION.topic]
 
 
@@ -219,9 +216,8 @@ def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arriv
     token = Token("p", "c", "a/b/1", TokenEvidence(TXN, PROOF_LOCATION, True, participants).fields(), True)
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
     monkeypatch.setattr(outcome_module, "_committed_by_proof", lambda *_: True)
-    ledger: Any = None
     with nullcontext() if known else pytest.raises(OutcomeUnknown, match="Commit it again"):
-        assert outcome_module.end_prepared(cluster, token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
+        assert outcome_module.end_prepared(cluster, token, True, NO_LEDGER, Deadline(SOON)) is Outcome.COMMITTED
     ended = AnnouncedTransaction("a/b/1", TXN, ("topic",), (("topic", "group"),), PROOF_LOCATION)
     assert outcome_module.confirm_by_proof(cluster, ended, Deadline(SOON)) is known
 
@@ -303,9 +299,8 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
 def announcing() -> tuple[PulsarOwner, list[FenceRecord]]:
     """An owner whose records have room for a few topics, and what it writes."""
     written: list[FenceRecord] = []
-    ledger: Any = None
     cluster = cluster_with(Timing(max_fence_record_bytes=1000))
-    owner = PulsarOwner(cluster, Identity("id", owned=True, application="app", host="h"), ledger)
+    owner = PulsarOwner(cluster, Identity("id", owned=True, application="app", host="h"), NO_LEDGER)
     fence: Any = SimpleNamespace(write=lambda make, _: written.append(make()))
     owner._fence = fence
     return owner, written
@@ -353,9 +348,8 @@ def test_what_a_transaction_waited_for_its_coordinator_is_taken_from_its_time() 
         return TXN
 
     transactions = SimpleNamespace(begin=begin, coordinators=lambda timeout: 1)
-    ledger: Any = None
     cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
-    owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), ledger)
+    owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
     left = iter([30.0, 27.0])
     assert owner.new_transaction(lambda: next(left), Deadline(SOON)) == TXN
     assert asked == [30_000, 27_000]
@@ -421,15 +415,20 @@ def test_where_sequences_are_not_kept_every_call_says_so() -> None:
     assert not sent
 
 
-def test_after_a_first_look_that_failed_what_is_stored_is_known_all_the_same() -> None:
-    answers: list[Any] = [BrokerUnavailable("REST does not answer"), True]
+def fails_at_first() -> Callable[..., bool]:
+    """Return whether brokers remove duplicates, of which the first call fails."""
+    errors = [BrokerUnavailable("REST does not answer")]
 
     def deduplicates(*_: object) -> bool:
-        if isinstance(answers[0], BrokerUnavailable):
-            raise answers.pop(0)
+        if errors:
+            raise errors.pop()
         return True
 
-    publisher, sent = publisher_where(deduplicates, last=4)
+    return deduplicates
+
+
+def test_after_a_first_look_that_failed_what_is_stored_is_known_all_the_same() -> None:
+    publisher, sent = publisher_where(fails_at_first(), last=4)
     with pytest.raises(BrokerUnavailable):
         send_one(publisher, 3)
     for number in (3, 4, 5):
@@ -482,35 +481,23 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
 # --- what a publisher had on its way ----------------------------------------------------------------------------------
 
 
-NO_LEDGER: Any = None
-
-
 @pytest.mark.parametrize("again", ["flush", "send"])
 def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhile(again: str) -> None:
     came: list[int] = []
-    lost: list[Peer] = []
-    answers: list[Any] = [BrokerUnavailable("REST does not answer"), True]
+    senders: list[Peer] = []
 
-    def deduplicates(*_: object) -> bool:
-        if isinstance(answers[0], BrokerUnavailable):
-            raise answers.pop(0)
-        return True
+    def take(peer: Peer, fields: dict[str, Any]) -> None:
+        senders.append(peer)
+        if peer is senders[0]:
+            peer.hang_up()
+            return
+        came.append(fields["sequence_id"])
+        id = {"ledger_id": 1, "entry_id": len(came)}
+        peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=came[-1], message_id=id)
 
-    with fake_broker() as broker, PulsarClient(broker.url) as client:
+    with fake_broker(send=take) as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
-
-        def take(peer: Peer, fields: dict[str, Any]) -> None:
-            if not lost:
-                lost.append(peer)
-            if peer is lost[0]:
-                peer.hang_up()
-                return
-            came.append(fields["sequence_id"])
-            id = {"ledger_id": 1, "entry_id": len(came)}
-            peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=came[-1], message_id=id)
-
-        broker.handlers["send"] = take
-        topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"], deduplicates=deduplicates)
+        topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"], deduplicates=fails_at_first())
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
         send_one(publisher, None)
         with pytest.raises(BrokerUnavailable, match="REST"):
@@ -528,18 +515,16 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
     def hello(peer: Peer, fields: dict[str, Any]) -> None:
         peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1 << 24)
 
-    with fake_broker(connect=hello) as broker, PulsarClient(broker.url) as client:
+    def take(peer: Peer, fields: dict[str, Any]) -> None:
+        read_on.wait(SOON)  # it reads nothing meanwhile
+        if fields["sequence_id"] == 0:
+            id = {"ledger_id": 1, "entry_id": 1}
+            peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=0, message_id=id)
+        else:
+            peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
+
+    with fake_broker(connect=hello, send=take) as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
-
-        def take(peer: Peer, fields: dict[str, Any]) -> None:
-            read_on.wait(SOON)  # it reads nothing meanwhile
-            if fields["sequence_id"] == 0:
-                id = {"ledger_id": 1, "entry_id": 1}
-                peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=0, message_id=id)
-            else:
-                peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
-
-        broker.handlers["send"] = take
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
         send_one(publisher, None)

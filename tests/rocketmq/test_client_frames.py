@@ -70,21 +70,21 @@ def test_a_request_is_written_as_all_clients_write_it():
     assert data[8 + word :] == b"hello"
 
 
-def test_an_answer_of_java_is_read():
-    (command,) = fed([frame(0, 12, 1, {"queueOffset": "3"}, b"body", "not set any response code")])
-    assert command == RemotingCommand(0, 12, 1, {"queueOffset": "3"}, "not set any response code", b"body")
+HEADER = {"code": 0, "opaque": 1, "flag": 1, "extFields": {"a": None, "b": "x"}, "remark": None}
+
+
+@pytest.mark.parametrize(
+    ("data", "command"),
+    [
+        (frame(0, 12, 1, {"a": "3"}, b"body", "no code"), RemotingCommand(0, 12, 1, {"a": "3"}, "no code", b"body")),
+        (frame(17, 12, 1), RemotingCommand(17, 12, 1)),
+        (around(json.dumps(HEADER).encode()), RemotingCommand(0, 1, 1, {"b": "x"})),
+    ],
+    ids=["of Java", "without fields and remark", "with a field without a value"],
+)
+def test_an_answer_is_read(data, command):
+    assert fed([data]) == [command]
     assert command.is_answer and not command.wants_answer
-
-
-def test_an_answer_without_fields_or_remark_is_read():
-    (command,) = fed([frame(17, 12, 1)])
-    assert (command.code, command.fields, command.remark, command.body) == (17, {}, "", b"")
-
-
-def test_a_field_without_a_value_is_left_out():
-    header = json.dumps({"code": 0, "opaque": 1, "flag": 1, "extFields": {"a": None, "b": "x"}, "remark": None})
-    (command,) = fed([around(header.encode())])
-    assert command.fields == {"b": "x"}
 
 
 @given(commands)

@@ -46,11 +46,6 @@ def test_a_record_is_read_field_by_field():
     assert record.payload() == b"hello"
 
 
-def test_a_record_without_key_and_tags_has_none():
-    (record,) = decode_records(stored(b"hello"))
-    assert (record.unique_key, record.keys, record.tags) == (None, [], None)
-
-
 @pytest.mark.parametrize(
     "flag", [SystemFlag.BORN_IPV6, SystemFlag.STORED_IPV6, SystemFlag.BORN_IPV6 | SystemFlag.STORED_IPV6]
 )
@@ -69,9 +64,10 @@ def test_addresses_and_topics_of_either_size_are_read(flag, magic):
     assert (record.topic, record.body, record.tags) == ("t" * 127, b"hello", "x")
 
 
-def test_records_that_follow_one_another_are_all_read():
-    data = b"".join(stored(b"%d" % number, queue_offset=number) for number in range(5))
-    assert [record.queue_offset for record in decode_records(data)] == [0, 1, 2, 3, 4]
+def test_records_that_follow_one_another_are_all_read_also_those_without_key_and_tags():
+    records = decode_records(b"".join(stored(b"%d" % number, queue_offset=number) for number in range(5)))
+    assert [record.queue_offset for record in records] == [0, 1, 2, 3, 4]
+    assert {(record.unique_key, *record.keys, record.tags) for record in records} == {(None, None)}
     assert decode_records(b"") == []
 
 

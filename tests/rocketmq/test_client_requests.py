@@ -167,25 +167,21 @@ def question(**changed: str) -> RemotingCommand:
     return RemotingCommand(39, fields={**asked, "topic": "RMQ_SYS_TRANS_HALF_TOPIC"}, body=body)
 
 
-def test_a_question_tells_the_newest_copy_and_the_message():
-    check = check_back_of(question())
-    assert check.half == HalfAddress("orders", "shop", 9, 4711, "AB")
+@pytest.mark.parametrize(("key", "named"), [("AB", "AB"), ("", "XY")], ids=["its own key", "no key of its own"])
+def test_a_question_tells_the_newest_copy_and_the_message(key, named):
+    check = check_back_of(question(UNIQ_KEY=key))
+    assert check.half == HalfAddress("orders", "shop", 9, 4711, named)
     assert (check.broker, check.times, check.record.payload()) == ("broker-a", 2, b"hello")
 
 
-def test_a_question_about_a_half_without_a_key_of_its_own_names_it_all_the_same():
-    assert check_back_of(question(UNIQ_KEY="")).half.unique_key == "XY"
-
-
-@pytest.mark.parametrize("changed", [{"PGROUP": ""}, {"TRANSACTION_CHECK_TIMES": "often"}])
-def test_a_question_that_lacks_something_is_refused(changed):
+@pytest.mark.parametrize(
+    "asked",
+    [question(PGROUP=""), question(TRANSACTION_CHECK_TIMES="often"), RemotingCommand(39, fields=question().fields)],
+    ids=["no group", "no number", "no record"],
+)
+def test_a_question_that_lacks_something_is_refused(asked):
     with pytest.raises(ProtocolViolation):
-        check_back_of(question(**changed))
-
-
-def test_a_question_without_a_record_is_refused():
-    with pytest.raises(ProtocolViolation):
-        check_back_of(RemotingCommand(39, fields=question().fields))
+        check_back_of(asked)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
