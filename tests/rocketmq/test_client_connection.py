@@ -113,13 +113,6 @@ def test_a_refusal_says_whether_it_may_have_had_effect(connection, peer, code, e
     assert caught.value.may_have_had_effect is effect
 
 
-def test_an_answer_to_nothing_disturbs_nobody(connection, peer):
-    call = connection.submit(echo(), LONG)
-    peer.send(frame(0, 4711, ANSWER, remark="to nobody"))
-    peer.answer(peer.next(), remark="mine")
-    assert call.result() == "mine"
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -192,18 +185,6 @@ def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
     peer.answer(peer.next(), remark="last")
     assert call.result() == "last"
     connection.close()
-
-
-def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
-    with FakeBroker(reads=False) as broker:
-        connection = RemotingConnection(broker.address, LONG)
-        with within(1), pytest.raises(ResponseTimeout, match="accepted no more bytes") as caught:
-            while True:
-                connection.submit(echo(body=bytes(4 << 20)), 1.0)
-        # A frame is partly written, so the connection is closed, and the broker never gets the whole frame.
-        assert not caught.value.may_have_had_effect
-        assert becomes_true(lambda: not connection.is_open)
-        connection.close()
 
 
 def test_a_connection_that_has_fallen_silent_is_given_up(broker):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import uuid
@@ -160,19 +161,29 @@ def test_a_log_whose_topic_is_made_anew_begins_at_its_first_record(log, open_nam
 # --- records that are gone, by a broker of a few lines ----------------------------------------------------------------
 
 
+@contextmanager
+def log_on(reply):
+    """Return a log on a broker that answers requests so."""
+
+    def answer(peer, command):
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            table = {"brokerAddrTable": {"b": {"brokerName": "b", "brokerAddrs": {"0": broker.address}}}}
+            peer.answer(command, body=json.dumps(table).encode())
+        else:
+            reply(peer, command)
+
+    with FakeBroker(answer) as broker, RemotingClient([broker.address]) as client:
+        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
+
+
 class Trimmed:
     """A broker whose queue has lost records; `pulls` has the answer to a pull by its offset."""
-
-    address = ""
 
     def __init__(self, first, end, pulls):
         self._first, self._end, self._pulls = first, end, pulls
 
     def __call__(self, peer, command):
-        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{self.address}"}}}}}}}}'
-            peer.answer(command, body=table.encode())
-        elif command.code == RequestCode.GET_MIN_OFFSET:
+        if command.code == RequestCode.GET_MIN_OFFSET:
             peer.answer(command, fields={"offset": str(self._first)})
         elif command.code == RequestCode.GET_MAX_OFFSET:
             peer.answer(command, fields={"offset": str(self._end)})
@@ -187,12 +198,8 @@ class Trimmed:
             peer.answer(command, int(code), fields=fields, body=body)
 
 
-@contextmanager
 def trimmed(first, end, pulls):
-    reply = Trimmed(first, end, pulls)
-    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
-        reply.address = broker.address
-        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
+    return log_on(Trimmed(first, end, pulls))
 
 
 LOST = {
@@ -282,28 +289,17 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
         Decisions(log, timeout=20).claim("id", Decision.COMMIT)
 
 
-@contextmanager
-def forgetful():
-    """Return a log whose broker stores records, and then does not answer where its queue ends."""
-
-    def reply(peer, command):
-        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{broker.address}"}}}}}}}}'
-            peer.answer(command, body=table.encode())
-        elif command.code == RequestCode.SEND_MESSAGE_V2:
-            peer.answer(
-                command, fields={"msgId": "7F0000010000000100000000000000FF", "queueId": "0", "queueOffset": "3"}
-            )
-        else:
-            peer.answer(command, int(ResponseCode.SYSTEM_BUSY), remark="no")
-
-    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
-        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
+def store_and_forget(peer, command):
+    """Store records, and do not answer where their queue ends."""
+    if command.code == RequestCode.SEND_MESSAGE_V2:
+        peer.answer(command, fields={"msgId": "7F0000010000000100000000000000FF", "queueId": "0", "queueOffset": "3"})
+    else:
+        peer.answer(command, int(ResponseCode.SYSTEM_BUSY), remark="no")
 
 
 def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
     """Otherwise a commit that counts would be taken for one that was never claimed, and would be run again."""
-    with forgetful() as log:
+    with log_on(store_and_forget) as log:
         takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
 
 
@@ -317,12 +313,8 @@ class MemoryQueue:
         self.records, self.visible_at = [], []
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
-        self.address = ""
 
     def __call__(self, peer, command):
-        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{self.address}"}}}}}}}}'
-            return peer.answer(command, body=table.encode())
         with self.lock:
             self.counts[RequestCode(command.code).name] += 1
             end = sum(at <= time.monotonic() for at in self.visible_at)
@@ -354,9 +346,8 @@ class MemoryQueue:
 @pytest.fixture
 def memory_queue():
     reply = MemoryQueue()
-    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
-        reply.address = broker.address
-        yield reply, RocketMQDecisionLog(client, Queue("log", "b", 0))
+    with log_on(reply) as log:
+        yield reply, log
 
 
 @pytest.mark.offline

@@ -69,6 +69,25 @@ def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
     broker.fault = found
 
 
+def always(broker: HalfBroker, code: int, fault: str | int) -> None:
+    """Let all requests of a kind meet a fault."""
+    broker.fault = lambda request: fault if request.code == code else None
+
+
+def written(process: Process, *values: bytes, **how: Any) -> Any:
+    """Return the writer of a transaction that has sent these values to topic "a"."""
+    writer = process.begin(**how)
+    send(writer, "a", *(values or VALUES))
+    return writer
+
+
+def stored(process: Process, *values: bytes, **how: Any) -> Any:
+    """Return the writer of such a transaction, whose halves are stored."""
+    writer = written(process, *values, **how)
+    writer.flush(Deadline(60))
+    return writer
+
+
 def answer_all(process: Process, broker: HalfBroker) -> None:
     """Run rounds of check-backs until no half is open: undecided transactions are aborted after their deadline."""
     until = Deadline(30)
@@ -84,8 +103,7 @@ def wait_for_deadline(writer: Any) -> None:
 
 
 def test_each_message_is_published_once_and_in_order(owner, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
+    writer = written(owner)
     send(writer, "b", *VALUES)
     assert broker.published == []
     writer.commit(Deadline(60))
@@ -98,18 +116,14 @@ def test_each_message_is_published_once_and_in_order(owner, broker):
 )
 @pytest.mark.parametrize("nth", [1, 3, 5])
 def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, nth):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     once(broker, RequestCode.END_TRANSACTION, fault, nth)
     writer.commit(Deadline(60))
     assert broker.seen("a") == VALUES
 
 
 def test_what_is_too_old_for_its_owner_is_looked_for_first(owner, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     broker.ask()  # without a response: the writer's addresses are of old copies now
     broker.late = True
     writer.commit(Deadline(60))
@@ -158,9 +172,7 @@ def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other,
 
 @pytest.mark.parametrize("fault", ["lose request", "lose answer", int(ResponseCode.SYSTEM_BUSY)])
 def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_asks(owner, other, broker, fault):
-    writer = owner.begin(timeout=60)
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner, timeout=60)
     once(broker, RequestCode.END_TRANSACTION, fault, 2)
     writer.abort(Deadline(60))
     assert bool(broker.open) is (fault != "lose answer")
@@ -170,9 +182,7 @@ def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_ask
 
 
 def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(owner, other, broker, log):
-    writer = owner.begin(timeout=0.01)
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner, timeout=0.01)
     log.append = refuse
     with pytest.raises(OutcomeUnknown, match="after its deadline"):
         writer.abort(Deadline(1))
@@ -184,9 +194,7 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
 
 @pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
 def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
-    writer = owner.begin(1)
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner, number=1)
     lose_answers(log, stands)
     with pytest.raises(OutcomeUnknown):
         writer.commit(Deadline(0.1))
@@ -262,9 +270,7 @@ def test_a_busy_broker_is_asked_again(owner, broker):
 
 
 def test_nobody_answers_while_nothing_is_decided(owner, other, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     for _ in range(3):
         other.checks.answer(broker.ask())
     assert len(broker.open) == len(VALUES)
@@ -282,9 +288,7 @@ def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner
         looks += 1
         return end(deadline)
 
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     other.checks.answer(broker.ask()[:1])
     monkeypatch.setattr(log, "end", counted)
     other.checks.answer(broker.ask()[:1])
@@ -304,9 +308,7 @@ def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner
 
 def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, broker, log):
     other = Process(broker, log, "other", settle_timeout=0.5)
-    writer = owner.begin(timeout=0.01)
-    send(writer, "a", b"late")
-    writer.flush(Deadline(60))
+    writer = stored(owner, b"late", timeout=0.01)
     wait_for_deadline(writer)
     (check,) = broker.ask()
     log.append = refuse
@@ -324,9 +326,7 @@ def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, br
 def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_said_once(
     owner, other, broker, log, caplog, decided
 ):
-    writer = owner.begin(timeout=0.01)
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner, timeout=0.01)
     if decided:
         claim = writer._claim(Decision.COMMIT, Deadline(60))
         assert claim.decision is Decision.COMMIT
@@ -346,9 +346,7 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
 @pytest.mark.parametrize("asked", ["the broker", "a status"])
 def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, log, asked):
     careful = Process(broker, log, "careful", clocks_differ=60.0)
-    writer = owner.begin(timeout=0.01)
-    send(writer, "a", b"late")
-    writer.flush(Deadline(60))
+    writer = stored(owner, b"late", timeout=0.01)
     wait_for_deadline(writer)
     token = token_of(owner, 1, writer)
 
@@ -367,8 +365,7 @@ def refuse(record: bytes, deadline: Deadline) -> Any:
 
 
 def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner, other, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
+    writer = written(owner)
     writer.commit(Deadline(60))
     broker.open.update(half.queue_offset for half in broker.halves)  # the broker has lost the op messages
     answer_all(other, broker)
@@ -377,9 +374,7 @@ def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner
 
 def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(owner, broker, log):
     other = Process(broker, log, "other", discarded_retry=0.01, discarded_pause=0.01)
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     assert writer._claim(Decision.COMMIT, Deadline(60)).decision is Decision.COMMIT
     broker.discard()
     looks = Counter[str]()
@@ -400,8 +395,7 @@ def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tel
 
 
 def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
+    writer = written(owner)
     writer.commit(Deadline(60))
     stray = broker.halves[0]
     properties = {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}
@@ -415,9 +409,7 @@ def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, 
     first = owner.begin(1)
     send(first, "a", b"first")
     first.commit(Deadline(60))
-    writer = owner.begin(2)
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner, number=2)
 
     def die(request):
         if request.code == RequestCode.END_TRANSACTION:
@@ -484,9 +476,7 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
 
 
 def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owner, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(5))
+    writer = stored(owner)
     checks = broker.ask()
     writer.commit(Deadline(5))
     asked: list[int] = []
@@ -497,9 +487,7 @@ def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owne
 
 
 def test_what_a_broker_has_lost_is_published_again_when_it_asks(owner, broker, monkeypatch):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(5))
+    writer = stored(owner)
     checks = broker.ask()
     writer.commit(Deadline(5))
     broker.published.clear()  # as after a power failure, which needs some time
@@ -576,41 +564,30 @@ def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
         finish(other, token)
 
 
-def test_who_may_decide_and_not_publish_hears_that_at_once(owner, other, broker):
-    token = prepared(owner)
-    broker.fault = lambda request: (
-        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.END_TRANSACTION else None
-    )
-    with pytest.raises(AccessDenied, match=r"is committed, and .* publishing to a: "):
-        finish(other, token)
-    broker.fault = lambda request: None
-    assert finish(owner, token) is Outcome.COMMITTED
-    assert broker.seen("a") == [b"10", b"11", b"12"]
-
-
-@pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
-def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, broker, decision):
-    token = prepared(owner)
-    broker.fault = lambda request: (
-        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.QUERY_MESSAGE else None
-    )
-    outcome = "committed" if decision is Decision.COMMIT else "aborted"
-    with pytest.raises(AccessDenied, match=f"transaction {token.transaction} is {outcome}, and"):
-        finish(other, token, decision)
-    broker.fault = lambda request: None
-    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
-
-
-@pytest.mark.parametrize(("decision", "outcome"), [(Decision.COMMIT, "committed"), (Decision.ABORT, "aborted")])
-def test_who_has_decided_and_has_no_time_to_finish_does_not_say_that_nothing_was_decided(
-    owner, other, broker, decision, outcome
+@pytest.mark.parametrize(
+    ("decision", "code", "fault"),
+    [
+        (Decision.COMMIT, RequestCode.END_TRANSACTION, ResponseCode.NO_PERMISSION),
+        (Decision.COMMIT, RequestCode.QUERY_MESSAGE, ResponseCode.NO_PERMISSION),
+        (Decision.ABORT, RequestCode.QUERY_MESSAGE, ResponseCode.NO_PERMISSION),
+        (Decision.COMMIT, RequestCode.QUERY_MESSAGE, ResponseCode.SYSTEM_BUSY),
+        (Decision.ABORT, RequestCode.QUERY_MESSAGE, ResponseCode.SYSTEM_BUSY),
+    ],
+)
+def test_a_process_that_has_decided_and_cannot_finish_is_told_how_it_is_decided(
+    owner, other, broker, decision, code, fault
 ):
     token = prepared(owner)
-    broker.fault = lambda request: int(ResponseCode.SYSTEM_BUSY) if request.code == RequestCode.QUERY_MESSAGE else None
-    with pytest.raises(OutcomeUnknown, match=f"transaction {token.transaction} is {outcome}, and"):
-        finish(other, token, decision, 0.3)
+    always(broker, code, int(fault))
+    busy = fault == ResponseCode.SYSTEM_BUSY
+    outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+    where = ".* publishing to a: " if code == RequestCode.END_TRANSACTION else ""
+    told = f"transaction {token.transaction} is {outcome.value}, and{where}"
+    with pytest.raises(OutcomeUnknown if busy else AccessDenied, match=told):
+        finish(other, token, decision, 0.3 if busy else 60)
     broker.fault = lambda request: None
-    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
+    assert finish(owner, token, Decision.COMMIT) is outcome
+    assert broker.seen("a") == ([b"10", b"11", b"12"] if decision is Decision.COMMIT else [])
 
 
 def test_past_its_hold_a_token_only_aborts(owner, other, broker):
@@ -635,13 +612,12 @@ def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker
 
 def swallow(broker: HalfBroker) -> None:
     """From now on, answer success to the end of each half, and do nothing."""
-    broker.fault = lambda request: 0 if request.code == RequestCode.END_TRANSACTION else None
+    always(broker, RequestCode.END_TRANSACTION, 0)
 
 
 def test_what_swallows_the_first_commit_of_its_owner_is_found_out_and_the_next_one_makes_it_good(owner, broker):
     swallow(broker)
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
+    writer = written(owner)
     with pytest.raises(OutcomeUnknown, match="proxy"):
         writer.commit(Deadline(60))
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
@@ -658,8 +634,7 @@ def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(ow
     swallow(broker)
     swallowed, lost = broker.fault, iter(["lose request"])
     broker.fault = lambda request: next(lost, 0) if swallowed(request) == 0 else None
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
+    writer = written(owner)
     with pytest.raises(OutcomeUnknown, match="proxy"):
         writer.commit(Deadline(60))
 
@@ -667,9 +642,7 @@ def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(ow
 def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next(owner, broker):
     swallow(broker)
     swallows = broker.fault
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
     with pytest.raises(OutcomeUnknown, match="it is committed"):
         writer.commit(Deadline(0.3))
@@ -682,11 +655,9 @@ def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next
 
 
 def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, other, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+    writer = stored(owner)
     broker.late = True  # so that each message has to be looked up
-    broker.fault = lambda request: int(ResponseCode.SYSTEM_ERROR) if request.code == RequestCode.QUERY_MESSAGE else None
+    always(broker, RequestCode.QUERY_MESSAGE, int(ResponseCode.SYSTEM_ERROR))
     with pytest.raises(OutcomeUnknown, match="it is committed, and may not be published"):
         writer.commit(Deadline(0.3))
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
@@ -735,9 +706,7 @@ def test_a_broker_that_was_seen_to_publish_or_keeps_no_index_is_not_looked_at(ow
 
 
 def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, caplog):
-    broker.fault = lambda request: (
-        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.QUERY_MESSAGE else None
-    )
+    always(broker, RequestCode.QUERY_MESSAGE, int(ResponseCode.NO_PERMISSION))
     for number in range(2):
         writer = owner.begin(number)
         send(writer, "a", *VALUES)
