@@ -11,15 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.client import (
-    BrokerConnectionLost,
-    MessageBatch,
-    PulsarClient,
-    PulsarConsumer,
-    PulsarProducer,
-    ReceivedEntry,
-    TxnId,
-)
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.connection import BrokerConnection
 from txnbridge_pulsar.client.pending_sends import Content
 
@@ -54,35 +46,35 @@ def path_of(topic: str) -> str:
     return topic.replace("://", "/")
 
 
-def batch_of(*payloads: bytes) -> MessageBatch:
-    batch = MessageBatch()
+def batch_of(*payloads: bytes) -> wire.MessageBatch:
+    batch = wire.MessageBatch()
     batch.extend(payloads)
     return batch
 
 
-def mend(producer: PulsarProducer, timeout: float = SOON) -> None:
+def mend(producer: wire.PulsarProducer, timeout: float = SOON) -> None:
     """Reopen, as often as it takes, and send what is unconfirmed once more: the same bytes in the same order."""
     while producer.lost is not None:
         producer.reopen(timeout)
-        with suppress(BrokerConnectionLost):  # lost again
+        with suppress(wire.BrokerConnectionLost):  # lost again
             producer.resend(timeout)
 
 
 def send_for_certain(
-    producer: PulsarProducer, content: Content, txn: TxnId | None = None, timeout: float = SOON
+    producer: wire.PulsarProducer, content: Content, txn: wire.TxnId | None = None, timeout: float = SOON
 ) -> None:
     """Send, whatever happens to the connection."""
     while True:
         mend(producer, timeout)
         try:
             producer.send(content, txn, timeout=timeout)
-        except BrokerConnectionLost as error:
+        except wire.BrokerConnectionLost as error:
             if not error.may_have_had_effect:
                 continue
         return
 
 
-def settle(producer: PulsarProducer, timeout: float = SOON) -> None:
+def settle(producer: wire.PulsarProducer, timeout: float = SOON) -> None:
     """Wait for every receipt, whatever happens to the connection."""
     producer.flush(timeout)
     while producer.lost is not None:
@@ -90,15 +82,15 @@ def settle(producer: PulsarProducer, timeout: float = SOON) -> None:
         producer.flush(timeout)
 
 
-def begin(client: PulsarClient, *topics: str, ttl_ms: int = 60_000) -> TxnId:
+def begin(client: wire.PulsarClient, *topics: str, ttl_ms: int = 60_000) -> wire.TxnId:
     txn = client.transactions.begin(ttl_ms, SOON)
     client.transactions.register(txn, SOON, topics)
     return txn
 
 
-def receive(consumer: PulsarConsumer, messages: int) -> list[ReceivedEntry]:
+def receive(consumer: wire.PulsarConsumer, messages: int) -> list[wire.ReceivedEntry]:
     """Entries until so many messages came."""
-    found: list[ReceivedEntry] = []
+    found: list[wire.ReceivedEntry] = []
     until = time.monotonic() + SOON
     while sum(len(entry.messages()) for entry in found) < messages:
         assert time.monotonic() < until, f"only {found} came"
@@ -106,30 +98,30 @@ def receive(consumer: PulsarConsumer, messages: int) -> list[ReceivedEntry]:
     return found
 
 
-def consumer_of(entry: ReceivedEntry) -> PulsarConsumer:
-    assert isinstance(entry.consumer, PulsarConsumer)
+def consumer_of(entry: wire.ReceivedEntry) -> wire.PulsarConsumer:
+    assert isinstance(entry.consumer, wire.PulsarConsumer)
     return entry.consumer
 
 
-def connection_of(side: PulsarProducer | PulsarConsumer) -> BrokerConnection:
+def connection_of(side: wire.PulsarProducer | wire.PulsarConsumer) -> BrokerConnection:
     assert side.connection is not None
     return side.connection
 
 
-def cut(side: PulsarProducer | PulsarConsumer) -> None:
+def cut(side: wire.PulsarProducer | wire.PulsarConsumer) -> None:
     """Let its connection end."""
     connection_of(side).close()
 
 
-def payloads(entries: list[ReceivedEntry]) -> list[bytes]:
+def payloads(entries: list[wire.ReceivedEntry]) -> list[bytes]:
     return [message.payload for entry in entries for message in entry.messages()]
 
 
-def everything(client: PulsarClient, topic: str) -> list[bytes]:
+def everything(client: wire.PulsarClient, topic: str) -> list[bytes]:
     """What a new reader can read, up to what the broker calls the last message."""
     reader = client.read(topic, timeout=SOON)
     last = reader.last_message_id(SOON)
-    found: list[ReceivedEntry] = []
+    found: list[wire.ReceivedEntry] = []
     until = time.monotonic() + SOON
     while last.entry >= 0 and (not found or found[-1].id[:2] < last[:2]):
         assert time.monotonic() < until, f"only {found} came, up to {last}"

@@ -14,26 +14,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_pulsar.client import (
-    BasicAuthentication,
-    BrokerConnectionLost,
-    Closed,
-    ConnectFailed,
-    MessageId,
-    NotAllowed,
-    NotAuthenticated,
-    PerhapsDropped,
-    ProtocolError,
-    PulsarClient,
-    PulsarError,
-    RequestTimedOut,
-    Single,
-    SubscriptionType,
-    TokenAuthentication,
-    TxnId,
-    tls_context,
-    token_file,
-)
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.address import Address, full_topic_name, partition_name, partition_of, service_url
 from txnbridge_pulsar.client.connection import BrokerConnection, ConnectionOptions
 from txnbridge_pulsar.client.deadline import ClientDeadline
@@ -84,8 +65,8 @@ def broker() -> Iterator[FakeBroker]:
 
 
 @pytest.fixture
-def client(broker: FakeBroker) -> Iterator[PulsarClient]:
-    with PulsarClient(broker.url) as client:
+def client(broker: FakeBroker) -> Iterator[wire.PulsarClient]:
+    with wire.PulsarClient(broker.url) as client:
         yield client
 
 
@@ -154,7 +135,7 @@ def test_many_requests_are_in_flight_and_each_gets_its_own_answer():
 
 def test_a_request_without_an_answer_times_out_and_a_late_answer_disturbs_no_other():
     with fake_broker(partition_metadata=partitions) as broker, closing(connect(broker)) as connection:
-        with pytest.raises(RequestTimedOut) as error:
+        with pytest.raises(wire.RequestTimedOut) as error:
             connection.ask("new_txn", ClientDeadline(0.1), tc_id=0)
         assert error.value.may_have_had_effect
         assert connection._requests == {}
@@ -182,10 +163,10 @@ def test_an_error_with_the_code_0_is_an_error():
 def test_whoever_waits_is_told_when_the_connection_breaks():
     with fake_broker(new_txn=lambda peer, fields: peer.hang_up()) as broker:
         connection = connect(broker)
-        with pytest.raises(BrokerConnectionLost) as error:
+        with pytest.raises(wire.BrokerConnectionLost) as error:
             connection.ask("new_txn", ClientDeadline(SOON))
         assert error.value.may_have_had_effect
-        with pytest.raises(BrokerConnectionLost) as error:
+        with pytest.raises(wire.BrokerConnectionLost) as error:
             connection.ask("new_txn", ClientDeadline(SOON))
         assert not error.value.may_have_had_effect
         assert connection.closed
@@ -197,7 +178,7 @@ def test_whoever_waits_is_told_when_the_connection_is_closed_on_this_side():
         response = connection.request("new_txn", ClientDeadline(SOON), tc_id=0)
         broker.wait_for("new_txn")
         connection.close()
-        with pytest.raises(BrokerConnectionLost):
+        with pytest.raises(wire.BrokerConnectionLost):
             response.result(SOON)
 
 
@@ -207,17 +188,20 @@ def test_what_was_acknowledged_when_the_broker_closes_the_consumer_is_unknown_at
 
     broker.handlers["ack"] = acknowledged
     consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON)
-    with pytest.raises(BrokerConnectionLost, match="closed before it was answered") as lost:
-        consumer.acknowledge([MessageId(1, 1)], TxnId(0, 1), timeout=SOON)
-    assert not isinstance(lost.value, RequestTimedOut)
+    with pytest.raises(wire.BrokerConnectionLost, match="closed before it was answered") as lost:
+        consumer.acknowledge([wire.MessageId(1, 1)], wire.TxnId(0, 1), timeout=SOON)
+    assert not isinstance(lost.value, wire.RequestTimedOut)
     assert lost.value.may_have_had_effect
 
 
 def test_in_a_transaction_each_part_of_an_entry_is_acknowledged_by_a_command_of_its_own(broker, client):
     """A broker that loads the topic anew skips a command for several entries if it knows one of them already."""
-    whole, parts = [MessageId(1, 0), MessageId(1, 1, -1, -1, 2)], [MessageId(1, 3, -1, 0, 2), MessageId(1, 4, -1, 1, 2)]
+    whole, parts = (
+        [wire.MessageId(1, 0), wire.MessageId(1, 1, -1, -1, 2)],
+        [wire.MessageId(1, 3, -1, 0, 2), wire.MessageId(1, 4, -1, 1, 2)],
+    )
     consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON)
-    consumer.start_acknowledge([parts[0], *whole, parts[1]], TxnId(0, 1), timeout=SOON)
+    consumer.start_acknowledge([parts[0], *whole, parts[1]], wire.TxnId(0, 1), timeout=SOON)
     in_transaction = [frame.fields for frame in broker.wait_for("ack", 5) if "txnid_least_bits" in frame.fields]
     told = [[id["entry_id"] for id in fields["message_id"]] for fields in in_transaction]
     assert sorted(told) == [[0, 1], [3], [4]]
@@ -225,12 +209,12 @@ def test_in_a_transaction_each_part_of_an_entry_is_acknowledged_by_a_command_of_
     assert len(broker.wait_for("ack", 6)[-1].fields["message_id"]) == 4
 
 
-@pytest.mark.parametrize("type", list(SubscriptionType))
+@pytest.mark.parametrize("type", list(wire.SubscriptionType))
 def test_a_batch_acknowledged_in_part_in_a_transaction_has_an_extra_index(broker, client, type):
     """A broker notices no conflict over an entry of which all indexes are pending or acknowledged."""
-    ordered = type in (SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER)
+    ordered = type in (wire.SubscriptionType.EXCLUSIVE, wire.SubscriptionType.FAILOVER)
     consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON, type=type)
-    consumer.start_acknowledge([MessageId(1, 3, -1, 1, 2)], TxnId(0, 1), timeout=SOON)
+    consumer.start_acknowledge([wire.MessageId(1, 3, -1, 1, 2)], wire.TxnId(0, 1), timeout=SOON)
     acks = [frame.fields for frame in broker.wait_for("ack", 1 + ordered)]
     told = [("txnid_least_bits" in ack, ack["message_id"][0]["ack_set"]) for ack in acks]
     assert told == [(False, [0b11])] * ordered + [(True, [0b101])]
@@ -282,21 +266,21 @@ def test_an_interrupt_behind_any_call_leaves_no_lock_held():
 def test_garbage_ends_the_connection_and_says_so(data):
     with fake_broker(new_txn=lambda peer, fields: peer.raw(data)) as broker:
         connection = connect(broker)
-        with pytest.raises(BrokerConnectionLost) as error:
+        with pytest.raises(wire.BrokerConnectionLost) as error:
             connection.ask("new_txn", ClientDeadline(SOON))
-        assert isinstance(error.value.__cause__, ProtocolError)
+        assert isinstance(error.value.__cause__, wire.ProtocolError)
 
 
 def test_a_broker_that_says_nothing_lets_nobody_in_and_nobody_hang():
     with fake_broker(connect=lambda peer, fields: None) as broker:
-        with within(0.2), pytest.raises(ConnectFailed):
+        with within(0.2), pytest.raises(wire.ConnectFailed):
             connect(broker, timeout=0.2)
 
 
 def test_a_port_where_nobody_listens_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(ConnectFailed, match=f"127.0.0.1:{port}"):
+    with pytest.raises(wire.ConnectFailed, match=f"127.0.0.1:{port}"):
         BrokerConnection.open(Address("127.0.0.1", port), ConnectionOptions(), ClientDeadline(SOON))
 
 
@@ -305,7 +289,7 @@ def test_a_broker_that_stops_reading_blocks_no_writer_beyond_its_deadline():
     with fake_broker(flow=lambda peer, fields: stop.wait(SOON)) as broker, closing(connect(broker)) as connection:
         frame = b"".join([b"\x00\x00\x00\x09", b"\x00\x00\x00\x05\x08\x12\x92\x01\x00"]) * 100_000  # pings
         connection.write(b"\x00\x00\x00\x0c\x00\x00\x00\x08\x08\x0b\x5a\x04\x08\x00\x10\x01", ClientDeadline(SOON))
-        with pytest.raises(RequestTimedOut) as error:
+        with pytest.raises(wire.RequestTimedOut) as error:
             for _ in range(1000):
                 connection.write(frame, ClientDeadline(0.2))
         assert error.value.may_have_had_effect
@@ -321,7 +305,7 @@ def test_an_answer_of_another_kind_is_refused(name):
     with fake_broker() as broker:
         broker.handlers[name] = wrong
         connection = connect(broker)
-        with pytest.raises(ProtocolError, match="was due"):
+        with pytest.raises(wire.ProtocolError, match="was due"):
             connection.ask(name, ClientDeadline(SOON), **REQUESTS[name])
         assert not connection.closed
         connection.close()
@@ -331,7 +315,7 @@ def test_a_transaction_without_an_id_is_refused(broker, client):
     broker.handlers["partition_metadata"] = partitions
     for name in ("tc_client_connect_request", "new_txn"):
         broker.handlers[name] = empty_answer(name)
-    with pytest.raises(ProtocolError, match="without an id"):
+    with pytest.raises(wire.ProtocolError, match="without an id"):
         client.transactions.begin(1000, SOON)
 
 
@@ -365,10 +349,10 @@ def test_whatever_a_broker_says_a_request_ends(garbage, frame):
     broker, says = garbage
     says[:] = [frame]
     connection = connect(broker)
-    with pytest.raises(PulsarError) as error:
+    with pytest.raises(wire.PulsarError) as error:
         connection.ask("new_txn", ClientDeadline(SOON), tc_id=0)
     connection.close()
-    assert not isinstance(error.value, RequestTimedOut)
+    assert not isinstance(error.value, wire.RequestTimedOut)
     assert "could not be handled" not in str(error.value)  # a mistake of ours
 
 
@@ -391,7 +375,7 @@ def garbage() -> Iterator[tuple[FakeBroker, list[bytes]]]:
 def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
     with fake_broker() as broker:
         connection = connect(broker, keepalive_seconds=0.2)
-        with pytest.raises(BrokerConnectionLost, match=r"0\.4 s"):
+        with pytest.raises(wire.BrokerConnectionLost, match=r"0\.4 s"):
             connection.request("new_txn", ClientDeadline(SOON)).result(SOON)
         assert len(broker.wait_for("ping")) == 1
 
@@ -413,8 +397,8 @@ SECRET = "the-secret"
 @pytest.mark.parametrize(
     ("authentication", "method", "data"),
     [
-        (TokenAuthentication(SECRET), "token", SECRET.encode()),
-        (BasicAuthentication("me", SECRET), "basic", b"me:the-secret"),
+        (wire.TokenAuthentication(SECRET), "token", SECRET.encode()),
+        (wire.BasicAuthentication("me", SECRET), "basic", b"me:the-secret"),
     ],
 )
 def test_credentials_go_with_the_greeting(broker, authentication, method, data):
@@ -431,7 +415,7 @@ def test_a_challenge_is_answered_with_the_credentials_of_that_moment(tmp_path):
         (tmp_path / "token").write_text("new\n")
         peer.say("auth_challenge", challenge={"auth_method_name": "token", "auth_data": b""})
 
-    authentication = token_file(tmp_path / "token")
+    authentication = wire.token_file(tmp_path / "token")
     with fake_broker(connect=challenge) as broker, closing(connect(broker, authentication=authentication)):
         (hello,) = broker.wait_for("connect")
         assert hello.fields["auth_data"] == b"old"
@@ -444,7 +428,7 @@ def test_a_challenge_before_the_welcome_is_answered():
     with fake_broker(
         connect=lambda peer, fields: peer.say("auth_challenge", challenge={}), auth_response=connected
     ) as broker:
-        connect(broker, authentication=TokenAuthentication(SECRET)).close()
+        connect(broker, authentication=wire.TokenAuthentication(SECRET)).close()
 
 
 def refuse(peer: Peer, fields: dict[str, Any]) -> None:
@@ -453,7 +437,7 @@ def refuse(peer: Peer, fields: dict[str, Any]) -> None:
 
 def test_credentials_that_are_refused_are_an_error_of_their_own_and_not_tried_again(broker, client):
     broker.handlers["connect"] = refuse
-    with pytest.raises(NotAuthenticated, match="Failed to authenticate"):
+    with pytest.raises(wire.NotAuthenticated, match="Failed to authenticate"):
         client.partitions("t", SOON)
     assert len(broker.wait_for("connect")) == 1
 
@@ -465,14 +449,16 @@ def test_no_secret_is_shown(caplog):
         raise RuntimeError(SECRET)
 
     with fake_broker(connect=refuse) as broker:
-        for authentication in (TokenAuthentication(SECRET), BasicAuthentication("me", SECRET)):
+        for authentication in (wire.TokenAuthentication(SECRET), wire.BasicAuthentication("me", SECRET)):
             assert SECRET not in repr(authentication) + repr(ConnectionOptions(authentication))
-            with pytest.raises(NotAuthenticated) as error:
+            with pytest.raises(wire.NotAuthenticated) as error:
                 connect(broker, authentication=authentication)
             assert SECRET not in repr(error.value) + str(error.value)
     with fake_broker() as broker:
         tokens = iter(["good"])
-        connection = connect(broker, authentication=TokenAuthentication(lambda: next(tokens, None) or unreadable()))
+        connection = connect(
+            broker, authentication=wire.TokenAuthentication(lambda: next(tokens, None) or unreadable())
+        )
         broker.peers[0].say("auth_challenge", challenge={})
         broker.peers[0].say("ping")
         broker.wait_for("pong")
@@ -490,7 +476,7 @@ def certified(tmp_path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     server = authority.issue("server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(server.certificate, server.key)
-    return context, tls_context(authority.certificate)
+    return context, wire.tls_context(authority.certificate)
 
 
 def test_many_threads_read_and_write_through_tls_at_once(certified):
@@ -514,7 +500,7 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
 
 def test_a_broker_that_does_not_speak_tls_keeps_nobody_waiting(certified):
     with fake_broker() as broker:
-        with within(0.3), pytest.raises(ConnectFailed):
+        with within(0.3), pytest.raises(wire.ConnectFailed):
             connect(broker, timeout=0.3, tls=certified[1])
 
 
@@ -529,7 +515,7 @@ def redirect_to(other: FakeBroker) -> Any:
 
 
 def test_a_redirect_is_followed_with_the_authority_that_it_gives(broker):
-    with fake_broker(lookup=redirect_to(broker)) as first, PulsarClient(first.url) as client:
+    with fake_broker(lookup=redirect_to(broker)) as first, wire.PulsarClient(first.url) as client:
         client.create_producer("t", timeout=SOON)
         (asked,) = broker.wait_for("lookup")
         assert asked.fields["authoritative"]
@@ -552,7 +538,7 @@ def test_a_broker_of_the_service_url_that_is_down_is_passed_over():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         down = taken.getsockname()[1]
     with fake_broker(partition_metadata=partitions) as broker:
-        with PulsarClient(f"pulsar://127.0.0.1:{down},127.0.0.1:{broker.port}") as client:
+        with wire.PulsarClient(f"pulsar://127.0.0.1:{down},127.0.0.1:{broker.port}") as client:
             assert client.partitions("t", SOON) == 3
 
 
@@ -600,7 +586,7 @@ def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else(bro
 def test_a_closed_client_opens_nothing(client):
     client.close()
     client.close()
-    with pytest.raises(Closed):
+    with pytest.raises(wire.Closed):
         client.partitions("t", SOON)
 
 
@@ -609,16 +595,16 @@ def test_a_closed_client_opens_nothing(client):
 
 def test_what_has_no_receipt_when_the_connection_breaks_is_unconfirmed_and_sent_again_only_when_asked(broker, client):
     producer = client.create_producer("t", name="p", timeout=SOON)
-    sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(3)]
+    sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(3)]
     broker.wait_for("send", 3)
     broker.peers[0].hang_up()
     for send in sends:
-        with pytest.raises(BrokerConnectionLost) as error:
+        with pytest.raises(wire.BrokerConnectionLost) as error:
             send.result(SOON)
         assert error.value.may_have_had_effect
     assert producer.unconfirmed == sends
-    with pytest.raises(BrokerConnectionLost) as error:
-        producer.send(Single(b"x"), timeout=SOON)
+    with pytest.raises(wire.BrokerConnectionLost) as error:
+        producer.send(wire.Single(b"x"), timeout=SOON)
     assert not error.value.may_have_had_effect
     producer.reopen(SOON)
     assert broker.wait_for("producer", 2)[1].fields["epoch"] == 1
@@ -634,7 +620,7 @@ def test_what_has_no_receipt_when_the_connection_breaks_is_unconfirmed_and_sent_
 
 def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it_is_sent_again(broker, client):
     producer = client.create_producer("t", timeout=SOON)
-    sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(6)]
+    sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(6)]
     client.hang_up("")
     for after in (4, 2, 5):
         producer.reopen(SOON)
@@ -645,12 +631,12 @@ def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it
 
         def breaks(frame: bytes, deadline: ClientDeadline, write=write, written=written, after=after) -> None:
             if len(written) == after:
-                raise BrokerConnectionLost("it broke")
+                raise wire.BrokerConnectionLost("it broke")
             written.append(frame)
             write(frame, deadline)
 
         connection.write = breaks  # type: ignore[method-assign]
-        with pytest.raises(BrokerConnectionLost):
+        with pytest.raises(wire.BrokerConnectionLost):
             producer.resend(SOON)
         client.hang_up("")  # the loss is told to the producer only now
         assert producer.unconfirmed == sends
@@ -659,14 +645,14 @@ def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it
 
 def test_ids_of_what_is_forgotten_are_not_used_again(broker, client):
     producer = client.create_producer("t", timeout=SOON)
-    producer.send(Single(b"0"), timeout=SOON)
+    producer.send(wire.Single(b"0"), timeout=SOON)
     broker.wait_for("send")
     broker.peers[0].say("close_producer", producer_id=producer.id, request_id=2**64 - 1)
     producer.flush(SOON)
     assert producer.lost is not None
     producer.forget()
     producer.reopen(SOON)
-    assert producer.send(Single(b"1"), timeout=SOON).sequence_id == 1
+    assert producer.send(wire.Single(b"1"), timeout=SOON).sequence_id == 1
     producer.close(SOON)
     assert client._budget._used == 0
 
@@ -674,7 +660,7 @@ def test_ids_of_what_is_forgotten_are_not_used_again(broker, client):
 def test_a_producer_whose_topic_moves_is_lost_and_the_connection_is_not(broker, client):
     first, second = (client.create_producer(topic, timeout=SOON) for topic in ("a", "b"))
     broker.peers[0].say("close_producer", producer_id=first.id, request_id=2**64 - 1)
-    send = second.send(Single(b"x"), timeout=SOON)
+    send = second.send(wire.Single(b"x"), timeout=SOON)
     broker.peers[0].say("send_receipt", producer_id=second.id, sequence_id=0)
     send.result(SOON)
     assert first.lost is not None and second.lost is None
@@ -685,14 +671,14 @@ def test_a_producer_whose_topic_moves_is_lost_and_the_connection_is_not(broker, 
 def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_follows_it(broker, client):
     """A topic that moves is closed first: what follows a message that came too late may be stored before it."""
     producer = client.create_producer("t", name="p", timeout=SOON)
-    sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(3)]
+    sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(3)]
     broker.wait_for("send", 3)
     broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=0)
     broker.peers[0].say("send_error", producer_id=producer.id, sequence_id=1, error=2, message="fenced")
     broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=2)
     assert sends[0].result(SOON).sequence_id == 0
     for send in sends[1:]:
-        with pytest.raises(BrokerConnectionLost, match="fenced"):
+        with pytest.raises(wire.BrokerConnectionLost, match="fenced"):
             send.result(SOON)
     assert producer.unconfirmed == sends[1:]
     assert [send.refused for send in sends] == [False, True, False]
@@ -703,18 +689,18 @@ def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_f
     nowhere = {"ledger_id": 2**64 - 1, "entry_id": 2**64 - 1}
     for send in sends[1:]:
         broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=send.sequence_id, message_id=nowhere)
-    with pytest.raises(PerhapsDropped):  # what followed it may have made the broker take it for an older one
+    with pytest.raises(wire.PerhapsDropped):  # what followed it may have made the broker take it for an older one
         sends[1].result(SOON)
     assert sends[2].result(SOON).duplicate
 
 
 def test_what_a_broker_will_never_store_is_told_of_that_message_alone(broker, client):
     producer = client.create_producer("t", timeout=SOON)
-    sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(2)]
+    sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(2)]
     broker.wait_for("send", 2)
     broker.peers[0].say("send_error", producer_id=producer.id, sequence_id=0, error=22, message="not here")
     broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=1)
-    with pytest.raises(NotAllowed):
+    with pytest.raises(wire.NotAllowed):
         sends[0].result(SOON)
     assert sends[1].result(SOON).sequence_id == 1
     assert producer.lost is None
@@ -723,28 +709,28 @@ def test_what_a_broker_will_never_store_is_told_of_that_message_alone(broker, cl
 def test_what_is_larger_than_the_broker_takes_is_not_sent(broker, client):
     producer = client.create_producer("t", timeout=SOON)
     with pytest.raises(Exception, match="1000"):
-        producer.send(Single(bytes(1000)), timeout=SOON)
-    assert producer.send(Single(bytes(900)), timeout=SOON).sequence_id == 0
+        producer.send(wire.Single(bytes(1000)), timeout=SOON)
+    assert producer.send(wire.Single(bytes(900)), timeout=SOON).sequence_id == 0
 
 
 def test_no_more_bytes_are_on_their_way_than_allowed():
-    with fake_broker() as broker, PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
+    with fake_broker() as broker, wire.PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
-        first = producer.send(Single(bytes(900)), timeout=SOON)
-        with pytest.raises(RequestTimedOut) as error:
-            producer.send(Single(bytes(900)), timeout=0.1)
+        first = producer.send(wire.Single(bytes(900)), timeout=SOON)
+        with pytest.raises(wire.RequestTimedOut) as error:
+            producer.send(wire.Single(bytes(900)), timeout=0.1)
         assert not error.value.may_have_had_effect
         broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=0)
         first.result(SOON)
-        assert producer.send(Single(bytes(900)), timeout=SOON).sequence_id == 1
+        assert producer.send(wire.Single(bytes(900)), timeout=SOON).sequence_id == 1
         producer.close(SOON)
         assert client._budget._used == 0
 
 
 def test_an_opening_that_is_not_answered_in_time_is_taken_back(broker, client):
     broker.handlers["producer"] = lambda peer, fields: None
-    with pytest.raises(RequestTimedOut):
+    with pytest.raises(wire.RequestTimedOut):
         client.create_producer("t", timeout=0.2)
     (opened,) = broker.wait_for("producer")
     (closed,) = broker.wait_for("close_producer")
@@ -756,7 +742,7 @@ def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_
     with (
         fake_broker() as silent,
         fake_broker() as other,
-        PulsarClient(silent.url, opening_attempt_seconds=0.2) as client,
+        wire.PulsarClient(silent.url, opening_attempt_seconds=0.2) as client,
     ):
         for broker in (silent, other):
             owns_everything(broker)
@@ -796,7 +782,7 @@ def test_nothing_is_asked_of_a_consumer_before_the_broker_has_made_it(broker, cl
         peer.say("success", request_id=requests[0])
 
     broker.handlers.update(subscribe=make, pong=make_the_rest)
-    consumer = client.subscribe("t", "s", timeout=SOON, type=SubscriptionType.FAILOVER)
+    consumer = client.subscribe("t", "s", timeout=SOON, type=wire.SubscriptionType.FAILOVER)
     (flow,) = broker.wait_for("flow")
     assert (early, flow.fields["message_permits"] > 0) == ([], True)
     consumer.close(SOON)
@@ -811,7 +797,7 @@ def test_a_broker_is_asked_to_redeliver_before_it_gets_new_permits(broker, clien
         peer.say("ping")
 
     broker.handlers["flow"] = deliver
-    consumer = client.subscribe("t", "s", timeout=SOON, type=SubscriptionType.FAILOVER)
+    consumer = client.subscribe("t", "s", timeout=SOON, type=wire.SubscriptionType.FAILOVER)
     broker.wait_for("pong")
     consumer.redeliver()
     broker.wait_for("flow", 2)

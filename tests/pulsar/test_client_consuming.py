@@ -6,33 +6,22 @@ import time
 from contextlib import suppress
 
 import pytest
-from txnbridge_pulsar.client import (
-    EARLIEST,
-    LATEST,
-    BrokerConnectionLost,
-    Closed,
-    ConsumerBusy,
-    Inbox,
-    PulsarClient,
-    Single,
-    SubscriptionType,
-    partition_name,
-)
+from txnbridge_pulsar import client as wire
 
 from tests.pulsar.client_kit import SOON, admin, batch_of, consumer_of, cut, path_of, payloads, receive
 from tests.pulsar.reading_kit import write, write_chunks
 
-ALL_TYPES = pytest.mark.parametrize("type", list(SubscriptionType), ids=lambda type: type.name)
+ALL_TYPES = pytest.mark.parametrize("type", list(wire.SubscriptionType), ids=lambda type: type.name)
 
 
-def subscribe(client: PulsarClient, topic: str, **options: object):
-    return client.subscribe(topic, "s", timeout=SOON, **{"start": EARLIEST, **options})  # type: ignore[arg-type]
+def subscribe(client: wire.PulsarClient, topic: str, **options: object):
+    return client.subscribe(topic, "s", timeout=SOON, **{"start": wire.EARLIEST, **options})  # type: ignore[arg-type]
 
 
-def send(client: PulsarClient, topic: str, *contents: object) -> None:
+def send(client: wire.PulsarClient, topic: str, *contents: object) -> None:
     producer = client.create_producer(topic, timeout=SOON)
     for content in contents:
-        producer.send(Single(content) if isinstance(content, bytes) else content, timeout=SOON)  # type: ignore[arg-type]
+        producer.send(wire.Single(content) if isinstance(content, bytes) else content, timeout=SOON)  # type: ignore[arg-type]
     producer.flush(SOON)
     producer.close(SOON)
 
@@ -77,7 +66,9 @@ def test_everything_up_to_the_middle_of_a_batch_can_be_acknowledged(client, topi
     assert payloads(receive(subscribe(client, topic), 1)) == [b"2"]
 
 
-@pytest.mark.parametrize("type", [SubscriptionType.SHARED, SubscriptionType.KEY_SHARED], ids=lambda type: type.name)
+@pytest.mark.parametrize(
+    "type", [wire.SubscriptionType.SHARED, wire.SubscriptionType.KEY_SHARED], ids=lambda type: type.name
+)
 def test_acknowledging_up_to_a_message_is_refused_where_the_broker_would_ignore_it(client, topic, type):
     send(client, topic, b"x")
     consumer = subscribe(client, topic, type=type)
@@ -89,15 +80,15 @@ def test_acknowledging_up_to_a_message_is_refused_where_the_broker_would_ignore_
 def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
     producer = client.create_producer(topic, timeout=SOON)
     for number in range(6000):
-        producer.send(Single(b"%d" % number), timeout=SOON)
+        producer.send(wire.Single(b"%d" % number), timeout=SOON)
     producer.flush(SOON)
-    consumer = subscribe(client, topic, type=SubscriptionType.SHARED)
+    consumer = subscribe(client, topic, type=wire.SubscriptionType.SHARED)
     entries = receive(consumer, 6000)
     assert len(consumer.start_acknowledge(ids(entries), timeout=SOON)) == 2
     consumer.acknowledge(ids(entries), timeout=SOON)
     consumer.close(SOON)
     send(client, topic, b"marker")
-    assert payloads(receive(subscribe(client, topic, type=SubscriptionType.SHARED), 1)) == [b"marker"]
+    assert payloads(receive(subscribe(client, topic, type=wire.SubscriptionType.SHARED), 1)) == [b"marker"]
 
 
 # ---------------------------------------------------------------------------------------------------- sharing
@@ -105,14 +96,14 @@ def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
 
 def test_an_exclusive_subscription_takes_one_consumer(client, topic):
     subscribe(client, topic)
-    with pytest.raises(ConsumerBusy):
+    with pytest.raises(wire.ConsumerBusy):
         subscribe(client, topic, connection_key="other")
 
 
 def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_takes_over(client, topic):
-    inbox = Inbox()
+    inbox = wire.Inbox()
     both = [
-        subscribe(client, topic, type=SubscriptionType.FAILOVER, name=name, connection_key=name, inbox=inbox)
+        subscribe(client, topic, type=wire.SubscriptionType.FAILOVER, name=name, connection_key=name, inbox=inbox)
         for name in ("a", "b")
     ]
     send(client, topic, b"1")
@@ -129,8 +120,8 @@ def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_ta
 
 def test_one_inbox_serves_the_consumers_of_all_partitions(client, topic, pulsar_broker):
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 4)
-    inbox = Inbox()
-    names = [partition_name(topic, number) for number in range(4)]
+    inbox = wire.Inbox()
+    names = [wire.partition_name(topic, number) for number in range(4)]
     consumers = [subscribe(client, name, inbox=inbox) for name in names]
     for name in names:
         send(client, name, name.encode())
@@ -158,10 +149,10 @@ def test_the_broker_sends_no_more_than_was_asked_for(client, topic):
 
 
 def test_large_messages_are_asked_for_a_few_at_a_time(client, topic):
-    consumer = subscribe(client, topic, inbox=Inbox(max_bytes=4_000_000))
+    consumer = subscribe(client, topic, inbox=wire.Inbox(max_bytes=4_000_000))
     producer = client.create_producer(topic, timeout=SOON)
     for _ in range(40):
-        producer.send(Single(bytes(1_000_000)), timeout=SOON)
+        producer.send(wire.Single(bytes(1_000_000)), timeout=SOON)
     producer.flush(SOON)
     found, most = 0, 0
     until = time.monotonic() + SOON
@@ -189,7 +180,7 @@ def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type
 
 def test_on_a_shared_subscription_single_messages_can_be_asked_for_again(client, topic):
     send(client, topic, b"1", b"2", b"3")
-    consumer = subscribe(client, topic, type=SubscriptionType.SHARED)
+    consumer = subscribe(client, topic, type=wire.SubscriptionType.SHARED)
     entries = receive(consumer, 3)
     consumer.redeliver([entries[1].id])
     (again,) = receive(consumer, 1)
@@ -221,10 +212,10 @@ def test_seeking_goes_to_a_message_a_time_and_both_ends(client, topic):
     assert payloads(receive(consumer, 3)) == [b"2", b"3", b"4"]
     consumer.seek(late.publish_time, SOON)
     assert payloads(receive(consumer, 1)) == [b"4"]
-    consumer.seek(LATEST, SOON)
+    consumer.seek(wire.LATEST, SOON)
     send(client, topic, b"5")
     assert payloads(receive(consumer, 1)) == [b"5"]
-    consumer.seek(EARLIEST, SOON)
+    consumer.seek(wire.EARLIEST, SOON)
     assert payloads(receive(consumer, 5)) == [b"1", b"2", b"3", b"4", b"5"]
 
 
@@ -233,7 +224,7 @@ def test_a_subscription_that_is_ended_is_begun_anew(client, topic):
     consumer = subscribe(client, topic)
     consumer.acknowledge(ids(receive(consumer, 1)), timeout=SOON)
     consumer.unsubscribe(SOON)
-    with pytest.raises(Closed):
+    with pytest.raises(wire.Closed):
         consumer.receive(1)
     assert payloads(receive(subscribe(client, topic), 1)) == [b"1"]
 
@@ -276,7 +267,7 @@ def reopened(reader, count):
     """What it gives next. A broker that sees the old connection end late may close the new consumer with the old."""
     while True:
         reader.reopen(SOON)
-        with suppress(BrokerConnectionLost):
+        with suppress(wire.BrokerConnectionLost):
             return receive(reader, count)
 
 
@@ -287,7 +278,7 @@ def test_a_reader_goes_on_where_it_was_when_it_is_opened_again(client, topic):
     cut(reader)
     assert payloads(reopened(reader, 2)) == [b"2", b"3"]
     with pytest.raises(ValueError, match="begin another"):
-        reader.seek(EARLIEST, SOON)
+        reader.seek(wire.EARLIEST, SOON)
 
 
 def test_a_reader_that_is_opened_again_amid_a_message_in_chunks_gives_it_whole(client, topic):
@@ -317,10 +308,10 @@ def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(clie
     consumer.acknowledge([entries[0].id], timeout=SOON)
     generation = consumer.generation
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
-    with pytest.raises(BrokerConnectionLost):
+    with pytest.raises(wire.BrokerConnectionLost):
         while True:
             consumer.receive(SOON)
-    with pytest.raises(BrokerConnectionLost):
+    with pytest.raises(wire.BrokerConnectionLost):
         consumer.acknowledge([entries[1].id], timeout=SOON)
     consumer.reopen(SOON)
     # The first may come again: a broker stores what is acknowledged now and then.
@@ -336,7 +327,7 @@ def test_what_waited_when_the_connection_ended_is_given_before_the_loss_is_told(
         time.sleep(0.01)
     cut(consumer)
     assert payloads(consumer.receive(SOON)) == [b"1"]
-    with pytest.raises(BrokerConnectionLost):
+    with pytest.raises(wire.BrokerConnectionLost):
         consumer.receive(SOON)
 
 
@@ -345,5 +336,5 @@ def test_a_closed_consumer_says_so(client, topic):
     consumer.close(SOON)
     consumer.close(SOON)
     for call in (lambda: consumer.receive(1), lambda: consumer.reopen(SOON), lambda: consumer.redeliver()):
-        with pytest.raises(Closed):
+        with pytest.raises(wire.Closed):
             call()

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_pulsar.client import (
-    CorruptEntry,
-    MessageBatch,
-    MessageId,
-    MissingLibrary,
-    ProtocolError,
-    ReceivedEntry,
-    Single,
-    TxnId,
-)
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.chunks import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
 from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.compression import Compression, compress, decompress
@@ -43,9 +34,9 @@ def entry_of(
     content: Content,
     acked: Any = (),
     compression: Compression = Compression.NONE,
-    kind: type[ReceivedEntry] = ReceivedEntry,
+    kind: type[wire.ReceivedEntry] = wire.ReceivedEntry,
     **metadata: Any,
-) -> ReceivedEntry:
+) -> wire.ReceivedEntry:
     """Return the content as a consumer gets it."""
     body = content.body()
     described: dict[str, Any] = {**MINIMUM, **content.metadata(), **metadata}
@@ -81,7 +72,7 @@ def parts(message: Any) -> tuple[Any, ...]:
 
 @given(st.lists(MESSAGES, min_size=1, max_size=20), st.sampled_from([Compression.NONE, Compression.ZLIB]))
 def test_a_batch_is_read_as_it_was_filled(messages, compression):
-    batch = MessageBatch()
+    batch = wire.MessageBatch()
     for message in messages:
         batch.append(*message)
     assert batch.size == len(batch.body())
@@ -89,21 +80,21 @@ def test_a_batch_is_read_as_it_was_filled(messages, compression):
     assert (entry.is_batch, entry.count, entry.permits) == (True, len(messages), len(messages))
     read = entry.messages()
     assert [parts(found) for found in read] == [(m[0], as_bytes(m[1]), *m[2:]) for m in messages]
-    assert [found.id for found in read] == [MessageId(7, 8, 2, i, len(messages)) for i in range(len(messages))]
+    assert [found.id for found in read] == [wire.MessageId(7, 8, 2, i, len(messages)) for i in range(len(messages))]
     assert [found.sequence_id for found in read] == list(range(5, 5 + len(messages)))
 
 
 @given(MESSAGES)
 def test_a_message_alone_is_read_as_it_was_sent(message):
     value, key, properties, event_time, ordering_key = message
-    (found,) = entry_of(Single(value, key, properties, event_time, ordering_key)).messages()
+    (found,) = entry_of(wire.Single(value, key, properties, event_time, ordering_key)).messages()
     assert parts(found) == (value, as_bytes(key), properties, event_time, ordering_key)
-    assert found.id == MessageId(7, 8, 2)
+    assert found.id == wire.MessageId(7, 8, 2)
 
 
 @given(st.lists(st.binary(max_size=300), max_size=30))
 def test_a_batch_of_payloads_alone_has_the_same_bytes_as_one_filled_message_by_message(payloads):
-    at_once, one_by_one = MessageBatch(), MessageBatch()
+    at_once, one_by_one = wire.MessageBatch(), wire.MessageBatch()
     at_once.extend(payloads)
     for payload in payloads:
         one_by_one.append(payload)
@@ -111,7 +102,7 @@ def test_a_batch_of_payloads_alone_has_the_same_bytes_as_one_filled_message_by_m
 
 
 def test_the_key_of_a_batchs_first_message_routes_it():
-    batch = MessageBatch()
+    batch = wire.MessageBatch()
     batch.append(b"1", b"\x00key")
     batch.append(b"2", b"other")
     assert batch.metadata()["partition_key"] == "AGtleQ=="
@@ -119,8 +110,8 @@ def test_the_key_of_a_batchs_first_message_routes_it():
 
 
 def test_an_entry_says_which_transaction_it_belongs_to_also_if_that_is_0_0():
-    assert entry_of(Single(b"x")).txn is None
-    assert entry_of(Single(b"x"), **TxnId(0, 0).fields).txn == TxnId(0, 0)
+    assert entry_of(wire.Single(b"x")).txn is None
+    assert entry_of(wire.Single(b"x"), **wire.TxnId(0, 0).fields).txn == wire.TxnId(0, 0)
 
 
 def test_messages_of_a_batch_that_are_acknowledged_are_left_out():
@@ -136,7 +127,9 @@ def test_a_batch_is_acknowledged_if_at_most_its_extra_index_is_left_and_its_size
     entry = entry_of(batch_of(b"1", b"2"))
     entry._index_words = left
     assert entry.is_acknowledged == is_acknowledged
-    unreadable = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}, "ack_set": left}, b"damaged")
+    unreadable = wire.ReceivedEntry(
+        None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}, "ack_set": left}, b"damaged"
+    )
     assert unreadable.fault is not None
     assert not unreadable.is_acknowledged
 
@@ -144,7 +137,7 @@ def test_a_batch_is_acknowledged_if_at_most_its_extra_index_is_left_and_its_size
 # ------------------------------------------------------------------------------- batches of messages that are all alike
 
 
-class Slow(ReceivedEntry):
+class Slow(wire.ReceivedEntry):
     """Reads each message by itself."""
 
     def _alike(self, payload):
@@ -166,14 +159,16 @@ def test_messages_of_any_size_come_as_they_were_sent(payloads):
 
 @given(st.binary(max_size=60), st.integers(1, 2**31 - 1))
 def test_a_batch_of_any_bytes_is_the_same_in_both_ways_of_reading(payload, count):
-    alike, slow = (entry_of(Single(payload), kind=kind, num_messages_in_batch=count) for kind in (ReceivedEntry, Slow))
+    alike, slow = (
+        entry_of(wire.Single(payload), kind=kind, num_messages_in_batch=count) for kind in (wire.ReceivedEntry, Slow)
+    )
     assert records_or_error(alike) == records_or_error(slow)
 
 
 def records_or_error(entry):
     try:
         return entry.records()
-    except CorruptEntry as error:
+    except wire.CorruptEntry as error:
         return str(error)
 
 
@@ -196,8 +191,8 @@ def test_the_bits_of_a_batch_name_what_is_not_acknowledged(size, data):
 
 
 def test_ids_of_one_batch_become_one_with_bits_and_its_size_and_others_none():
-    ids = [MessageId(1, 2, -1, 0, 3), MessageId(1, 3), MessageId(1, 2, -1, 2, 3)]
-    whole = [MessageId(1, 4, -1, index, 2) for index in range(2)]
+    ids = [wire.MessageId(1, 2, -1, 0, 3), wire.MessageId(1, 3), wire.MessageId(1, 2, -1, 2, 3)]
+    whole = [wire.MessageId(1, 4, -1, index, 2) for index in range(2)]
     assert individual_ack_fields(ids + whole) == [
         {"ledger_id": 1, "entry_id": 2, "ack_set": [0b010], "batch_size": 3},
         {"ledger_id": 1, "entry_id": 3},
@@ -208,15 +203,15 @@ def test_ids_of_one_batch_become_one_with_bits_and_its_size_and_others_none():
 @given(st.integers(1, 300), st.data())
 def test_the_extra_index_of_a_batch_is_never_acknowledged_together_with_messages(size, data):
     acked = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
-    (fields,) = individual_ack_fields([MessageId(1, 2, -1, index, size) for index in acked], extra_index=True)
+    (fields,) = individual_ack_fields([wire.MessageId(1, 2, -1, index, size) for index in acked], extra_index=True)
     left = sorted(set(range(size)) - acked)
     assert delivered_indexes(fields["ack_set"]) == [*left, size]
     assert fields["batch_size"] == size + 1
-    assert delivered_indexes(extra_index_ack_fields(MessageId(1, 2), size)["ack_set"]) == list(range(size))
+    assert delivered_indexes(extra_index_ack_fields(wire.MessageId(1, 2), size)["ack_set"]) == list(range(size))
 
 
 def test_acknowledging_up_to_the_middle_of_a_batch_leaves_its_rest():
-    fields = cumulative_ack_fields(MessageId(1, 2, -1, 1, 4))
+    fields = cumulative_ack_fields(wire.MessageId(1, 2, -1, 1, 4))
     assert fields == {"ledger_id": 1, "entry_id": 2, "ack_set": [0b1100], "batch_size": 4}
 
 
@@ -233,7 +228,7 @@ def test_what_is_packed_is_unpacked(kind, data):
 def installed(call: Any, *arguments: Any) -> Any:
     try:
         return call(*arguments)
-    except MissingLibrary as error:
+    except wire.MissingLibrary as error:
         pytest.skip(str(error))
 
 
@@ -241,7 +236,7 @@ def installed(call: Any, *arguments: Any) -> Any:
 def test_a_packed_entry_of_another_size_than_it_claims_is_refused(kind):
     packed = installed(compress, kind, b"again and again " * 10)
     for size in (0, 159, 161):
-        with pytest.raises(CorruptEntry):
+        with pytest.raises(wire.CorruptEntry):
             decompress(kind, packed, size, 1 << 20)
 
 
@@ -250,7 +245,7 @@ def test_a_small_entry_that_unpacks_to_much_more_than_it_claims_takes_no_such_me
     packed = installed(compress, kind, bytes(50_000_000))
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptEntry):
+        with pytest.raises(wire.CorruptEntry):
             decompress(kind, packed, 1000, 1 << 20)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
@@ -259,32 +254,32 @@ def test_a_small_entry_that_unpacks_to_much_more_than_it_claims_takes_no_such_me
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5, -1])
 def test_what_claims_more_than_is_taken_is_refused_unread(kind):
-    with pytest.raises(CorruptEntry):
+    with pytest.raises(wire.CorruptEntry):
         decompress(kind, b"", 1 << 30, 1 << 20)
 
 
 @given(kind=st.sampled_from([kind for kind in Compression if kind]), data=st.binary(max_size=200))
 def test_garbage_is_unpacked_or_refused(kind, data):
-    with suppress(CorruptEntry, MissingLibrary):
+    with suppress(wire.CorruptEntry, wire.MissingLibrary):
         decompress(kind, data, 100, 1 << 20)
 
 
 # ---------------------------------------------------------------------------------------------------- chunks
 
 
-def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: int) -> ReceivedEntry:
+def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: int) -> wire.ReceivedEntry:
     metadata: dict[str, Any] = {
         "uuid": uuid,
         "chunk_id": number,
         "num_chunks_from_msg": of,
         "total_chunk_msg_size": whole,
     }
-    entry = entry_of(Single(payload), **metadata)
-    entry.id = MessageId(7, at)
+    entry = entry_of(wire.Single(payload), **metadata)
+    entry.id = wire.MessageId(7, at)
     return entry
 
 
-def add(chunks: Chunks, entry: ReceivedEntry, max_bytes: int = 1 << 20) -> ReceivedEntry | None:
+def add(chunks: Chunks, entry: wire.ReceivedEntry, max_bytes: int = 1 << 20) -> wire.ReceivedEntry | None:
     assert entry.chunk is not None
     return chunks.add(entry, entry.chunk, max_bytes)
 
@@ -297,8 +292,8 @@ def test_a_message_in_chunks_is_whole_with_its_last_one():
     whole = add(chunks, chunk_of("a", 2, 3, b"three", 4, 13))
     assert whole is not None
     assert [message.payload for message in whole.messages()] == [b"one two three"]
-    assert whole.id == MessageId(7, 4, first_chunk=(7, 1))
-    assert whole.parts == (MessageId(7, 1), MessageId(7, 3), MessageId(7, 4))
+    assert whole.id == wire.MessageId(7, 4, first_chunk=(7, 1))
+    assert whole.parts == (wire.MessageId(7, 1), wire.MessageId(7, 3), wire.MessageId(7, 4))
     assert whole.chunk is None
 
 
@@ -306,7 +301,7 @@ def test_chunks_that_come_again_from_the_first_make_the_message_once():
     chunks = Chunks()
     found = [add(chunks, chunk_of("a", number, 2, b"one", number, 6)) for number in (0, 0, 1)]
     assert [entry is not None for entry in found] == [False, False, True]
-    assert found[2] is not None and found[2].parts == (MessageId(7, 0), MessageId(7, 1))
+    assert found[2] is not None and found[2].parts == (wire.MessageId(7, 0), wire.MessageId(7, 1))
 
 
 def test_chunks_that_do_not_add_up_to_their_message_are_refused():
@@ -314,7 +309,7 @@ def test_chunks_that_do_not_add_up_to_their_message_are_refused():
     add(chunks, chunk_of("a", 0, 2, b"one", 1, 7))
     whole = add(chunks, chunk_of("a", 1, 2, b"two", 2, 7))
     assert whole is not None
-    with pytest.raises(CorruptEntry, match="7:1"):
+    with pytest.raises(wire.CorruptEntry, match="7:1"):
         whole.messages()
 
 
@@ -348,7 +343,7 @@ def test_one_message_is_held_within_the_limit_whatever_it_claims(claimed):
         assert held(chunks) <= 5_000_000
     ((number, entry),) = refused  # told once: who seeks behind it goes on
     assert 40 < number < 50 and not chunks.incomplete
-    with pytest.raises(CorruptEntry, match=rf"larger.*7:{number}"):
+    with pytest.raises(wire.CorruptEntry, match=rf"larger.*7:{number}"):
         entry.messages()
 
 
@@ -357,7 +352,7 @@ def test_a_message_that_claims_to_be_too_large_is_refused_with_its_first_chunk(o
     chunks = Chunks()
     entry = add(chunks, chunk_of("a", 0, of, b"x", 1, claimed))
     assert entry is not None and not chunks.incomplete
-    with pytest.raises(CorruptEntry, match="claims"):
+    with pytest.raises(wire.CorruptEntry, match="claims"):
         entry.messages()
     assert add(chunks, chunk_of("a", 1, of, b"x", 2, claimed)) is None
 
@@ -394,7 +389,7 @@ def test_a_message_that_was_dropped_for_others_and_goes_on_is_told_once():
     dropped = [add(chunks, chunk_of("0", number, 4, b"x", 100 + number, 4)) for number in (1, 2, 3)]
     assert [entry is not None for entry in dropped] == [True, False, False]
     assert dropped[0] is not None
-    with pytest.raises(CorruptEntry, match=r"dropped.*7:101"):
+    with pytest.raises(wire.CorruptEntry, match=r"dropped.*7:101"):
         dropped[0].messages()
     found = [add(chunks, chunk_of("0", number, 4, b"x", number, 4)) for number in range(4)]  # it comes again
     assert found[3] is not None and len(found[3].messages()) == 1
@@ -417,44 +412,44 @@ def tail_of(content: Content) -> bytes:
 
 @given(st.integers(0, 200), st.integers(1, 255))
 def test_one_wrong_byte_is_noticed(at, difference):
-    tail = bytearray(tail_of(Single(b"payload" * 30)))
+    tail = bytearray(tail_of(wire.Single(b"payload" * 30)))
     tail[6 + at] ^= difference  # behind the checksum
-    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, bytes(tail))
-    with pytest.raises(CorruptEntry, match="7:8"):
+    entry = wire.ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, bytes(tail))
+    with pytest.raises(wire.CorruptEntry, match="7:8"):
         entry.messages()
 
 
 @given(st.binary(max_size=100))
 def test_an_entry_of_garbage_is_refused_when_its_messages_are_asked_for(tail):
-    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
+    entry = wire.ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
     if entry.fault is not None:
-        with pytest.raises(CorruptEntry):
+        with pytest.raises(wire.CorruptEntry):
             entry.messages()
         assert entry.permits == 1
 
 
 def test_a_batch_that_claims_more_messages_than_it_has_is_refused():
     for claimed in (3, 2**31 - 1):
-        with pytest.raises(CorruptEntry):
+        with pytest.raises(wire.CorruptEntry):
             entry_of(batch_of(b"one", b"two"), num_messages_in_batch=claimed).messages()
 
 
 @given(st.binary(max_size=200))
 def test_a_batch_of_garbage_is_read_or_refused(payload):
-    with suppress(CorruptEntry):
-        entry_of(Single(payload), num_messages_in_batch=3).messages()
+    with suppress(wire.CorruptEntry):
+        entry_of(wire.Single(payload), num_messages_in_batch=3).messages()
 
 
 def test_what_a_broker_adds_before_the_entry_is_read_and_not_part_of_it():
     added = encode("BrokerEntryMetadata", {"broker_timestamp": 1, "index": 41})
-    tail = b"\x0e\x02" + len(added).to_bytes(4, "big") + added + tail_of(Single(b"x"))
-    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
+    tail = b"\x0e\x02" + len(added).to_bytes(4, "big") + added + tail_of(wire.Single(b"x"))
+    entry = wire.ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
     assert entry.index == 41
     assert [message.payload for message in entry.messages()] == [b"x"]
 
 
 def test_an_entry_without_a_checksum_is_read():
-    tail = tail_of(Single(b"x"))[6:]
+    tail = tail_of(wire.Single(b"x"))[6:]
     metadata, payload, _ = split_entry(tail)
     assert (metadata["sequence_id"], payload) == (5, b"x")
 
@@ -489,7 +484,7 @@ def test_a_frame_of_an_impossible_size_is_refused_before_memory_is_taken_for_it(
     reader = FrameReader(5_000_000)
     tracemalloc.start()
     try:
-        with pytest.raises(ProtocolError):
+        with pytest.raises(wire.ProtocolError):
             feed(reader, size.to_bytes(4, "big") + b"x" * 100)
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
@@ -505,12 +500,12 @@ def test_a_large_frames_memory_is_given_back():
 
 @given(st.binary(max_size=200))
 def test_a_frame_of_garbage_is_read_or_refused(data):
-    with suppress(ProtocolError):
+    with suppress(wire.ProtocolError):
         parse(data)
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 2**32 - 1))
 def test_a_frame_whose_command_is_longer_than_itself_is_refused(data, size):
     size = max(size, len(data) + 1)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(wire.ProtocolError):
         parse(size.to_bytes(4, "big") + data)

@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.client import (
-    EARLIEST,
-    BrokerConnectionLost,
-    PulsarClient,
-    PulsarError,
-    RequestTimedOut,
-    Single,
-    TransactionNotFound,
-)
+from txnbridge_pulsar import client as wire
 
 from tests.in_time import within
 from tests.pulsar.client_kit import (
@@ -35,9 +27,9 @@ AFTER_A_KILL = 90.0
 
 def test_a_transaction_survives_the_broker_and_nothing_is_lost_or_doubled(client, topic, pulsar_broker):
     # A subscription keeps the broker from trimming what is not committed yet.
-    consumer = client.subscribe(topic, "s", timeout=SOON, start=EARLIEST)
+    consumer = client.subscribe(topic, "s", timeout=SOON, start=wire.EARLIEST)
     producer = client.create_producer(topic, name="survivor", timeout=SOON, transactions=True)
-    producer.send(Single(b"before"), timeout=SOON).result(SOON)
+    producer.send(wire.Single(b"before"), timeout=SOON).result(SOON)
     assert payloads(receive(consumer, 1)) == [b"before"]
     txn, late = begin(client, topic, ttl_ms=600_000), client.transactions.begin(3000, SOON)
     expected = [b"%d" % number for number in range(20_000)]
@@ -49,9 +41,9 @@ def test_a_transaction_survives_the_broker_and_nothing_is_lost_or_doubled(client
     settle(producer, AFTER_A_KILL)
     client.transactions.end(txn, True, AFTER_A_KILL)
     assert everything(client, topic) == [b"before", *expected]
-    with pytest.raises(TransactionNotFound):
+    with pytest.raises(wire.TransactionNotFound):
         client.transactions.end(late, True, AFTER_A_KILL)
-    with pytest.raises(BrokerConnectionLost):
+    with pytest.raises(wire.BrokerConnectionLost):
         consumer.receive(SOON)
     consumer.reopen(AFTER_A_KILL)
     assert payloads(receive(consumer, 1 + len(expected))) == [b"before", *expected]
@@ -68,19 +60,19 @@ def frozen(pulsar_broker: brokers.Pulsar) -> Iterator[Callable[[], None]]:
 
 def test_a_frozen_broker_keeps_nobody_beyond_the_deadline(client, topic, frozen, pulsar_broker):
     producer = client.create_producer(topic, timeout=SOON)
-    consumer = client.subscribe(topic, "s", timeout=SOON, start=EARLIEST)
-    producer.send(Single(b"x"), timeout=SOON).result(SOON)
+    consumer = client.subscribe(topic, "s", timeout=SOON, start=wire.EARLIEST)
+    producer.send(wire.Single(b"x"), timeout=SOON).result(SOON)
     (entry,) = receive(consumer, 1)
     txn = begin(client, topic)
     frozen()
     calls: list[Callable[[], object]] = [
-        lambda: producer.send(Single(b"y"), timeout=0.3).result(0.3),
+        lambda: producer.send(wire.Single(b"y"), timeout=0.3).result(0.3),
         lambda: producer.flush(0.3),
         lambda: producer.reopen(0.3),
         lambda: consumer.acknowledge([entry.id], timeout=0.3),
         lambda: consumer.acknowledge_up_to(entry.id, timeout=0.3),
         lambda: consumer.last_message_id(0.3),
-        lambda: consumer.seek(EARLIEST, 0.3),
+        lambda: consumer.seek(wire.EARLIEST, 0.3),
         lambda: client.partitions(topic, 0.3),
         lambda: client.topics("public/default", 0.3),
         lambda: client.create_producer(topic, timeout=0.3),
@@ -89,12 +81,12 @@ def test_a_frozen_broker_keeps_nobody_beyond_the_deadline(client, topic, frozen,
         lambda: client.transactions.register(txn, 0.3, [topic], [(topic, "s")]),
         lambda: client.transactions.end(txn, True, 0.3),
         lambda: client.transactions.connect(0.3),
-        lambda: PulsarClient(service(pulsar_broker)).partitions(topic, 0.3),
+        lambda: wire.PulsarClient(service(pulsar_broker)).partitions(topic, 0.3),
     ]
     for call in calls:
-        with within(0.3), pytest.raises(PulsarError) as error:
+        with within(0.3), pytest.raises(wire.PulsarError) as error:
             call()
-        assert isinstance(error.value, RequestTimedOut) or error.value.retriable
+        assert isinstance(error.value, wire.RequestTimedOut) or error.value.retriable
     with within(0.9):
         assert consumer.receive(0.3) == []
         producer.close(0.3)

@@ -3,21 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_pulsar.client import (
-    AccessMode,
-    BrokerConnectionLost,
-    Closed,
-    Compression,
-    MessageTooLarge,
-    MissingLibrary,
-    ProducerBusy,
-    ProducerFenced,
-    PulsarClient,
-    PulsarProducer,
-    Single,
-    TopicNotFound,
-    partition_name,
-)
+from txnbridge_pulsar import client as wire
 
 from tests.pulsar.client_kit import (
     SOON,
@@ -33,14 +19,14 @@ from tests.pulsar.client_kit import (
 )
 
 
-def exclusive(client: PulsarClient, topic: str, **options: object) -> PulsarProducer:
-    return client.create_producer(topic, timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, **options)  # type: ignore[arg-type]
+def exclusive(client: wire.PulsarClient, topic: str, **options: object) -> wire.PulsarProducer:
+    return client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE_WITH_FENCING, **options)  # type: ignore[arg-type]
 
 
 def test_messages_alone_and_in_batches_are_read_in_order(client, topic):
     producer = client.create_producer(topic, timeout=SOON)
-    sends = [producer.send(Single(b"1"), timeout=SOON), producer.send(batch_of(b"2", b"3"), timeout=SOON)]
-    sends.append(producer.send(Single(b"4"), timeout=SOON))
+    sends = [producer.send(wire.Single(b"1"), timeout=SOON), producer.send(batch_of(b"2", b"3"), timeout=SOON)]
+    sends.append(producer.send(wire.Single(b"4"), timeout=SOON))
     receipts = [send.result(SOON) for send in sends]
     assert [receipt.sequence_id for receipt in receipts] == [0, 1, 3]
     assert sorted(receipts, key=lambda receipt: receipt.message_id) == receipts
@@ -52,8 +38,8 @@ def test_all_that_a_message_has_comes_back(client, topic):
     batch = batch_of(b"plain")
     batch.append(b"in a batch", b"\xff\x00", [("a", "1"), ("a", "2"), ("ü", "")], 1234, b"order")
     batch.append(None, "text")
-    producer.send(Single(b"alone", b"\xff\x00", [("a", "1")], 1234, b"order"), timeout=SOON)
-    producer.send(Single(None, "text"), timeout=SOON)
+    producer.send(wire.Single(b"alone", b"\xff\x00", [("a", "1")], 1234, b"order"), timeout=SOON)
+    producer.send(wire.Single(None, "text"), timeout=SOON)
     producer.send(batch, timeout=SOON).result(SOON)
     reader = client.read(topic, timeout=SOON)
     found = [message for entry in receive(reader, 5) for message in entry.messages()]
@@ -67,24 +53,24 @@ def test_all_that_a_message_has_comes_back(client, topic):
     assert {message.entry.producer_name for message in found} == {producer.name}
 
 
-@pytest.mark.parametrize("kind", list(Compression), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", list(wire.Compression), ids=lambda kind: kind.name)
 def test_what_is_packed_is_read(client, topic, kind):
     try:
         producer = client.create_producer(topic, timeout=SOON, compression=kind)
-    except MissingLibrary as error:
+    except wire.MissingLibrary as error:
         pytest.skip(str(error))
     sent = [b"again and again " * 100, b"", b"x"]
     producer.send(batch_of(*sent), timeout=SOON)
-    producer.send(Single(sent[0]), timeout=SOON).result(SOON)
+    producer.send(wire.Single(sent[0]), timeout=SOON).result(SOON)
     assert everything(client, topic) == [*sent, sent[0]]
 
 
 def test_the_largest_message_is_stored_and_a_larger_one_not_sent(client, topic):
     producer = client.create_producer(topic, timeout=SOON)
     limit = producer.connection.max_message_size
-    with pytest.raises(MessageTooLarge):
-        producer.send(Single(bytes(limit)), timeout=SOON)
-    producer.send(Single(bytes(limit - 1024)), timeout=SOON).result(SOON)
+    with pytest.raises(wire.MessageTooLarge):
+        producer.send(wire.Single(bytes(limit)), timeout=SOON)
+    producer.send(wire.Single(bytes(limit - 1024)), timeout=SOON).result(SOON)
     assert [len(payload) for payload in everything(client, topic)] == [limit - 1024]
 
 
@@ -101,7 +87,7 @@ def test_a_producer_that_comes_back_goes_on_behind_its_last_id(client, topic):
 
 def test_what_is_sent_twice_is_stored_once_and_the_second_receipt_says_so(client, topic):
     producer = client.create_producer(topic, name="same", timeout=SOON)
-    receipts = [producer.send(Single(b"x"), sequence_id=7, timeout=SOON).result(SOON) for _ in range(2)]
+    receipts = [producer.send(wire.Single(b"x"), sequence_id=7, timeout=SOON).result(SOON) for _ in range(2)]
     assert [receipt.duplicate for receipt in receipts] == [False, True]
     assert everything(client, topic) == [b"x"]
 
@@ -119,7 +105,7 @@ def test_what_was_on_its_way_when_the_topic_moved_is_sent_again_and_stored_once(
     for at, payload in enumerate(expected):
         if at == 1000:
             admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
-        send_for_certain(producer, Single(payload))
+        send_for_certain(producer, wire.Single(payload))
     settle(producer)
     assert producer.unconfirmed == []
     assert everything(client, topic) == expected
@@ -130,18 +116,18 @@ def test_what_was_on_its_way_when_the_topic_moved_is_sent_again_and_stored_once(
 
 def test_a_name_can_be_used_by_one_producer_at_a_time(client, topic):
     first = client.create_producer(topic, name="same", timeout=SOON)
-    with pytest.raises(ProducerBusy):
+    with pytest.raises(wire.ProducerBusy):
         client.create_producer(topic, name="same", timeout=SOON, connection_key="other")
     first.close(SOON)
     client.create_producer(topic, name="same", timeout=SOON, connection_key="other").close(SOON)
 
 
 def test_a_topic_that_is_held_exclusively_takes_nobody_else(client, topic):
-    owner = client.create_producer(topic, timeout=SOON, access=AccessMode.EXCLUSIVE)
+    owner = client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE)
     assert owner.topic_epoch == 0
-    with pytest.raises(ProducerFenced):
-        client.create_producer(topic, timeout=SOON, access=AccessMode.EXCLUSIVE)
-    with pytest.raises(ProducerBusy):
+    with pytest.raises(wire.ProducerFenced):
+        client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE)
+    with pytest.raises(wire.ProducerBusy):
         client.create_producer(topic, timeout=SOON)
 
 
@@ -150,34 +136,34 @@ def test_who_is_fenced_learns_it_by_its_next_send_and_stays_out(client, topic):
     old = exclusive(client, topic, connection_key="old")
     new = exclusive(client, topic, connection_key="new")
     assert (old.topic_epoch, new.topic_epoch) == (0, 1)
-    with pytest.raises(BrokerConnectionLost):
-        old.send(Single(b"late"), timeout=SOON).result(SOON)
-    with pytest.raises(ProducerFenced):
+    with pytest.raises(wire.BrokerConnectionLost):
+        old.send(wire.Single(b"late"), timeout=SOON).result(SOON)
+    with pytest.raises(wire.ProducerFenced):
         old.reopen(SOON)
     # Neither its attempt nor its end has done the owner any harm.
-    new.send(Single(b"new"), timeout=SOON).result(SOON)
+    new.send(wire.Single(b"new"), timeout=SOON).result(SOON)
     assert everything(client, topic) == [b"new"]
     assert (new.lost, bystander.lost) == (None, None)
 
 
 def test_an_owner_that_reconnects_keeps_its_topic(client, topic):
     owner = exclusive(client, topic, name="owner", connection_key="own")
-    owner.send(Single(b"1"), timeout=SOON).result(SOON)
+    owner.send(wire.Single(b"1"), timeout=SOON).result(SOON)
     cut(owner)
     owner.reopen(SOON)
     assert (owner.topic_epoch, owner.last_sequence_id) == (0, 0)
-    owner.send(Single(b"2"), timeout=SOON).result(SOON)
+    owner.send(wire.Single(b"2"), timeout=SOON).result(SOON)
     assert everything(client, topic) == [b"1", b"2"]
 
 
 def test_an_owner_takes_its_topic_back_from_a_connection_that_the_broker_has_not_missed_yet(client, topic):
     owner = exclusive(client, topic, name="owner", connection_key="hangs")
-    owner.send(Single(b"1"), timeout=SOON).result(SOON)
+    owner.send(wire.Single(b"1"), timeout=SOON).result(SOON)
     hanging, owner._connection = connection_of(owner), None  # nobody tells the broker of it
-    owner.on_lost(BrokerConnectionLost("it hangs"))
+    owner.on_lost(wire.BrokerConnectionLost("it hangs"))
     owner._options = owner._options._replace(connection_key="new")
     owner.reopen(SOON)
-    owner.send(Single(b"2"), timeout=SOON).result(SOON)
+    owner.send(wire.Single(b"2"), timeout=SOON).result(SOON)
     assert (owner.topic_epoch, hanging.closed) == (0, False)
     assert everything(client, topic) == [b"1", b"2"]
 
@@ -186,8 +172,8 @@ def test_a_closed_producer_says_so(client, topic):
     producer = client.create_producer(topic, timeout=SOON)
     producer.close(SOON)
     producer.close(SOON)
-    for call in (lambda: producer.send(Single(b"x"), timeout=SOON), lambda: producer.reopen(SOON)):
-        with pytest.raises(Closed):
+    for call in (lambda: producer.send(wire.Single(b"x"), timeout=SOON), lambda: producer.reopen(SOON)):
+        with pytest.raises(wire.Closed):
             call()
 
 
@@ -201,13 +187,13 @@ def test_partitions_are_counted_also_when_they_become_more(client, topic, pulsar
     assert client.partitions(topic, SOON) == 2
     admin(pulsar_broker, "POST", f"{path_of(topic)}/partitions", 4)
     assert client.partitions(topic, SOON) == 4
-    last = partition_name(topic, 3)
-    client.create_producer(last, timeout=SOON).send(Single(b"x"), timeout=SOON).result(SOON)
+    last = wire.partition_name(topic, 3)
+    client.create_producer(last, timeout=SOON).send(wire.Single(b"x"), timeout=SOON).result(SOON)
     assert everything(client, last) == [b"x"]
     assert last in client.topics("public/default", SOON)
 
 
 def test_asking_for_a_topics_partitions_does_not_make_it(client, topic):
-    with pytest.raises(TopicNotFound):
+    with pytest.raises(wire.TopicNotFound):
         client.partitions(topic, SOON)
     assert not [name for name in client.topics("public/default", SOON) if name.startswith(topic)]

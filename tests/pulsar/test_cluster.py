@@ -26,17 +26,7 @@ from tests.in_time import within
 from tests.pulsar.client_kit import SOON, connection_of, everything
 from tests.pulsar.cluster_kit import Cluster, coordinator
 from tests.pulsar.writing_kit import cluster_of, concrete, connect_to, flush, how_of, new_topic, unique
-from txnbridge import (
-    Abort,
-    Bridge,
-    BrokerUnavailable,
-    Fenced,
-    Outcome,
-    OutcomeUnknown,
-    Token,
-    TokenState,
-    TransactionAborted,
-)
+from txnbridge import Bridge, Outcome, Token, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -156,7 +146,7 @@ def test_a_transaction_over_both_brokers_is_seen_whole_or_not_at_all(
                         txn.send(orders, message.value, partition=partition)
                     used[flush(txn).most] += 1
                     if not commit:
-                        raise Abort
+                        raise errors.Abort
                 assert txn.outcome is (Outcome.COMMITTED if commit else Outcome.ABORTED)
         markers = mark(other, inputs)
         with other.consumer(inputs, "group") as consumer:
@@ -209,7 +199,7 @@ def known(end: Callable[[str], Outcome], token: str) -> Outcome:
     while True:
         try:
             return end(token)
-        except OutcomeUnknown:
+        except errors.OutcomeUnknown:
             until.check("waiting for an outcome")
 
 
@@ -263,9 +253,9 @@ class Writing:
                     for topic in self._topics:
                         txn.send(topic, value)
                 self.became[value] = Outcome.COMMITTED
-            except OutcomeUnknown as error:
+            except errors.OutcomeUnknown as error:
                 self.became[value] = str(error.token)
-            except (TransactionAborted, BrokerUnavailable):
+            except (errors.TransactionAborted, errors.BrokerUnavailable):
                 self.became[value] = Outcome.ABORTED
             except BaseException as error:
                 self.errors.append(error)
@@ -327,7 +317,7 @@ def test_an_owner_keeps_its_id_when_the_broker_of_its_fence_topic_dies_and_loses
     send(owner, topic, b"back")
     newer = open_bridge(transactional_id=id)
     send(newer, topic, b"newer")
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         send(owner, topic, b"never")
     assert values(seen(bridge, topic)) == [b"before", b"without", b"back", b"newer"]
 
@@ -405,7 +395,7 @@ def test_nothing_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
     cluster.move(coordinator(prepared.most), node)
 
     def ends(call: Callable[[], object]) -> None:
-        with within(3), suppress(BrokerUnavailable, OutcomeUnknown, TransactionAborted):
+        with within(3), suppress(errors.BrokerUnavailable, errors.OutcomeUnknown, errors.TransactionAborted):
             call()
 
     cluster.broker.pause(node)

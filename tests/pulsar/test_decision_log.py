@@ -19,11 +19,7 @@ from tests.log_live import *  # noqa: F403
 from tests.log_live import AnyName, outlive_kill_9
 from tests.pulsar.client_kit import admin
 from tests.pulsar.kit import SOON, Connection
-from txnbridge.errors import (
-    DeadlineExceeded,
-    OutcomeUnknown,
-    PositionLost,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Emitter
 
 # Not that of bridges: the cluster is named before anything else of theirs is made.
@@ -98,7 +94,7 @@ def pausing(pulsar_broker):
 
 @pytest.fixture
 def stalled():
-    return lambda used: [OutcomeUnknown if used else DeadlineExceeded]
+    return lambda used: [errors.OutcomeUnknown if used else errors.DeadlineExceeded]
 
 
 class TestNames(AnyName):
@@ -188,7 +184,7 @@ def test_what_is_trimmed_is_dropped_by_whole_ledgers_and_the_rest_stays(forgetfu
     wait_for_begin(log, new[0], drop_unneeded)
     assert read(log) == [(new[0], b"2"), (new[1], b"3"), (new[2], b"4"), (last, b"5")]
     for first in old:
-        with pytest.raises(PositionLost):
+        with pytest.raises(errors.PositionLost):
             read(log, first, last)
     log.trim(old[1], Deadline(SOON))  # nothing is left in front of it
     assert log.begin(Deadline(SOON)) == new[0]
@@ -218,7 +214,7 @@ def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(forgetfu
     drop_unneeded()
     wait_for_begin(log, (last[0], 0), drop_unneeded)
     seen = [first]
-    with pytest.raises(PositionLost):
+    with pytest.raises(errors.PositionLost):
         seen.extend(position for position, _ in reading)
     assert len(seen) < 25
 

@@ -34,17 +34,7 @@ from tests.pulsar.writing_kit import (
     unique,
     writer_of,
 )
-from txnbridge import (
-    Bridge,
-    BrokerUnavailable,
-    Conflict,
-    Consumer,
-    Fenced,
-    Outcome,
-    Token,
-    TokenState,
-    TransactionAborted,
-)
+from txnbridge import Bridge, Consumer, Outcome, Token, TokenState, errors
 from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline
 
@@ -257,7 +247,7 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
     newer = open_bridge(transactional_id=name, timeout=30)
     if not shows:
         for _ in range(2):
-            with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+            with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
                 send(newer, untold, b"2")
         send(newer, other, b"2")
         assert newer.status(token).state is TokenState.UNKNOWN
@@ -266,7 +256,7 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
     send(newer, untold, b"3")
     assert newer.status(token).state is TokenState.COMMITTED
     assert (values(seen(newer, told)), values(seen(newer, untold))) == ([b"1"], [b"1", b"3"])
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         txn.commit()
 
 
@@ -284,7 +274,7 @@ def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
     hidden = writer.proof.topic
     cluster_of(bridge).client.transactions.end(number, True, SOON)
     writer.reopen(Deadline(SOON))
-    with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+    with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
         owner_of(bridge).require_no_doubt([concrete(topic)], Deadline(SOON))
     assert number in owner_of(bridge)._under_way
     for place in (concrete(topic), hidden):
@@ -320,7 +310,7 @@ def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_
     if by == "a newer owner":
         bridge = open_bridge(transactional_id=name)
     assert bridge.abort(prepare(bridge, other)) is Outcome.ABORTED
-    with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+    with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
         send(bridge, topic, b"2")
     assert bridge.status(first).state is TokenState.UNKNOWN
     proof = how_of(first).proof
@@ -377,7 +367,7 @@ def process(
             unloading.start()
             time.sleep(random.uniform(0, 0.012))
         processed += values(messages)
-    except (Conflict, TransactionAborted, BrokerUnavailable):
+    except (errors.Conflict, errors.TransactionAborted, errors.BrokerUnavailable):
         consumer.nack(messages)
     finally:
         unloading.join()

@@ -10,16 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
-from txnbridge_pulsar.client import (
-    BrokerConnectionLost,
-    Compression,
-    MessageId,
-    PulsarClient,
-    RequestTimedOut,
-    SubscriptionType,
-    TxnId,
-)
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
@@ -59,7 +51,7 @@ from txnbridge.spi import Begin, Deadline, Emitter, Identity, TopicInfo
 pytestmark = pytest.mark.offline
 
 SOON = 60.0
-TXN = TxnId(0, 7)
+TXN = wire.TxnId(0, 7)
 PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
 NO_LEDGER: Any = None
 
@@ -70,7 +62,7 @@ def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
         prepared_ids=1,
         prefix="_txnbridge-",
         namespace=Namespace("a", "b"),
-        pack=Compression.NONE,
+        pack=wire.Compression.NONE,
         timing=timing or Timing(),
     )
     client = SimpleNamespace(hang_up=lambda connection_key: None)
@@ -169,9 +161,9 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
 
     with fake_broker(ack=ended) as broker:
         owns_everything(broker)
-        with PulsarClient(broker.url) as client:
+        with wire.PulsarClient(broker.url) as client:
             full, key = "persistent://public/default/t", ("t", 0)
-            consumer = client.subscribe(full, "group", timeout=SOON, type=SubscriptionType.FAILOVER)
+            consumer = client.subscribe(full, "group", timeout=SOON, type=wire.SubscriptionType.FAILOVER)
             partition = PulsarPartition(key, full, consumer, True, 100)
             partition.arrive(None, BEGIN)
             context = PulsarAckContext("group", False, {key: partition}, threading.Lock())
@@ -202,7 +194,7 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
 
 @pytest.mark.parametrize(
     ("error", "known"),
-    [(BrokerConnectionLost("its broker is away"), False), (server_error(4, "superusers only"), True)],
+    [(wire.BrokerConnectionLost("its broker is away"), False), (server_error(4, "superusers only"), True)],
 )
 def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arrived_everywhere(
     monkeypatch: pytest.MonkeyPatch, error: Exception, known: bool
@@ -242,7 +234,7 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
         return bool(answer(told))
 
     monkeypatch.setattr(prepared, "coordinator_state", lambda *_: answer(state))
-    resolved: list[TxnId] = []
+    resolved: list[wire.TxnId] = []
     unclear: Any = SimpleNamespace(resolve=resolve)
     slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
@@ -262,7 +254,7 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def left(number: int, topic: str) -> AnnouncedTransaction:
-        txn = TxnId(0, number)
+        txn = wire.TxnId(0, number)
         proof = ProofLocation(f"marker-{number}", (1, 0), "n0nce")
         return AnnouncedTransaction(f"app/host/{number}", txn, (topic, proof.topic), (), proof)
 
@@ -308,7 +300,7 @@ def announcing() -> tuple[PulsarOwner, list[FenceRecord]]:
 
 def over(number: int, *topics: str) -> AnnouncedTransaction:
     return AnnouncedTransaction(
-        f"app/host/{number}", TxnId(0, number), (*topics, PROOF_LOCATION.topic), (), PROOF_LOCATION
+        f"app/host/{number}", wire.TxnId(0, number), (*topics, PROOF_LOCATION.topic), (), PROOF_LOCATION
     )
 
 
@@ -341,10 +333,10 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
 def test_what_a_transaction_waited_for_its_coordinator_is_taken_from_its_time() -> None:
     asked: list[int] = []
 
-    def begin(ttl_ms: int, timeout: float, coordinator: int) -> TxnId:
+    def begin(ttl_ms: int, timeout: float, coordinator: int) -> wire.TxnId:
         asked.append(ttl_ms)
         if len(asked) == 1:
-            raise RequestTimedOut("no answer")
+            raise wire.RequestTimedOut("no answer")
         return TXN
 
     transactions = SimpleNamespace(begin=begin, coordinators=lambda timeout: 1)
@@ -495,7 +487,7 @@ def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhi
         id = {"ledger_id": 1, "entry_id": len(came)}
         peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=came[-1], message_id=id)
 
-    with fake_broker(send=take) as broker, PulsarClient(broker.url) as client:
+    with fake_broker(send=take) as broker, wire.PulsarClient(broker.url) as client:
         owns_everything(broker)
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"], deduplicates=fails_at_first())
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
@@ -523,7 +515,7 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
         else:
             peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
 
-    with fake_broker(connect=hello, send=take) as broker, PulsarClient(broker.url) as client:
+    with fake_broker(connect=hello, send=take) as broker, wire.PulsarClient(broker.url) as client:
         owns_everything(broker)
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
@@ -573,7 +565,7 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
 
 
 def entry_at(number: int, batch: int = 1) -> Any:
-    id = MessageId(7, number)
+    id = wire.MessageId(7, number)
     return SimpleNamespace(id=id, size=1, count=batch, is_batch=False, permits=1, publish_time=1, redeliveries=0)
 
 
@@ -590,7 +582,7 @@ def arrives(partition: PulsarPartition, *numbers: int) -> bool:
 def redelivers(partition: PulsarPartition, *dropped: int) -> None:
     partition.expect_again()
     partition.drop()
-    partition.expect_again(MessageId(7, number) for number in dropped)
+    partition.expect_again(wire.MessageId(7, number) for number in dropped)
 
 
 def test_a_redelivery_that_skips_entries_is_repeated_until_they_cannot_be_there_any_more() -> None:

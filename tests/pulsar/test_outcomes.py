@@ -26,19 +26,7 @@ from tests.pulsar.writing_kit import (
     read_all,
     unique,
 )
-from txnbridge import (
-    AccessDenied,
-    Bridge,
-    DeadlineExceeded,
-    EvidenceLost,
-    Fenced,
-    InvalidToken,
-    NotSupported,
-    Outcome,
-    OutcomeUnknown,
-    Token,
-    TokenState,
-)
+from txnbridge import Bridge, Outcome, Token, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, next_commit
 
@@ -57,12 +45,12 @@ ANSWERS: list[tuple[list[Any], Any]] = [
     ([STORE, NOT_FOUND], EndResult.UNCLEAR),
     ([Lost, NOT_FOUND], EndResult.UNCLEAR),
     ([NOT_LOADED, None], EndResult.COMMITTED),
-    ([NOT_ALLOWED], NotSupported),
-    ([NO_RIGHTS], AccessDenied),
+    ([NOT_ALLOWED], errors.NotSupported),
+    ([NO_RIGHTS], errors.AccessDenied),
     # A later "no" is not the answer to the first request.
-    ([Lost, NO_RIGHTS], OutcomeUnknown),
-    ([Lost, NOT_ALLOWED], OutcomeUnknown),
-    ([STORE, NO_RIGHTS], OutcomeUnknown),
+    ([Lost, NO_RIGHTS], errors.OutcomeUnknown),
+    ([Lost, NOT_ALLOWED], errors.OutcomeUnknown),
+    ([STORE, NO_RIGHTS], errors.OutcomeUnknown),
 ]
 
 
@@ -115,7 +103,7 @@ def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
 
 def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> str:
     """The token of a transaction whose answer was lost."""
-    with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(OutcomeUnknown) as caught:
+    with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(errors.OutcomeUnknown) as caught:
         with bridge.transaction() as txn:
             txn.send(topic, value)
     assert caught.value.token is not None
@@ -177,7 +165,7 @@ def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
     client.transactions.register(hiding, SOON, [marker])
     producer = client.create_producer(marker, timeout=SOON, transactions=True)
     producer.send(Single(ProofRecord(PROOF).pack()), hiding, timeout=SOON).result(SOON)
-    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(errors.OutcomeUnknown) as caught:
         with bridge.transaction(timeout=30) as txn:
             txn.send(topic, b"2")
     token = str(caught.value.token)
@@ -216,7 +204,7 @@ def test_what_an_older_owner_writes_on_a_marker_topic_says_nothing_of_the_newer_
     newer = open_bridge(transactional_id=id)
     with newer.transaction() as txn:
         txn.send(topic, b"1")
-    with pytest.raises(Fenced), older.transaction() as txn:
+    with pytest.raises(errors.Fenced), older.transaction() as txn:
         txn.send(topic, b"zombie")
     token = Token.parse(unknown(newer, topic, b"2"))
     for how in (token.how, {name: value for name, value in token.how.items() if name != "p"}):  # as of earlier versions
@@ -241,7 +229,7 @@ def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
     def look(*args: Any) -> bool | None:
         looks.append(args)
         if len(looks) == 1:
-            raise DeadlineExceeded("its broker has died, and no other has it yet")
+            raise errors.DeadlineExceeded("its broker has died, and no other has it yet")
         return was_committed(*args)
 
     monkeypatch.setattr(outcome, "was_committed", look)
@@ -263,7 +251,7 @@ def test_a_marker_topic_that_was_made_anew_proves_nothing(
     found = bridge.status(token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
     later = prepare(bridge, topic)  # the slot is free, and its topic made anew
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         bridge.commit(token)
     assert bridge.abort(later) is Outcome.ABORTED
 
@@ -297,7 +285,7 @@ def test_a_slot_is_used_again_when_its_transaction_has_ended(open_bridge: Connec
 
 def test_a_damaged_how_is_refused(bridge: Bridge) -> None:
     for how in ({}, {"x": [0], "a": True}, {"x": [0, "1"], "a": True}, {"x": [0, 1], "a": True, "m": 1}):
-        with pytest.raises(InvalidToken):
+        with pytest.raises(errors.InvalidToken):
             bridge.status(Token("pulsar", bridge.cluster, "a/b/1", how, True))
 
 

@@ -18,15 +18,7 @@ from txnbridge_pulsar.write.publisher import PulsarPublisher
 from tests.in_time import takes
 from tests.pulsar.client_kit import admin, everything
 from tests.pulsar.kit import SOON, Connection, Kept, open_cluster
-from txnbridge.errors import (
-    DeadlineExceeded,
-    DeliveryFailed,
-    EvidenceLost,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 
 
@@ -120,13 +112,13 @@ def test_a_lost_answer_is_a_failure_where_the_broker_would_keep_a_copy(pulsar_br
         proxy.cut()
         hold.drop()
         for _ in range(2):
-            with pytest.raises(DeliveryFailed, match="removes duplicates"):
+            with pytest.raises(errors.DeliveryFailed, match="removes duplicates"):
                 plain.flush(Deadline(SOON))
-        with pytest.raises(DeliveryFailed):
+        with pytest.raises(errors.DeliveryFailed):
             send(plain, "t", b"1")
     assert everything(client, f"persistent://public/{name}/t-partition-0") == [b"0"]
     named = publisher("name", url=pulsar_broker.url.replace("/default", f"/{name}"))
-    with pytest.raises(NotSupported, match="brokerDeduplicationEnabled"):
+    with pytest.raises(errors.NotSupported, match="brokerDeduplicationEnabled"):
         send(named, "t", b"1", sequence=1)
 
 
@@ -159,9 +151,9 @@ def test_a_name_that_the_broker_knows_no_more_publishes_nothing_twice(
     admin(pulsar_broker, "DELETE", f"persistent/public/default/{topic}/partitions?force=true")
     new_topic()
     later = publisher(name)
-    with pytest.raises(EvidenceLost, match="under another name"):
+    with pytest.raises(errors.EvidenceLost, match="under another name"):
         later.last_sequence(topic, Deadline(SOON))
-    with pytest.raises(EvidenceLost, match="under another name"):
+    with pytest.raises(errors.EvidenceLost, match="under another name"):
         send(later, topic, b"0", sequence=0)
     later.close(Deadline(SOON))
     other = publisher(f"{name}-2")
@@ -197,9 +189,9 @@ def test_sequences_count_over_all_partitions(publisher, new_topic, client, name)
 
 def test_a_sequence_needs_a_name_and_a_rest_interface(publisher, new_topic, name):
     topic = new_topic()
-    with pytest.raises(InvalidOption, match="name"):
+    with pytest.raises(errors.InvalidOption, match="name"):
         send(publisher(), topic, b"0", sequence=0)
-    with pytest.raises(NotSupported, match="admin_url"):
+    with pytest.raises(errors.NotSupported, match="admin_url"):
         send(publisher(name, admin_url=""), topic, b"0", sequence=0)
 
 
@@ -207,7 +199,7 @@ def test_a_name_is_used_by_one_publisher_at_a_time(publisher, new_topic, name):
     topic = new_topic()
     send_all(publisher(name), topic, [b"0"], sequences=True)
     late = publisher(name)
-    error = takes(1, DeadlineExceeded, lambda deadline: late.last_sequence(topic, deadline))
+    error = takes(1, errors.DeadlineExceeded, lambda deadline: late.last_sequence(topic, deadline))
     assert "in use" in str(error)
 
 
@@ -218,19 +210,19 @@ def test_nothing_hangs_while_the_broker_does(pulsar_broker, publisher, new_topic
     pulsar_broker.pause()
     try:
         send(plain, topic, b"1")
-        takes(0.5, DeadlineExceeded, plain.flush)
-        takes(0.5, DeadlineExceeded, plain.close)
-        takes(1, InvalidState, plain.flush)
+        takes(0.5, errors.DeadlineExceeded, plain.flush)
+        takes(0.5, errors.DeadlineExceeded, plain.close)
+        takes(1, errors.InvalidState, plain.flush)
     finally:
         pulsar_broker.resume()
 
 
 def test_a_missing_topic_or_partition_is_named(publisher, new_topic):
     plain = publisher()
-    with pytest.raises(NotFound, match="nowhere"):
+    with pytest.raises(errors.NotFound, match="nowhere"):
         send(plain, "nowhere", b"0")
     topic = new_topic(2)
-    with pytest.raises(NotFound, match="partition 2"):
+    with pytest.raises(errors.NotFound, match="partition 2"):
         send(plain, topic, b"0", partition=2)
     send_all(plain, topic, [b"0"])
 
@@ -238,7 +230,7 @@ def test_a_missing_topic_or_partition_is_named(publisher, new_topic):
 def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, new_topic, client):
     topic = new_topic()
     plain = publisher()
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         send(plain, topic, b"x" * 6_000_000)
     send_all(plain, topic, [b"0"])
     assert stored(client, topic) == [b"0"]

@@ -19,16 +19,7 @@ from tests.in_time import paused, takes, within
 from tests.pulsar.client_kit import admin, batch_of, path_of, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from txnbridge.errors import (
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    PositionLost,
-    StorageFailed,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Message
 
 ALL_SHARINGS = pytest.mark.parametrize("sharing", ["partition", "message", "key"])
@@ -139,7 +130,7 @@ def test_what_retention_has_removed_cannot_be_gone_to(pulsar_broker, client, top
     write(client, topic, b"new")
     assert values(reader.take(1)) == [b"new"]
     admin(pulsar_broker, "DELETE", f"{path_of(topic)}/truncate")
-    with pytest.raises(PositionLost, match="keeps"):
+    with pytest.raises(errors.PositionLost, match="keeps"):
         reader.seek({(topic, 0): old.position})
 
 
@@ -159,14 +150,14 @@ def test_alone_nothing_is_lost_or_doubled_when_connections_break(client, topic, 
 
 
 def test_a_missing_topic_is_not_found(topic, member):
-    with pytest.raises(NotFound, match="create it with"):
+    with pytest.raises(errors.NotFound, match="create it with"):
         member(topic, None)
 
 
 @pytest.mark.parametrize("position", [(1,), (1, 2), (1, 2, -1), ("1", 2, 3), (1, 2, 3, 4)])
 def test_what_is_no_position_is_refused(client, topic, member, position):
     write(client, topic, b"1")
-    with pytest.raises(InvalidOption, match="position"):
+    with pytest.raises(errors.InvalidOption, match="position"):
         member(topic, None).seek({(topic, 0): position})
 
 
@@ -180,7 +171,7 @@ def test_an_entry_that_cannot_be_read_holds_its_place_until_somebody_goes_on(cli
     reader = member(topic)
     assert values(reader.take(1)) == [b"1"]
     for _ in range(2):
-        with pytest.raises(StorageFailed, match="cannot be read"):
+        with pytest.raises(errors.StorageFailed, match="cannot be read"):
             reader.take(1)
     reader.seek({(topic, 0): (bad_id.ledger, bad_id.entry + 1, 0)})
     assert values(reader.take(1)) == [b"2"]
@@ -194,7 +185,7 @@ def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_
     reader = member(topic, group, timing=Timing(reader_bytes=2_000_000))
     assert values(reader.take(1)) == [b"1"]
     for _ in range(2):
-        with pytest.raises(StorageFailed, match="2000000 bytes that are held"):
+        with pytest.raises(errors.StorageFailed, match="2000000 bytes that are held"):
             reader.take(1)
     ((partition, (ledger, entry, _)),) = reader.reader.positions().items()
     reader.seek({partition: (ledger, entry + 4, 0)})
@@ -237,7 +228,7 @@ def test_partitions_that_were_added_while_something_failed_are_read_by_nobody_el
     write(client, partitioned(1)[0], b"0")
     reader = member(topic)
     assert values(reader.take(1)) == [b"0"]
-    failures = [BrokerUnavailable("the decision log's broker is away")] * 2
+    failures = [errors.BrokerUnavailable("the decision log's broker is away")] * 2
 
     def record(*_):
         if failures:
@@ -423,14 +414,14 @@ def test_members_that_share_messages_have_no_position_to_seek(client, topic, mem
     write(client, topic, b"1")
     reader = member(topic, sharing=sharing)
     reader.has(1)
-    with pytest.raises(NotSupported, match="no position of their own"):
+    with pytest.raises(errors.NotSupported, match="no position of their own"):
         reader.seek({(topic, 0): (0, 0, 0)})
 
 
 def test_what_is_read_alone_cannot_be_given_back(client, topic, member):
     write(client, topic, b"1")
     reader = member(topic, None)
-    with pytest.raises(NotSupported, match="seek"):
+    with pytest.raises(errors.NotSupported, match="seek"):
         reader.nack(by_partition(reader.take(1)))
 
 
@@ -438,7 +429,7 @@ def test_a_partition_that_is_elsewhere_cannot_be_moved(client, topic, member):
     write(client, topic, b"1")
     reader = member(topic)
     for call in (reader.pause, reader.resume):
-        with pytest.raises(InvalidState, match="not assigned to this reader"):
+        with pytest.raises(errors.InvalidState, match="not assigned to this reader"):
             call([(topic, 7)])
 
 
@@ -531,7 +522,7 @@ def test_a_topic_that_is_deleted_is_not_made_anew_by_its_readers(pulsar_broker, 
     reader = member(topic, group)
     reader.take(1)
     admin(pulsar_broker, "DELETE", f"{path_of(topic)}?force=true")
-    with pytest.raises(NotFound, match="any more"):
+    with pytest.raises(errors.NotFound, match="any more"):
         reader.until(lambda: False)
     assert topic not in client.topics("public/default", SOON)
 
@@ -544,7 +535,7 @@ def test_while_the_broker_says_nothing_every_call_ends_in_time(pulsar_broker, cl
     with paused(pulsar_broker):
         with within(0.5):
             assert reader.poll(timeout=0.5) == []
-        takes(1, DeadlineExceeded, reader.lag)
+        takes(1, errors.DeadlineExceeded, reader.lag)
         if group is not None:
             reader.seek({(topic, 0): found[0].position})  # as behind an abort: it must not fail
             reader.nack({(topic, 0): []})

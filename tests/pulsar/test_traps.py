@@ -15,17 +15,7 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers.plugin import StartPulsar, pulsar_or_skip
 from txnbridge_conformance.observing import eventually, send
-from txnbridge_pulsar.client import (
-    EARLIEST,
-    AccessMode,
-    BrokerConnectionLost,
-    NotAllowed,
-    PulsarClient,
-    PulsarProducer,
-    RequestTimedOut,
-    Transactions,
-    TxnId,
-)
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.outcome.coordinator_keepalive import CONNECT_EVERY_SECONDS
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.write.fence import Fence
@@ -49,18 +39,7 @@ from tests.pulsar.writing_kit import (
     unique,
     writer_of,
 )
-from txnbridge import (
-    Bridge,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    DeliveryFailed,
-    Fenced,
-    Outcome,
-    OutcomeUnknown,
-    TokenState,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Outcome, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
 
@@ -89,7 +68,7 @@ def topic(bridge: Bridge) -> str:
     return new_topic(bridge)
 
 
-def send_in(client: PulsarClient, name: str, txn: TxnId | None, *values: bytes) -> None:
+def send_in(client: wire.PulsarClient, name: str, txn: wire.TxnId | None, *values: bytes) -> None:
     producer = client.create_producer(name, timeout=SOON, transactions=True)
     try:
         producer.send(batch_of(*values), txn, timeout=SOON).result(SOON)
@@ -97,7 +76,7 @@ def send_in(client: PulsarClient, name: str, txn: TxnId | None, *values: bytes) 
         producer.close(SOON)
 
 
-def unblock(client: PulsarClient, txn: TxnId, *topics: str) -> None:
+def unblock(client: wire.PulsarClient, txn: wire.TxnId, *topics: str) -> None:
     for name in topics:
         client.transactions.end_on_partition(txn, name, False, SOON)
 
@@ -105,7 +84,7 @@ def unblock(client: PulsarClient, txn: TxnId, *topics: str) -> None:
 # --- a message that comes after the commit takes it back --------------------------------------------------------
 
 
-def test_naive_a_late_message_takes_the_committed_ones_away(client: PulsarClient, topic: str) -> None:
+def test_naive_a_late_message_takes_the_committed_ones_away(client: wire.PulsarClient, topic: str) -> None:
     name = concrete(topic)
     txn = begin(client, name)
     send_in(client, name, txn, b"committed")
@@ -119,12 +98,12 @@ def test_naive_a_late_message_takes_the_committed_ones_away(client: PulsarClient
 
 
 def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
-    open_bridge: Connect, client: PulsarClient, pulsar_broker: brokers.Pulsar
+    open_bridge: Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(proxied(proxy), timeout=4)
         topic = new_topic(bridge)
-        with pytest.raises(TxnBridgeError) as caught:
+        with pytest.raises(errors.TxnBridgeError) as caught:
             with bridge.transaction() as txn:
                 txn.send(topic, b"early")
                 flush(txn)
@@ -143,7 +122,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
 
 
 def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages_dropped(
-    client: PulsarClient, topic: str
+    client: wire.PulsarClient, topic: str
 ) -> None:
     name = concrete(topic)
     producer = client.create_producer(name, timeout=SOON, transactions=True)
@@ -155,7 +134,7 @@ def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages
     assert read_all(client, name) == []
 
 
-def test_ours_never_uses_a_number_twice(bridge: Bridge, client: PulsarClient, topic: str) -> None:
+def test_ours_never_uses_a_number_twice(bridge: Bridge, client: wire.PulsarClient, topic: str) -> None:
     for value in (b"aborted", b"kept"):
         with bridge.transaction() as txn:
             txn.send(topic, value)
@@ -165,13 +144,13 @@ def test_ours_never_uses_a_number_twice(bridge: Bridge, client: PulsarClient, to
     assert read_all(client, concrete(topic)) == [b"kept"]
 
 
-def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: PulsarClient, topic: str) -> None:
+def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wire.PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
     producer = writer_of(txn)._producers[concrete(topic)]._producer
     assert producer is not None
     producer._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
-    with pytest.raises(DeliveryFailed, match="dropped"):
+    with pytest.raises(errors.DeliveryFailed, match="dropped"):
         with bridge.transaction() as txn:
             txn.send(topic, b"2")
     assert txn.outcome is Outcome.ABORTED
@@ -181,7 +160,7 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: Pu
 # --- nothing is checked -----------------------------------------------------------------------------------------
 
 
-def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: PulsarClient, topic: str) -> None:
+def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: wire.PulsarClient, topic: str) -> None:
     name = concrete(topic)
     txn = client.transactions.begin(60_000, SOON)
     send_in(client, name, txn, b"lost")
@@ -190,7 +169,7 @@ def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: PulsarCl
     unblock(client, txn, name)
 
 
-def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, client: PulsarClient) -> None:
+def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, client: wire.PulsarClient) -> None:
     topic = new_topic(bridge, partitions=3)
     with bridge.transaction() as txn:
         for number in (2, 0, 1):
@@ -202,7 +181,7 @@ def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, 
 # --- the first message on a topic comes after the abort ---------------------------------------------------------
 
 
-def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: PulsarClient, topic: str) -> None:
+def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: wire.PulsarClient, topic: str) -> None:
     name = concrete(topic)
     txn = begin(client, name)
     client.transactions.end(txn, False, SOON)
@@ -212,7 +191,7 @@ def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: PulsarCl
 
 
 def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
-    open_bridge: Connect, client: PulsarClient, pulsar_broker: brokers.Pulsar
+    open_bridge: Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(proxied(proxy))
@@ -230,21 +209,21 @@ def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
         bridge.close()
 
 
-def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, client: PulsarClient) -> None:
+def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, client: wire.PulsarClient) -> None:
     bridge = open_bridge(timeout=20)
     topic, late = new_topic(bridge), new_topic(bridge)
-    with pytest.raises(TransactionAborted):
+    with pytest.raises(errors.TransactionAborted):
         with bridge.transaction() as txn:
             txn.send(topic, b"in time")
             flush(txn)
             writer_of(txn)._register([concrete(late)], [], Deadline(SOON))
-            client.transactions.end(writer_of(txn)._txn or TxnId(0, 0), False, SOON)
+            client.transactions.end(writer_of(txn)._txn or wire.TxnId(0, 0), False, SOON)
             txn.send(late, b"too late")
     assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
 
 
 def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
-    bridge: Bridge, client: PulsarClient, topic: str
+    bridge: Bridge, client: wire.PulsarClient, topic: str
 ) -> None:
     client.subscribe(concrete(topic), "group", timeout=SOON).close(SOON)
     with bridge.transaction() as txn:
@@ -253,13 +232,13 @@ def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
         ended = announced(bridge)
     with_acks = type(ended)(ended.transaction, number, ended.topics, ((concrete(topic), "group"),), ended.proof)
     assert refuse_late_writes(cluster_of(bridge), with_acks, Deadline(SOON))
-    with pytest.raises(NotAllowed, match="has been ended"):
+    with pytest.raises(wire.NotAllowed, match="has been ended"):
         send_in(client, concrete(topic), number, b"late")
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
 def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction_ends_there(
-    bridge: Bridge, client: PulsarClient, topic: str, pulsar_broker: brokers.Pulsar
+    bridge: Bridge, client: wire.PulsarClient, topic: str, pulsar_broker: brokers.Pulsar
 ) -> None:
     """A broker that has a topic anew knows no more what has ended there before."""
     late = new_topic(bridge)
@@ -285,7 +264,7 @@ def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction
 class NamedFence(Fence):
     """A naive one: whoever owns the id has the id as its name, too."""
 
-    def _open(self, access: AccessMode, deadline: Deadline) -> PulsarProducer:
+    def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
         return self._cluster.client.create_producer(
             self.topic, timeout=deadline.left(), access=access, connection_key=self._connection_key, name=self._name
         )
@@ -306,35 +285,35 @@ def take_from_each_other(bridge: Bridge, kind: type[Fence], turns: int) -> Itera
 @pytest.mark.timeout(600)
 def test_naive_a_takeover_by_the_same_name_is_refused_although_the_older_owner_is_shut_out(bridge: Bridge) -> None:
     owners = []
-    with pytest.raises(BrokerUnavailable, match="already connected"):
+    with pytest.raises(errors.BrokerUnavailable, match="already connected"):
         # It is one takeover in twenty or so, and once there were 300 without.
         for owner in take_from_each_other(bridge, NamedFence, turns=2000):
             owners.append(owner)
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         owners[-1].write(lambda: FenceRecord("older", "here", 0), Deadline(SOON))
 
 
 def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) -> None:
     owners = list(take_from_each_other(bridge, Fence, turns=30))
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         owners[-2].write(lambda: FenceRecord("older", "here", 0), Deadline(SOON))
 
 
 # --- the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
 
 
-def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: PulsarClient, topic: str) -> None:
+def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: wire.PulsarClient, topic: str) -> None:
     fence = f"persistent://public/default/{unique('fence')}"
     bystander = client.create_producer(concrete(topic), connection_key="older", timeout=SOON)
     older, _ = [
         client.create_producer(
-            fence, connection_key=connection_key, access=AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON
+            fence, connection_key=connection_key, access=wire.AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON
         )
         for connection_key in ("older", "newer")
     ]
-    with pytest.raises(BrokerConnectionLost):
+    with pytest.raises(wire.BrokerConnectionLost):
         older.send(batch_of(b"late"), timeout=SOON).result(SOON)
-    assert isinstance(bystander.lost, BrokerConnectionLost)
+    assert isinstance(bystander.lost, wire.BrokerConnectionLost)
 
 
 def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> None:
@@ -343,7 +322,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
     topic = new_topic(older)
     bystander = cluster_of(older).client.create_producer(concrete(topic), timeout=SOON)
     open_bridge(transactional_id=id)
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         with older.transaction() as txn:
             txn.send(topic, b"late")
     bystander.send(batch_of(b"1"), timeout=SOON).result(SOON)
@@ -354,7 +333,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
 
 
 def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
-    bridge: Bridge, client: PulsarClient, topic: str
+    bridge: Bridge, client: wire.PulsarClient, topic: str
 ) -> None:
     shared = f"persistent://public/default/{unique('fence')}"
     txn = begin(client, shared)
@@ -389,16 +368,16 @@ def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit
 HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
 
 
-def told_by_rest(bridge: Bridge, name: str) -> dict[TxnId, list[Any]]:
+def told_by_rest(bridge: Bridge, name: str) -> dict[wire.TxnId, list[Any]]:
     """What the REST interface says of each transaction on a topic: of its message, of its marker there, and itself."""
     rest, path, deadline = cluster_of(bridge).rest, path_of(name), Deadline(SOON)
     assert rest is not None
     stats = rest.get(f"/admin/v2/{path}/internalStats", deadline)
     (ledger,) = [each["ledgerId"] for each in stats["ledgers"]]
-    told: dict[TxnId, list[Any]] = {}
+    told: dict[wire.TxnId, list[Any]] = {}
     for entry in range(stats["currentLedgerEntries"]):
         found = rest.headers(f"/admin/v2/{path}/ledger/{ledger}/entry/{entry}", deadline)
-        txn = TxnId(int(found["x-pulsar-txnid-most-bits"]), int(found["x-pulsar-txnid-least-bits"]))
+        txn = wire.TxnId(int(found["x-pulsar-txnid-most-bits"]), int(found["x-pulsar-txnid-least-bits"]))
         told.setdefault(txn, []).append([found.get(f"x-pulsar-{what}") for what in HEADERS])
     buffered = f"/admin/v3/transactions/transactionInBufferStats/{name.removeprefix('persistent://')}"
     for txn, all_told in told.items():
@@ -407,16 +386,26 @@ def told_by_rest(bridge: Bridge, name: str) -> dict[TxnId, list[Any]]:
 
 
 def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours_does_not(
-    bridge: Bridge, client: PulsarClient, pulsar_broker: brokers.Pulsar, topic: str, monkeypatch: pytest.MonkeyPatch
+    bridge: Bridge,
+    client: wire.PulsarClient,
+    pulsar_broker: brokers.Pulsar,
+    topic: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A coordinator that was never told of a topic does what one does that forgets it while it is unloaded."""
-    name, register = concrete(topic), Transactions.register
+    name, register = concrete(topic), wire.Transactions.register
 
-    def not_that(self: Transactions, txn: TxnId, timeout: float, topics: Any = (), subscriptions: Any = ()) -> None:
+    def not_that(
+        self: wire.Transactions, txn: wire.TxnId, timeout: float, topics: Any = (), subscriptions: Any = ()
+    ) -> None:
         register(self, txn, timeout, [each for each in topics if each != name], subscriptions)
 
-    with monkeypatch.context() as patch, next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
-        patch.setattr(Transactions, "register", not_that)
+    with (
+        monkeypatch.context() as patch,
+        next_commit(bridge, Outcome.UNKNOWN),
+        pytest.raises(errors.OutcomeUnknown) as caught,
+    ):
+        patch.setattr(wire.Transactions, "register", not_that)
         with bridge.transaction() as txn:
             txn.send(topic, b"committed")
     token = str(caught.value.token)
@@ -446,7 +435,7 @@ MUCH_LATER_SECONDS = 20
 def left_open(broker: brokers.Pulsar) -> str:
     """The topic of a transaction whose process is gone."""
     name = f"persistent://public/default/{unique('topic')}"
-    with PulsarClient(service(broker)) as client:
+    with wire.PulsarClient(service(broker)) as client:
         send_in(client, name, begin(client, name, ttl_ms=LEFT_OPEN_SECONDS * 1000), b"left open")
     return name
 
@@ -465,7 +454,7 @@ def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bri
     broker = start_pulsar()
     name = left_open(broker)
     broker.restart()
-    with PulsarClient(service(broker)) as client:
+    with wire.PulsarClient(service(broker)) as client:
         assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) is None
         with connect_to(broker.url, broker.admin_url):  # sooner than its watch has its first turn
             assert read_all(client, name, patience=CONNECT_EVERY_SECONDS / 2) == []
@@ -480,7 +469,7 @@ def test_after_a_restart_the_time_of_dead_processes_runs_because_a_bridge_that_d
     with connect_to(broker.url, broker.admin_url):
         name = left_open(broker)
         broker.restart()
-        with PulsarClient(service(broker)) as client:
+        with wire.PulsarClient(service(broker)) as client:
             assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) == []
 
 
@@ -503,7 +492,7 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
             txn.send_many(topic, values[10_000:])
         assert txn.outcome is Outcome.COMMITTED
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
-        with PulsarClient(service(broker)) as client:
+        with wire.PulsarClient(service(broker)) as client:
             assert read_all(client, concrete(topic)) == [b"prepared", *values]
 
 
@@ -522,7 +511,7 @@ def test_what_tells_the_truth_outlives_the_inactivity_for_which_a_naive_topic_is
             txn.send(topic, b"1")
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
         fence = fence_topic(bridge)
-    with PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as onlooker:
+    with wire.PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as onlooker:
         naive = f"persistent://public/default/{unique('naive')}"
         send_in(client, naive, None, b"a record of the greatest importance")
         topics = cluster_of(onlooker).topics
@@ -541,8 +530,8 @@ def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_t
     with connect_to(broker.url, broker.admin_url) as bridge:
         unread, grouped = new_topic(bridge), new_topic(bridge)
         naive = f"persistent://public/default/{unique('naive')}"
-        with PulsarClient(service(broker)) as client:
-            client.subscribe(concrete(grouped), "group", timeout=SOON, start=EARLIEST).close(SOON)
+        with wire.PulsarClient(service(broker)) as client:
+            client.subscribe(concrete(grouped), "group", timeout=SOON, start=wire.EARLIEST).close(SOON)
             number = begin(client, naive)
             send_in(client, naive, number, *values)
         with bridge.transaction() as txn:
@@ -551,7 +540,7 @@ def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_t
             flush(txn)
             broker.restart()
         assert txn.outcome is Outcome.COMMITTED
-        with PulsarClient(service(broker)) as client:
+        with wire.PulsarClient(service(broker)) as client:
             client.create_producer(naive, timeout=SOON).close(SOON)  # whoever uses a topic has it loaded
             for name in (naive, concrete(unread), concrete(grouped)):
                 admin(broker, "POST", f"{path_of(name)}/trim")  # as brokers do by themselves every two minutes
@@ -571,10 +560,10 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_aske
     start_pulsar: StartPulsar,
 ) -> None:
     broker = start_pulsar(settings={"maxActiveTransactionsPerCoordinator": "1"})
-    with PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as bridge:
+    with wire.PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as bridge:
         topic = new_topic(bridge)
         first = client.transactions.begin(60_000, SOON)
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             with bridge.transaction(timeout=0.5) as txn:
                 txn.send(topic, b"never")
         with ThreadPoolExecutor(2) as pool:
@@ -583,6 +572,6 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_aske
             time.sleep(1)  # both have asked
             client.transactions.end(first, False, SOON)
             ours.result(SOON)
-            with pytest.raises(RequestTimedOut):
+            with pytest.raises(wire.RequestTimedOut):
                 naive.result()
         assert read_all(client, concrete(topic)) == [b"1"]

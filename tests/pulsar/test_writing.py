@@ -28,19 +28,7 @@ from tests.pulsar.writing_kit import (
     unique,
     writer_of,
 )
-from txnbridge import (
-    Bridge,
-    Conflict,
-    DeadlineExceeded,
-    DeliveryFailed,
-    Event,
-    InvalidOption,
-    NotFound,
-    Outcome,
-    OutcomeUnknown,
-    TokenState,
-    TransactionAborted,
-)
+from txnbridge import Bridge, Event, Outcome, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import listening, recorded
 
@@ -121,11 +109,11 @@ def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"before")
-        with pytest.raises(InvalidOption, match="larger"):
+        with pytest.raises(errors.InvalidOption, match="larger"):
             txn.send(topic, b"x" * 5_000_001)
-        with pytest.raises(InvalidOption, match="timestamp"):
+        with pytest.raises(errors.InvalidOption, match="timestamp"):
             txn.send(topic, b"x", timestamp=-1)
-        with pytest.raises(NotFound):
+        with pytest.raises(errors.NotFound):
             txn.send(topic, b"x", partition=7)
         txn.send(topic, b"after")
     assert read_all(client, concrete(topic)) == [b"before", b"after"]
@@ -227,7 +215,7 @@ def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(
     topic = new_topic(other)
     with bridge.transaction(timeout=30) as first:
         first.send(topic, b"1")
-    with pytest.raises(OutcomeUnknown) as caught:
+    with pytest.raises(errors.OutcomeUnknown) as caught:
         with bridge.transaction() as txn:
             txn.send(topic, b"2")
             flush(txn)
@@ -243,7 +231,7 @@ def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(
 def test_a_transaction_whose_time_is_over_at_the_broker_is_told_so(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
-    with pytest.raises(TransactionAborted, match="ended the transaction"):
+    with pytest.raises(errors.TransactionAborted, match="ended the transaction"):
         with bridge.transaction() as txn:
             txn.send(topic, b"never")
             client.transactions.end(flush(txn), False, SOON)  # as its coordinator does when the time is over
@@ -254,7 +242,7 @@ def test_a_transaction_whose_time_is_over_at_the_broker_is_told_so(open_bridge: 
 def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, second = new_topic(bridge), new_topic(bridge)
-    with pytest.raises(TransactionAborted):
+    with pytest.raises(errors.TransactionAborted):
         with bridge.transaction() as txn:
             txn.send(topic, b"never")
             client.transactions.end(flush(txn), False, SOON)
@@ -272,7 +260,7 @@ def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile
     send(bridge, source, b"1")
     with bridge.consumer(source, unique("group")) as consumer:
         messages = take(consumer, 1)
-        with pytest.raises(Conflict if left else DeadlineExceeded):
+        with pytest.raises(errors.Conflict if left else errors.DeadlineExceeded):
             with bridge.transaction(timeout=0.7) as txn:
                 txn.send(target, b"never")
                 txn.ack(messages)
@@ -296,7 +284,7 @@ def test_an_acknowledgement_that_comes_after_the_end_does_not_hold_its_message_b
         send(bridge, source, value)
     with bridge.consumer(source, unique("group")) as consumer:
         first, second = take(consumer, 2)
-        with pytest.raises(TransactionAborted, match="ended the transaction"):
+        with pytest.raises(errors.TransactionAborted, match="ended the transaction"):
             with bridge.transaction() as txn:
                 txn.ack(first)
                 client.transactions.end(flush(txn), False, SOON)
@@ -345,7 +333,7 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
         first.send(topic, b"1")
     admin(pulsar_broker, "POST", f"{path_of(concrete(topic, None))}/deduplicationEnabled", body=False)
     eventually(lambda: not cluster_of(bridge).topics.deduplicates(concrete(topic), Deadline(SOON)), "it is off")
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(errors.DeliveryFailed):
         with bridge.transaction() as txn:
             txn.send(topic, b"2")
             flush(txn)

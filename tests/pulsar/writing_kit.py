@@ -9,16 +9,9 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from txnbridge_conformance import brokers, faults
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.open_transactions import list_open
 from txnbridge_pulsar.broker import PulsarBroker
-from txnbridge_pulsar.client import (
-    InvalidTransactionStatus,
-    PulsarClient,
-    Single,
-    TransactionNotFound,
-    TxnId,
-    full_topic_name,
-)
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.outcome import TokenEvidence
 from txnbridge_pulsar.write.fence import last_fence_record
@@ -67,7 +60,7 @@ def writer_of(txn: Transaction) -> PulsarWriter:
     return txn._writer
 
 
-def flush(txn: Transaction) -> TxnId:
+def flush(txn: Transaction) -> wire.TxnId:
     """Let the broker have all of it, and the transaction stay open; its number."""
     writer = writer_of(txn)
     writer.flush(txn._begin.deadline)
@@ -116,7 +109,7 @@ def end_all(broker: brokers.Pulsar) -> None:
     connection = Connection(broker.url, admin_url=broker.admin_url)
     try:
         for found in list_open(open_cluster(connection), Deadline(SOON)):
-            with suppress(TransactionNotFound, InvalidTransactionStatus):
+            with suppress(wire.TransactionNotFound, wire.InvalidTransactionStatus):
                 connection.client.transactions.end(found.txn, False, SOON)
     finally:
         connection.close()
@@ -124,18 +117,18 @@ def end_all(broker: brokers.Pulsar) -> None:
 
 def concrete(topic: str, partition: int | None = 0) -> str:
     """One partition's full name."""
-    full = full_topic_name(topic)
+    full = wire.full_topic_name(topic)
     return full if partition is None else f"{full}-partition-{partition}"
 
 
-def read_all(client: PulsarClient, topic: str, patience: float = SOON) -> list[bytes | None] | None:
+def read_all(client: wire.PulsarClient, topic: str, patience: float = SOON) -> list[bytes | None] | None:
     """What a reader of the wire client sees of a concrete topic up to now; None if something holds it back.
 
     A plain message written behind all that is there tells: once it can be read, everything before it has been.
     """
     mark = secrets.token_bytes(12)
     producer = client.create_producer(topic, timeout=SOON)
-    producer.send(Single(mark), timeout=SOON).result(SOON)
+    producer.send(wire.Single(mark), timeout=SOON).result(SOON)
     producer.close(SOON)
     reader = client.read(topic, timeout=SOON)
     found: list[bytes | None] = []

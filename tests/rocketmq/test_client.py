@@ -7,15 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
+from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.errors import (
-    Disconnected,
-    ErrorResponse,
-    RemotingError,
-    ResponseTimeout,
-    Unreachable,
-)
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, members
 from txnbridge_rocketmq.client.send_requests import CheckBack
@@ -93,7 +87,7 @@ def test_a_broker_is_found_by_its_name_and_asked_for_once(cluster, client):
 
 
 def test_a_broker_that_nobody_knows_is_unreachable(client):
-    with pytest.raises(Unreachable, match="no master of broker b") as caught:
+    with pytest.raises(errors.Unreachable, match="no master of broker b") as caught:
         client.call("b", echo(), LONG)
     assert not caught.value.may_have_had_effect
 
@@ -118,7 +112,7 @@ def test_a_broker_that_moved_is_found_again(cluster, client):
     def asked_again() -> bool:
         try:
             said.append(client.call("a", echo(), LONG))
-        except RemotingError:
+        except errors.RemotingError:
             return False
         return True
 
@@ -140,7 +134,7 @@ def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):
 def test_without_any_name_server_the_last_reason_is_told():
     with FakeBroker() as gone:
         pass
-    with RemotingClient([gone.address, gone.address]) as client, pytest.raises(Unreachable, match=gone.address):
+    with RemotingClient([gone.address, gone.address]) as client, pytest.raises(errors.Unreachable, match=gone.address):
         client.brokers(LONG)
 
 
@@ -154,17 +148,17 @@ def test_what_is_no_name_server_is_refused(addresses):
 
 
 def test_nothing_is_repeated_by_itself(cluster, client):
-    with pytest.raises(ErrorResponse, match="PCBUSY") as caught:
+    with pytest.raises(errors.ErrorResponse, match="PCBUSY") as caught:
         client.call("a", echo(2), LONG)
     assert not caught.value.may_have_had_effect
-    with pytest.raises(ResponseTimeout):
+    with pytest.raises(errors.ResponseTimeout):
         client.call("a", members("g"), SHORT)
     assert len(cluster.requests(9002)) == len(cluster.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) == 1
 
 
 def test_a_call_ends_by_its_time_wherever_it_waits(cluster):
     with FakeBroker(reads=False) as silent, RemotingClient([silent.address]) as client:
-        with within(SHORT), pytest.raises(ResponseTimeout):
+        with within(SHORT), pytest.raises(errors.ResponseTimeout):
             client.call("a", echo(), SHORT)
 
 
@@ -180,7 +174,7 @@ def test_many_threads_that_submit_first_share_one_connection(cluster, client):
 
 def test_requests_to_several_brokers_are_sent_at_once_and_one_that_is_unknown_fails_alone(cluster, client):
     unknown, done, busy = client.call_all([("b", echo()), ("a", echo()), ("a", echo(2))], LONG)
-    assert (type(unknown), done, type(busy)) == (Unreachable, "done", ErrorResponse)
+    assert (type(unknown), done, type(busy)) == (errors.Unreachable, "done", errors.ErrorResponse)
 
 
 def test_closing_ends_what_waits_and_every_thread(cluster):
@@ -191,9 +185,9 @@ def test_closing_ends_what_waits_and_every_thread(cluster):
     assert len(our_threads(before)) == 3  # the connection with check-backs, heartbeats, callbacks
     client.close()
     client.close()
-    with pytest.raises(Disconnected):
+    with pytest.raises(errors.Disconnected):
         call.result()
-    with pytest.raises(RemotingError, match="closed"):
+    with pytest.raises(errors.RemotingError, match="closed"):
         client.call("a", echo(), LONG)
     assert our_threads(before) == []
 
@@ -243,7 +237,7 @@ def test_heartbeats_go_on(cluster):
 
 def test_joining_fails_if_no_broker_can_be_told(cluster, client):
     cluster.broker.close()
-    with pytest.raises(Unreachable):
+    with pytest.raises(errors.Unreachable):
         client.join(SHOP, LONG)
 
 

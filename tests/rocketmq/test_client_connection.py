@@ -11,17 +11,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
-from txnbridge_rocketmq.client.errors import (
-    Disconnected,
-    ErrorResponse,
-    NotDurable,
-    ProtocolViolation,
-    RemotingError,
-    ResponseTimeout,
-    Unreachable,
-)
 from txnbridge_rocketmq.client.frames import RemotingCommand
 
 from tests.in_time import GRACE, within
@@ -86,7 +78,7 @@ def test_many_threads_share_a_connection():
 def test_a_refusal_carries_code_remark_and_what_was_asked(connection, peer):
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), ResponseCode.TOPIC_NOT_EXIST, remark="topic[x] not exist")
-    with pytest.raises(ErrorResponse, match=r"echo 1: TOPIC_NOT_EXIST \(17\), topic\[x\] not exist") as caught:
+    with pytest.raises(errors.ErrorResponse, match=r"echo 1: TOPIC_NOT_EXIST \(17\), topic\[x\] not exist") as caught:
         call.result()
     assert (caught.value.code, caught.value.remark) == (17, "topic[x] not exist")
     assert not caught.value.may_have_had_effect
@@ -108,7 +100,7 @@ def test_a_refusal_carries_code_remark_and_what_was_asked(connection, peer):
 def test_a_refusal_says_whether_it_may_have_had_effect(connection, peer, code, effect):
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), code)
-    with pytest.raises(ErrorResponse) as caught:
+    with pytest.raises(errors.ErrorResponse) as caught:
         call.result()
     assert caught.value.may_have_had_effect is effect
 
@@ -116,10 +108,10 @@ def test_a_refusal_says_whether_it_may_have_had_effect(connection, peer, code, e
 @pytest.mark.parametrize(
     "error",
     [
-        RemotingError("x", may_have_had_effect=True),
-        ErrorResponse(17, "no", "asking"),
-        NotDurable(10, "slow", "sending", "AB"),
-        ResponseTimeout("late"),
+        errors.RemotingError("x", may_have_had_effect=True),
+        errors.ErrorResponse(17, "no", "asking"),
+        errors.NotDurable(10, "slow", "sending", "AB"),
+        errors.ResponseTimeout("late"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -132,7 +124,7 @@ def test_errors_survive_pickling(error):
 
 
 def test_a_call_ends_by_its_time_and_may_have_had_effect(connection, peer):
-    with within(SHORT), pytest.raises(ResponseTimeout, match="did not answer") as caught:
+    with within(SHORT), pytest.raises(errors.ResponseTimeout, match="did not answer") as caught:
         connection.call(echo(), SHORT)
     assert caught.value.may_have_had_effect
     assert connection.is_open
@@ -143,12 +135,12 @@ def test_a_call_that_nobody_waits_for_ends_by_its_time_too(connection, peer):
     call = connection.submit(echo(), SHORT)
     call.when_done(lambda _: ended.set())
     assert ended.wait(SHORT + GRACE)
-    with pytest.raises(ResponseTimeout):
+    with pytest.raises(errors.ResponseTimeout):
         call.result()
 
 
 def test_an_answer_that_comes_late_is_nobodys(connection, peer):
-    with pytest.raises(ResponseTimeout):
+    with pytest.raises(errors.ResponseTimeout):
         connection.call(echo(1), SHORT)
     call = connection.submit(echo(2), LONG)
     peer.answer(peer.next(), remark="late")
@@ -160,7 +152,7 @@ def test_no_more_requests_are_in_flight_than_allowed(broker):
     connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=3))
     peer = broker.peer()
     calls = [connection.submit(echo(number), LONG) for number in range(3)]
-    with pytest.raises(ResponseTimeout, match="too many") as caught:
+    with pytest.raises(errors.ResponseTimeout, match="too many") as caught:
         connection.submit(echo(), SHORT)
     assert not caught.value.may_have_had_effect
     peer.answer(peer.next(), remark="done")
@@ -172,14 +164,14 @@ def test_no_more_requests_are_in_flight_than_allowed(broker):
 def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
     connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=1))
     peer = broker.peer()
-    with pytest.raises(ResponseTimeout):
+    with pytest.raises(errors.ResponseTimeout):
         connection.call(echo(), SHORT)
     peer.next()
     with pytest.raises(ValueError, match="more than"):
         connection.submit(echo(body=bytes(17 << 20)), LONG)
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), 1)
-    with pytest.raises(ErrorResponse):
+    with pytest.raises(errors.ErrorResponse):
         call.result()
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), remark="last")
@@ -190,9 +182,9 @@ def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
 def test_a_connection_that_has_fallen_silent_is_given_up(broker):
     connection = RemotingConnection(broker.address, LONG, ConnectionSettings(silence_seconds=SHORT))
     other = connection.submit(echo(), LONG)
-    with pytest.raises(ResponseTimeout):
+    with pytest.raises(errors.ResponseTimeout):
         connection.call(echo(), SHORT)
-    with pytest.raises(Disconnected, match="sends nothing any more") as caught:
+    with pytest.raises(errors.Disconnected, match="sends nothing any more") as caught:
         other.result()
     assert caught.value.may_have_had_effect
     connection.close()
@@ -204,14 +196,14 @@ def test_a_connection_that_has_fallen_silent_is_given_up(broker):
 def test_nobody_listening_is_unreachable():
     with FakeBroker() as gone:
         pass
-    with pytest.raises(Unreachable, match=gone.address) as caught:
+    with pytest.raises(errors.Unreachable, match=gone.address) as caught:
         RemotingConnection(gone.address, LONG)
     assert not caught.value.may_have_had_effect
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1"])
 def test_what_is_no_address_is_unreachable(address):
-    with pytest.raises(Unreachable, match="host:port"):
+    with pytest.raises(errors.Unreachable, match="host:port"):
         RemotingConnection(address, LONG)
 
 
@@ -220,10 +212,10 @@ def test_a_lost_connection_ends_every_call_and_may_have_had_effect(connection, p
     peer.next()
     peer.hang_up()
     for call in calls:
-        with pytest.raises(Disconnected) as caught:
+        with pytest.raises(errors.Disconnected) as caught:
             call.result()
         assert caught.value.may_have_had_effect
-    with pytest.raises(Disconnected) as caught:
+    with pytest.raises(errors.Disconnected) as caught:
         connection.submit(echo(), LONG)
     assert not caught.value.may_have_had_effect
 
@@ -232,7 +224,7 @@ def test_an_answer_that_breaks_off_is_a_lost_connection(connection, peer):
     call = connection.submit(echo(), LONG)
     peer.send(frame(0, peer.next().opaque, ANSWER, body=bytes(1000))[:-1])
     peer.hang_up()
-    with pytest.raises(Disconnected):
+    with pytest.raises(errors.Disconnected):
         call.result()
 
 
@@ -244,7 +236,7 @@ def test_closing_ends_every_call_and_the_thread(broker):
     assert len(our_threads(before)) == 1
     connection.close()
     connection.close()
-    with pytest.raises(Disconnected, match="was closed"):
+    with pytest.raises(errors.Disconnected, match="was closed"):
         call.result()
     assert our_threads(before) == []
 
@@ -255,7 +247,7 @@ def test_closing_ends_every_call_and_the_thread(broker):
 def test_garbage_ends_the_connection_and_every_call(connection, peer, garbage):
     call = connection.submit(echo(), LONG)
     peer.send(garbage)
-    with pytest.raises(ProtocolViolation) as caught:
+    with pytest.raises(errors.ProtocolViolation) as caught:
         call.result()
     assert caught.value.may_have_had_effect
     assert becomes_true(lambda: not connection.is_open)
@@ -286,11 +278,13 @@ def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
         calls: list[Call[str]] = []
         ended: list[Call[str]] = []
         for _ in deeds:
-            with contextlib.suppress(ResponseTimeout, Disconnected):  # no slot is free, or the connection is closed
+            with contextlib.suppress(
+                errors.ResponseTimeout, errors.Disconnected
+            ):  # no slot is free, or the connection is closed
                 calls.append(connection.submit(echo(), SHORT))
                 calls[-1].when_done(ended.append)
         for call in calls:
-            with contextlib.suppress(RemotingError):
+            with contextlib.suppress(errors.RemotingError):
                 call.result()
         assert becomes_true(lambda: sorted(map(id, ended)) == sorted(map(id, calls)))
         assert connection._waiting == {}
@@ -360,7 +354,7 @@ def test_what_the_broker_asks_is_handed_on_and_can_be_answered(broker):
 
 def test_nothing_of_a_body_or_field_shows_in_errors_and_reprs(connection, peer):
     call = connection.submit(echo(body=b"s3cret"), SHORT)
-    with pytest.raises(ResponseTimeout) as caught:
+    with pytest.raises(errors.ResponseTimeout) as caught:
         call.result()
     assert (
         "s3cret"

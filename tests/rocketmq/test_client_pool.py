@@ -11,18 +11,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.client import _start as start_thread
 from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import ConnectionSettings
-from txnbridge_rocketmq.client.errors import (
-    Disconnected,
-    ErrorResponse,
-    ProtocolViolation,
-    RemotingError,
-    ResponseTimeout,
-    Unreachable,
-)
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.pool import MOST_CONNECTIONS, BlockingPool
 
@@ -72,7 +65,7 @@ def test_requests_that_are_sent_together_are_answered_in_any_order(pool, broker)
         else:
             peer.answer(command, remark=str(command.code))
     refused = exchange.results()[3]
-    assert isinstance(refused, ErrorResponse) and not refused.may_have_had_effect
+    assert isinstance(refused, errors.ErrorResponse) and not refused.may_have_had_effect
     assert exchange._connection.is_open
     answered(pool, broker, peer)
 
@@ -87,7 +80,7 @@ def test_a_call_starts_no_thread_and_opens_a_connection_only_once(pool, broker):
 
 def test_no_more_connections_are_open_than_allowed(pool, broker):
     exchanges = [pool.begin([echo()], time.monotonic() + LONG) for _ in range(2)]
-    with within(SHORT), pytest.raises(ResponseTimeout, match="too many") as caught:
+    with within(SHORT), pytest.raises(errors.ResponseTimeout, match="too many") as caught:
         ask(pool, timeout=SHORT)
     assert not caught.value.may_have_had_effect
     for exchange in exchanges:
@@ -138,7 +131,7 @@ def test_a_deadline_before_the_whole_response_closes_the_connection(pool, broker
     with within(SHORT):
         fine, late = exchange.results()
     assert fine == "fine"
-    assert isinstance(late, ResponseTimeout) and late.may_have_had_effect and "did not answer" in str(late)
+    assert isinstance(late, errors.ResponseTimeout) and late.may_have_had_effect and "did not answer" in str(late)
     assert answered(pool, broker) is not peer
 
 
@@ -157,13 +150,13 @@ def test_a_connection_that_fails_takes_the_idle_ones_with_it(pool, broker):
         peer.answer(peer.next())
     assert [exchange.results() for exchange in exchanges] == [[""], [""]]
     (failed,) = ask(pool, timeout=SHORT)
-    assert isinstance(failed, ResponseTimeout)
+    assert isinstance(failed, errors.ResponseTimeout)
     assert not pool._connections
 
 
 @pytest.mark.parametrize(
     ("deed", "error"),
-    [(lambda peer: peer.hang_up(), Disconnected), (lambda peer: peer.send(b"HTTP"), ProtocolViolation)],
+    [(lambda peer: peer.hang_up(), errors.Disconnected), (lambda peer: peer.send(b"HTTP"), errors.ProtocolViolation)],
 )
 def test_a_connection_that_ends_or_speaks_something_else_fails_its_requests_alone(pool, broker, deed, error):
     one, other = (pool.begin([echo(number)], time.monotonic() + LONG) for number in (1, 2))
@@ -187,7 +180,7 @@ def test_an_interrupt_closes_the_connection(pool, broker, monkeypatch):
 def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
     """A signal handler's exception comes behind a call, before its caller has what the call returns."""
 
-    def ask(client: RemotingClient) -> list[str | RemotingError]:
+    def ask(client: RemotingClient) -> list[str | errors.RemotingError]:
         return client.call_all([("b", echo())], LONG)
 
     with FakeBroker(back) as broker:
@@ -215,7 +208,7 @@ def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_conn
         return client.submit("b", echo(), LONG).result()
 
     def answers() -> bool:
-        with suppress(Disconnected):  # the interrupt has closed the connection, and its thread does not know yet
+        with suppress(errors.Disconnected):  # the interrupt has closed the connection, and its thread does not know yet
             return client.submit("b", echo(), 5.0).result() == ""
         return False
 
@@ -235,9 +228,9 @@ def test_closing_ends_what_waits_and_what_is_idle(pool, broker):
     threading.Timer(SHORT, pool.close).start()
     with within(SHORT):
         (closed,) = first.results()
-    assert isinstance(closed, Disconnected) and "was closed" in str(closed) and closed.may_have_had_effect
+    assert isinstance(closed, errors.Disconnected) and "was closed" in str(closed) and closed.may_have_had_effect
     assert not pool._connections
-    with pytest.raises(Unreachable, match="closed"):
+    with pytest.raises(errors.Unreachable, match="closed"):
         ask(pool)
 
 
@@ -245,7 +238,7 @@ def test_closing_ends_what_waits_and_what_is_idle(pool, broker):
 def test_a_broker_that_reads_nothing_holds_nobody_past_their_time(server, trusting, encrypted):  # noqa: F811
     with FakeBroker(tls=server if encrypted else None, reads=False) as broker:
         pool = BlockingPool(broker.address, ConnectionSettings(tls=trusting if encrypted else None))
-        with within(1), pytest.raises(ResponseTimeout, match="no time was left") as caught:
+        with within(1), pytest.raises(errors.ResponseTimeout, match="no time was left") as caught:
             pool.begin([echo(body=bytes(15 << 20))], time.monotonic() + 1)
         assert not caught.value.may_have_had_effect  # the broker never gets the whole frame
         pool.close()
@@ -271,9 +264,9 @@ def test_whatever_a_broker_does_every_request_ends_in_time_and_makes_room(deeds,
         pool = BlockingPool(broker.address, ConnectionSettings(), most=1)
         for _ in range(0, len(deeds), at_once):
             results: list[object] = []
-            with suppress(RemotingError):  # the broker hung up before the request was sent
+            with suppress(errors.RemotingError):  # the broker hung up before the request was sent
                 results = ask(pool, *range(at_once), timeout=SHORT)
-            assert all(result == "" or isinstance(result, RemotingError) for result in results)
+            assert all(result == "" or isinstance(result, errors.RemotingError) for result in results)
         assert pool._slots.left == 1
         assert len(pool._connections) == len(pool._idle) <= 1
         pool.close()

@@ -29,18 +29,10 @@ from tests.log_faults import *  # noqa: F403
 from tests.log_live import *  # noqa: F403
 from tests.log_live import AnyName, outlive_kill_9
 from tests.rocketmq.kit import LONG, FakeBroker, cluster_for, settings_for, stored
-from txnbridge import Decision
+from txnbridge import Decision, errors
 from txnbridge._decisions.decisions import Decisions
 from txnbridge.cli import main
 from txnbridge.cli._common import ExitCode
-from txnbridge.errors import (
-    DeadlineExceeded,
-    EvidenceLost,
-    InvalidOption,
-    OutcomeUnknown,
-    PositionLost,
-    StorageFailed,
-)
 from txnbridge.spi import Deadline
 
 
@@ -110,7 +102,7 @@ def pausing(rocketmq_broker):
 
 @pytest.fixture
 def stalled():
-    return lambda used: [OutcomeUnknown]
+    return lambda used: [errors.OutcomeUnknown]
 
 
 class TestNames(AnyName):
@@ -126,7 +118,7 @@ def test_a_reading_that_begins_behind_the_end_finds_nothing(log):
 
 
 def test_an_application_whose_name_no_topic_can_have_is_refused(rocketmq_broker):
-    with pytest.raises(InvalidOption, match="1 to 127"):
+    with pytest.raises(errors.InvalidOption, match="1 to 127"):
         OpenLog(rocketmq_broker.url, "x" * 120)
 
 
@@ -215,7 +207,7 @@ LOST = {
 
 @pytest.mark.parametrize("pulls", LOST.values(), ids=LOST)
 def test_a_log_with_a_hole_is_not_read_over_it(pulls):
-    with trimmed(3, 8, pulls) as log, pytest.raises(PositionLost, match=r"has dropped record [345]"):
+    with trimmed(3, 8, pulls) as log, pytest.raises(errors.PositionLost, match=r"has dropped record [345]"):
         read(log, (3,))
 
 
@@ -245,7 +237,7 @@ def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_d
     """Without its replica the broker stores the record, and answers that it is not replicated."""
     append(log, b"0")
     settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
-    with pytest.raises(OutcomeUnknown, match=r"SLAVE_NOT_AVAILABLE|FLUSH_SLAVE_TIMEOUT|IN_SYNC"):
+    with pytest.raises(errors.OutcomeUnknown, match=r"SLAVE_NOT_AVAILABLE|FLUSH_SLAVE_TIMEOUT|IN_SYNC"):
         log.append(b"1", Deadline(LONG))
 
 
@@ -255,7 +247,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
     outlive_kill_9(broker, log, rounds=1)
     # This broker creates topics at the first message, with many queues. It must not create a deleted log so.
     delete_topic(log, "_txnbridge-log-kept")
-    takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
+    takes(0.5, errors.DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
     assert log.cluster.topics.existing_queues("_txnbridge-log-kept", Deadline(LONG)) == ()
 
 
@@ -278,14 +270,14 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
     while log.begin(Deadline(LONG)) == at[0]:
         deadline.check("waiting for the broker to drop the first file")
         time.sleep(0.5)
-    with pytest.raises(PositionLost):
+    with pytest.raises(errors.PositionLost):
         read(log, at[0])
     begin, end = bounds(log)
     assert at[0] < begin <= end == at[-1]
     left = read(log)
     assert [position for position, _ in left] == at[at.index(begin) :]
     # No process takes the log for a new one.
-    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+    with pytest.raises((errors.EvidenceLost, errors.OutcomeUnknown)):
         Decisions(log, timeout=20).claim("id", Decision.COMMIT)
 
 
@@ -300,7 +292,7 @@ def store_and_forget(peer, command):
 def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
     """Otherwise a commit that counts would be taken for one that was never claimed, and would be run again."""
     with log_on(store_and_forget) as log:
-        takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
+        takes(0.5, errors.OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
 
 
 # --- appends, by a broker that keeps a log in memory ------------------------------------------------------------------
@@ -407,7 +399,7 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
     append(log, b"0")
     delete_topic(log, topic)
     assert bounds(log) == (None, None)
-    error = takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
+    error = takes(0.5, errors.DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
     assert "the topic is missing" in str(error)
     assert log.cluster.topics.existing_queues(topic, Deadline(LONG)) == ()
 
@@ -419,9 +411,9 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
     old.claim("token", Decision.COMMIT, begin=begin)
     delete_topic(log, topic)
     opened(rocketmq_broker.url, name)
-    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+    with pytest.raises((errors.EvidenceLost, errors.OutcomeUnknown)):
         old.claim("more", Decision.COMMIT)
-    with pytest.raises(EvidenceLost, match="txnbridge log renew"):
+    with pytest.raises(errors.EvidenceLost, match="txnbridge log renew"):
         Decisions(opened(rocketmq_broker.url, name), timeout=20).open("owner")
     renew = ["log", "renew", "--url", rocketmq_broker.url, "--application", name]
     assert CliRunner().invoke(main, renew).exit_code == ExitCode.USAGE
@@ -432,11 +424,11 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
     for number in range(9):  # more records than a reader of the old log has read
         new = young.begin(opening=opening)
         assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
-    with pytest.raises(EvidenceLost, match="began it anew"):
+    with pytest.raises(errors.EvidenceLost, match="began it anew"):
         young.read("token", begin=begin)
     end = young._engine._log.end(Deadline(LONG))
     for call in (old.begin, lambda: old.open("owner"), lambda: old.claim("late", Decision.COMMIT, begin=begin)):
-        with pytest.raises(EvidenceLost):
+        with pytest.raises(errors.EvidenceLost):
             call()
     assert young._engine._log.end(Deadline(LONG)) == end
 
@@ -504,7 +496,7 @@ def test_a_name_outlives_the_topic_that_repeats_it(named, of_the_prefix, name):
 
 def test_of_two_names_none_is_believed(rocketmq_broker, named, of_the_prefix, name):
     rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
-    with pytest.raises(StorageFailed, match="several ids"):
+    with pytest.raises(errors.StorageFailed, match="several ids"):
         named(f"{name}-")
 
 
@@ -519,7 +511,9 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
     append(log, b"0")
     # The topic of the log is on both brokers, which is refused.
     broker.create_topic("_txnbridge-log-both", queues=1)
-    with pytest.raises(InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"):
+    with pytest.raises(
+        errors.InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"
+    ):
         OpenLog(broker.url, "both")
     broker.kill(1)
     with RemotingClient(settings_for(broker.url).name_servers) as client:
@@ -528,7 +522,7 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
             deadline.check("waiting until the name server forgets the broker")
             time.sleep(0.1)
     # A bridge that connects now knows the home broker, and uses it once it is up again.
-    takes(1, DeadlineExceeded, lambda deadline: OpenLog(broker.url, "home", deadline.seconds))
+    takes(1, errors.DeadlineExceeded, lambda deadline: OpenLog(broker.url, "home", deadline.seconds))
     broker.start(1)
     again = opened(broker.url, "home", 90)
     assert again.cluster.id == log.cluster.id

@@ -21,17 +21,7 @@ from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, same_hash, send
 from tests.rocketmq.kit import becomes_true
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    DeliveryFailed,
-    EvidenceLost,
-    InvalidOption,
-    InvalidToken,
-    OutcomeUnknown,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
 
 VALUES = [b"%d" % number for number in range(5)]
@@ -151,7 +141,7 @@ def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, faul
     writer = owner.begin()
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
-    with pytest.raises(AccessDenied if fault == ResponseCode.NO_PERMISSION else DeliveryFailed):
+    with pytest.raises(errors.AccessDenied if fault == ResponseCode.NO_PERMISSION else errors.DeliveryFailed):
         writer.commit(Deadline(60))
     answer_all(other, broker)
     assert broker.published == []
@@ -162,9 +152,9 @@ def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other,
     writer = owner.begin(hold=60)
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
-    with pytest.raises(AccessDenied if fault == ResponseCode.NO_PERMISSION else DeliveryFailed):
+    with pytest.raises(errors.AccessDenied if fault == ResponseCode.NO_PERMISSION else errors.DeliveryFailed):
         writer.prepare(Deadline(60))
-    with pytest.raises(InvalidToken, match="never prepared"):
+    with pytest.raises(errors.InvalidToken, match="never prepared"):
         finish(other, token_of(owner, 1, writer))
     answer_all(other, broker)
     assert broker.published == []
@@ -184,7 +174,7 @@ def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_ask
 def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(owner, other, broker, log):
     writer = stored(owner, timeout=0.01)
     log.append = refuse
-    with pytest.raises(OutcomeUnknown, match="after its deadline"):
+    with pytest.raises(errors.OutcomeUnknown, match="after its deadline"):
         writer.abort(Deadline(1))
     assert len(broker.open) == len(VALUES), "it may have been committed, as far as its owner can tell"
     del log.append
@@ -196,10 +186,10 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
 def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
     writer = stored(owner, number=1)
     lose_answers(log, stands)
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknown):
         writer.commit(Deadline(0.1))
     if not stands:
-        with pytest.raises(BrokerUnavailable, match=f"{owner.id}/x/1"):
+        with pytest.raises(errors.BrokerUnavailable, match=f"{owner.id}/x/1"):
             writer.reopen(Deadline(0.1))
     del log.append
     writer.reopen(Deadline(60))
@@ -217,7 +207,7 @@ def lose_answers(log: MemoryLog, stands: bool) -> None:
     def lose(record: bytes, deadline: Deadline | None = None) -> Any:
         if stands:
             append(record, deadline)
-        raise OutcomeUnknown("no answer")
+        raise errors.OutcomeUnknown("no answer")
 
     log.append = lose  # type: ignore[method-assign]
 
@@ -253,7 +243,7 @@ def test_a_transaction_is_refused_that_would_be_discarded_before_it_is_asked_abo
     if taken:
         send(writer, "a", b"1")
     else:
-        with pytest.raises(InvalidOption, match="discards halves after 50 s"):
+        with pytest.raises(errors.InvalidOption, match="discards halves after 50 s"):
             send(writer, "a", b"1")
     writer.abort(Deadline(60))
 
@@ -317,7 +307,7 @@ def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, br
     del log.append
     other.checks.answer([check])
     assert not broker.open
-    with pytest.raises(TxnBridgeError):
+    with pytest.raises(errors.TxnBridgeError):
         writer.commit(Deadline(60))
     assert broker.published == []
 
@@ -361,7 +351,7 @@ def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(own
 
 
 def refuse(record: bytes, deadline: Deadline) -> Any:
-    raise BrokerUnavailable("not now")
+    raise errors.BrokerUnavailable("not now")
 
 
 def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner, other, broker):
@@ -381,7 +371,7 @@ def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tel
 
     def away(deadline: Deadline) -> Any:
         looks["log"] += 1
-        raise ZeroDivisionError if looks["log"] == 1 else BrokerUnavailable("not now")
+        raise ZeroDivisionError if looks["log"] == 1 else errors.BrokerUnavailable("not now")
 
     log.end = away
     other.checks.start(Deadline(60))
@@ -560,7 +550,7 @@ def test_who_publishes_for_long_keeps_his_lock(owner, broker, log):
 def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
     token = prepared(owner)
     broker.halves.pop()
-    with pytest.raises(EvidenceLost, match="1 messages"):
+    with pytest.raises(errors.EvidenceLost, match="1 messages"):
         finish(other, token)
 
 
@@ -583,7 +573,7 @@ def test_a_process_that_has_decided_and_cannot_finish_is_told_how_it_is_decided(
     outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
     where = ".* publishing to a: " if code == RequestCode.END_TRANSACTION else ""
     told = f"transaction {token.transaction} is {outcome.value}, and{where}"
-    with pytest.raises(OutcomeUnknown if busy else AccessDenied, match=told):
+    with pytest.raises(errors.OutcomeUnknown if busy else errors.AccessDenied, match=told):
         finish(other, token, decision, 0.3 if busy else 60)
     broker.fault = lambda request: None
     assert finish(owner, token, Decision.COMMIT) is outcome
@@ -606,7 +596,7 @@ def test_past_its_hold_a_token_only_aborts(owner, other, broker):
 def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker):
     token = prepared(owner)
     once(broker, RequestCode.END_TRANSACTION, 0)
-    with pytest.raises(OutcomeUnknown, match=r"is committed, and .* proxy"):
+    with pytest.raises(errors.OutcomeUnknown, match=r"is committed, and .* proxy"):
         finish(other, token)
 
 
@@ -618,11 +608,11 @@ def swallow(broker: HalfBroker) -> None:
 def test_what_swallows_the_first_commit_of_its_owner_is_found_out_and_the_next_one_makes_it_good(owner, broker):
     swallow(broker)
     writer = written(owner)
-    with pytest.raises(OutcomeUnknown, match="proxy"):
+    with pytest.raises(errors.OutcomeUnknown, match="proxy"):
         writer.commit(Deadline(60))
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
     assert status(owner, token) is TokenState.UNKNOWN
-    with pytest.raises(BrokerUnavailable, match="proxy"):
+    with pytest.raises(errors.BrokerUnavailable, match="proxy"):
         writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     broker.fault = lambda request: None
     writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
@@ -635,7 +625,7 @@ def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(ow
     swallowed, lost = broker.fault, iter(["lose request"])
     broker.fault = lambda request: next(lost, 0) if swallowed(request) == 0 else None
     writer = written(owner)
-    with pytest.raises(OutcomeUnknown, match="proxy"):
+    with pytest.raises(errors.OutcomeUnknown, match="proxy"):
         writer.commit(Deadline(60))
 
 
@@ -644,10 +634,10 @@ def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next
     swallows = broker.fault
     writer = stored(owner)
     broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
-    with pytest.raises(OutcomeUnknown, match="it is committed"):
+    with pytest.raises(errors.OutcomeUnknown, match="it is committed"):
         writer.commit(Deadline(0.3))
     broker.fault = swallows
-    with pytest.raises(BrokerUnavailable, match="proxy"):
+    with pytest.raises(errors.BrokerUnavailable, match="proxy"):
         writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     broker.fault = lambda request: None
     writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
@@ -658,7 +648,7 @@ def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, othe
     writer = stored(owner)
     broker.late = True  # so that each message has to be looked up
     always(broker, RequestCode.QUERY_MESSAGE, int(ResponseCode.SYSTEM_ERROR))
-    with pytest.raises(OutcomeUnknown, match="it is committed, and may not be published"):
+    with pytest.raises(errors.OutcomeUnknown, match="it is committed, and may not be published"):
         writer.commit(Deadline(0.3))
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
     assert status(other, token, 0.3) is TokenState.UNKNOWN
@@ -686,7 +676,7 @@ def test_a_message_is_not_taken_for_missing_behind_more_such_ones_than_the_broke
     assert finish(owner, token) is Outcome.COMMITTED
     _, _, properties, _ = broker.published[0]
     broker.published += [("a", 1, {**properties, "UNIQ_KEY": same_hash(properties["UNIQ_KEY"])}, b"another")] * 64
-    with pytest.raises(EvidenceLost, match="same hash"):
+    with pytest.raises(errors.EvidenceLost, match="same hash"):
         finish(other, token)
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
@@ -733,7 +723,7 @@ def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owne
         first = pool.submit(owner.owner.prepare_writer, Deadline(30))
         assert appending.wait(30)
         try:
-            with pytest.raises(DeadlineExceeded, match="opened billing"):
+            with pytest.raises(errors.DeadlineExceeded, match="opened billing"):
                 owner.owner.prepare_writer(Deadline(0.1))
             assert not first.done()
         finally:
@@ -931,7 +921,7 @@ def live(process: Process, broker: HalfBroker, number: int, tokens: list[Token],
             writer = process.begin(number, timeout=0.1)
             send(writer, "a", *values)
             writer.commit(Deadline(0.3)) if act == "commit" else writer.abort(Deadline(0.3))
-    except TxnBridgeError:
+    except errors.TxnBridgeError:
         pass
 
 

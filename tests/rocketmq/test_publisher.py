@@ -17,16 +17,7 @@ from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 from tests.in_time import within
 from tests.rocketmq.kit import LONG, bodies, cluster_for
-from txnbridge.errors import (
-    AccessDenied,
-    DeadlineExceeded,
-    DeliveryFailed,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 
 
@@ -42,7 +33,7 @@ def publisher(rocketmq_broker):
 
     yield opened
     for publisher in publishers:
-        with suppress(TxnBridgeError):  # some have failed
+        with suppress(errors.TxnBridgeError):  # some have failed
             publisher.close(Deadline(1))
     for cluster in clusters:
         cluster.client.close()
@@ -132,13 +123,13 @@ def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_b
         send(plain, topic, b"2")  # after it
         proxy.cut()
         for _ in range(2):
-            with pytest.raises(DeliveryFailed, match="did not find"):
+            with pytest.raises(errors.DeliveryFailed, match="did not find"):
                 plain.flush(Deadline(LONG))
-        with pytest.raises(DeliveryFailed):
+        with pytest.raises(errors.DeliveryFailed):
             send(plain, topic, b"3")
         hold.release()
         hold.answered()
-        with pytest.raises(DeliveryFailed):
+        with pytest.raises(errors.DeliveryFailed):
             plain.close(Deadline(LONG))
     assert bodies(client, topic) == [b"0", b"1"]
 
@@ -162,7 +153,7 @@ def test_who_may_not_look_for_a_message_whose_answer_was_lost_hears_that(rocketm
         hold.answered()
         proxy.cut()
         hold.drop()
-        with pytest.raises(AccessDenied, match=r"did not respond for a message.*no right to Sub"):
+        with pytest.raises(errors.AccessDenied, match=r"did not respond for a message.*no right to Sub"):
             plain.flush(Deadline(5))
 
 
@@ -170,7 +161,7 @@ def test_a_message_that_is_not_as_safe_as_it_should_be_is_a_failure(publisher, t
     plain = publisher()
     settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
     send(plain, topic, b"1")
-    with pytest.raises(DeliveryFailed, match="not flushed or replicated"):
+    with pytest.raises(errors.DeliveryFailed, match="not flushed or replicated"):
         plain.flush(Deadline(LONG))
 
 
@@ -181,9 +172,9 @@ def test_nothing_hangs_while_the_broker_does(rocketmq_broker, publisher, topic, 
     try:
         send(plain, topic, b"1")
         for call in (plain.flush, plain.close):
-            with within(0.5), pytest.raises(DeadlineExceeded, match="1 messages"):
+            with within(0.5), pytest.raises(errors.DeadlineExceeded, match="1 messages"):
                 call(Deadline(0.5))
-        with pytest.raises(InvalidState):
+        with pytest.raises(errors.InvalidState):
             plain.flush(Deadline(1))
     finally:
         rocketmq_broker.resume()
@@ -197,7 +188,7 @@ def test_messages_wait_for_a_broker_that_is_away(start_rocketmq, publisher):
     send_all(plain, "kept", [b"0"])
     broker.kill()
     send(plain, "kept", b"1")
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         plain.flush(Deadline(0.5))
     broker.start()
     plain.flush(Deadline(90))
@@ -210,7 +201,7 @@ def test_there_is_room_for_a_bounded_number_of_messages(rocketmq_broker, publish
     send_all(plain, topic, [b"0"])
     rocketmq_broker.pause()
     try:
-        with pytest.raises(DeadlineExceeded, match="room"):
+        with pytest.raises(errors.DeadlineExceeded, match="room"):
             for number in range(3000):
                 send(plain, topic, b"%d" % number, seconds=0.3)
         assert 500 < number < 3000
@@ -221,11 +212,11 @@ def test_there_is_room_for_a_bounded_number_of_messages(rocketmq_broker, publish
 
 def test_a_missing_topic_or_partition_is_named(publisher, topic):
     plain = publisher()
-    with pytest.raises(NotFound, match="nowhere"):
+    with pytest.raises(errors.NotFound, match="nowhere"):
         send(plain, "nowhere", b"0")
-    with pytest.raises(NotFound, match="partition 1"):
+    with pytest.raises(errors.NotFound, match="partition 1"):
         send(plain, topic, b"0", partition=1)
-    with pytest.raises(NotFound, match="from 0"):
+    with pytest.raises(errors.NotFound, match="from 0"):
         send(plain, topic, b"0", partition=-1)
     send_all(plain, topic, [b"0"])
 
@@ -239,7 +230,7 @@ def test_a_missing_topic_is_created_where_that_is_allowed(publisher, client):
 
 def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, topic, client):
     plain = publisher()
-    with pytest.raises(InvalidOption, match="the broker takes 4194304"):
+    with pytest.raises(errors.InvalidOption, match="the broker takes 4194304"):
         send(plain, topic, b"x" * (4194304 + 1))
     largest = b"x" * 4194304
     send_all(plain, topic, [largest])
@@ -248,7 +239,7 @@ def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, t
 
 def test_a_sequence_is_refused(publisher, topic):
     plain = publisher()
-    with pytest.raises(NotSupported, match="sequence"):
+    with pytest.raises(errors.NotSupported, match="sequence"):
         send(plain, topic, b"0", sequence=0)
-    with pytest.raises(NotSupported, match="sequence"):
+    with pytest.raises(errors.NotSupported, match="sequence"):
         plain.last_sequence(topic, Deadline(LONG))

@@ -27,18 +27,7 @@ from tests.rocketmq.half_broker import same_hash
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import cluster_of, copies, flush, numbered, prepare, times_asked
-from txnbridge import (
-    AccessDenied,
-    Bridge,
-    BrokerUnavailable,
-    Capability,
-    DeliveryFailed,
-    Fenced,
-    InvalidOption,
-    Outcome,
-    OutcomeUnknown,
-    TokenState,
-)
+from txnbridge import Bridge, Capability, Outcome, TokenState, errors
 from txnbridge.spi import Deadline, Token
 from txnbridge.testing import Child
 
@@ -216,7 +205,7 @@ def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_co
     with open_bridge().transaction() as txn:
         for value in numbered(3):
             txn.send(one, value)
-        with pytest.raises(InvalidOption, match="at most 3"):
+        with pytest.raises(errors.InvalidOption, match="at most 3"):
             txn.send(one, b"refused")
     assert bodies(client, one) == numbered(3)
 
@@ -226,9 +215,9 @@ def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(one, b"1")
-        with pytest.raises(InvalidOption, match="bytes"):
+        with pytest.raises(errors.InvalidOption, match="bytes"):
             txn.send(one, b"x" * (4 * 1024 * 1024 + 1))
-        with pytest.raises(InvalidOption, match="headers"):
+        with pytest.raises(errors.InvalidOption, match="headers"):
             txn.send(one, b"2", headers={"h": "x" * 40_000})
     assert bodies(client, one) == [b"1"]
 
@@ -241,7 +230,7 @@ def test_a_transaction_that_may_outlive_its_halves_is_refused(
     with bridge.transaction(timeout=4) as txn:
         txn.send(one, b"1")
     with bridge.transaction(timeout=10) as txn:
-        with pytest.raises(InvalidOption, match="transactionCheckMax"):
+        with pytest.raises(errors.InvalidOption, match="transactionCheckMax"):
             txn.send(one, b"2")
         txn.abort()
 
@@ -254,7 +243,7 @@ def test_a_newer_owner_shuts_out_the_older_in_the_middle_of_a_transaction(
 ) -> None:
     id = unique("owner")
     older = open_bridge(transactional_id=id)
-    with pytest.raises(Fenced), older.transaction() as txn:
+    with pytest.raises(errors.Fenced), older.transaction() as txn:
         txn.send(one, b"zombie")
         newer = open_bridge(transactional_id=id)
     assert txn.outcome is Outcome.ABORTED
@@ -312,7 +301,7 @@ def test_a_message_whose_answer_is_lost_aborts_all(
     by_proxy = open_bridge(proxy.url)
     with by_proxy.transaction() as txn:
         txn.send(one, b"first")
-    with pytest.raises(DeliveryFailed), by_proxy.transaction() as txn:
+    with pytest.raises(errors.DeliveryFailed), by_proxy.transaction() as txn:
         txn.send(one, b"never")
         flush(txn)
         txn.send(two, b"never")
@@ -327,7 +316,7 @@ def test_a_message_whose_answer_is_lost_aborts_all(
 def test_a_message_that_is_plainly_refused_aborts_all(
     bridge: Bridge, settings: Callable[..., None], client: RemotingClient, one: str, two: str
 ) -> None:
-    with pytest.raises(AccessDenied, match="sending a message"), bridge.transaction() as txn:
+    with pytest.raises(errors.AccessDenied, match="sending a message"), bridge.transaction() as txn:
         txn.send(one, b"never")
         flush(txn)
         settings(rejectTransactionMessage="true")
@@ -345,7 +334,7 @@ def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
     with bridge.transaction() as txn:
         txn.send(one, b"first")
     try:
-        with pytest.raises(DeliveryFailed, match="did not respond"), bridge.transaction(timeout=2) as txn:
+        with pytest.raises(errors.DeliveryFailed, match="did not respond"), bridge.transaction(timeout=2) as txn:
             txn.send(one, b"never")
             rocketmq_broker.pause()
             assert becomes_true(lambda: is_silent(client, one))  # its threads do not all stop at once
@@ -367,7 +356,7 @@ def is_silent(client: RemotingClient, topic: str) -> bool:
 
 
 def test_a_message_that_is_stored_but_not_as_asked_aborts_all(bridge: Bridge, client: RemotingClient, one: str) -> None:
-    with pytest.raises(DeliveryFailed, match="not flushed or replicated"), bridge.transaction() as txn:
+    with pytest.raises(errors.DeliveryFailed, match="not flushed or replicated"), bridge.transaction() as txn:
         txn.send(one, b"1")
         txn.send(one, b"2")
         flush(txn)
@@ -446,7 +435,7 @@ def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_i
 
     with monkeypatch.context() as patched:
         patched.setattr(HalfEnder, "_commit_halves", swallow)
-        unknown = pytest.raises(OutcomeUnknown, match="may not be published")
+        unknown = pytest.raises(errors.OutcomeUnknown, match="may not be published")
         with unknown as caught, bridge.transaction(timeout=2) as txn:
             txn.send_many(one, numbered(3))
         assert txn.outcome is Outcome.UNKNOWN
@@ -489,7 +478,7 @@ def test_a_bridge_that_comes_while_the_broker_restarts_waits_for_it(
 
 
 def fails_to_connect(open_bridge: Open, text: str) -> bool:
-    with pytest.raises(BrokerUnavailable) as caught:
+    with pytest.raises(errors.BrokerUnavailable) as caught:
         open_bridge(timeout=1)
     return text in str(caught.value)
 

@@ -6,19 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from txnbridge_pulsar.client import (
-    EARLIEST,
-    Authentication,
-    BasicAuthentication,
-    ConnectFailed,
-    PulsarClient,
-    PulsarError,
-    Single,
-    SubscriptionType,
-    TlsAuthentication,
-    TokenAuthentication,
-    tls_context,
-)
+from txnbridge_pulsar import client as wire
 
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import (
@@ -34,25 +22,25 @@ from tests.pulsar.client_kit import (
 from tests.pulsar.secured_kit import PASSWORD, token
 
 
-def transact(client: PulsarClient) -> None:
+def transact(client: wire.PulsarClient) -> None:
     """A transaction that sends and acknowledges, seen by a reader."""
     topic = fresh_topic()
     producer = client.create_producer(topic, timeout=SOON, transactions=True)
     producer.send(batch_of(b"1", b"2"), timeout=SOON).result(SOON)
-    consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
+    consumer = client.subscribe(topic, "s", timeout=SOON, type=wire.SubscriptionType.SHARED, start=wire.EARLIEST)
     (entry,) = receive(consumer, 2)
     txn = begin(client, topic)
     client.transactions.register(txn, SOON, subscriptions=[(topic, "s")])
-    producer.send(Single(b"3"), txn, timeout=SOON).result(SOON)
+    producer.send(wire.Single(b"3"), txn, timeout=SOON).result(SOON)
     consumer.acknowledge([message.id for message in entry.messages()], txn, timeout=SOON)
     client.transactions.end(txn, True, SOON)
     assert payloads(receive(consumer, 1)) == [b"3"]
     assert everything(client, topic) == [b"1", b"2", b"3"]
 
 
-WHO: dict[str, Callable[[], Authentication]] = {
-    "token": lambda: TokenAuthentication(token("user")),
-    "password": lambda: BasicAuthentication("user", PASSWORD),
+WHO: dict[str, Callable[[], wire.Authentication]] = {
+    "token": lambda: wire.TokenAuthentication(token("user")),
+    "password": lambda: wire.BasicAuthentication("user", PASSWORD),
 }
 
 
@@ -60,12 +48,16 @@ WHO: dict[str, Callable[[], Authentication]] = {
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
 def test_credentials_let_in(secured, who, tls):
     authentication = WHO[who]()
-    with secured.client(authentication) if tls else PulsarClient(secured.url, authentication=authentication) as client:
+    with (
+        secured.client(authentication)
+        if tls
+        else wire.PulsarClient(secured.url, authentication=authentication) as client
+    ):
         transact(client)
 
 
 def test_a_certificate_lets_in(secured):
-    with secured.client(TlsAuthentication(), secured.admin) as client:
+    with secured.client(wire.TlsAuthentication(), secured.admin) as client:
         transact(client)
 
 
@@ -78,11 +70,11 @@ def test_a_token_that_expires_is_replaced_on_the_living_connection(secured):
         return token("user", 4)
 
     topic = fresh_topic()
-    with secured.client(TokenAuthentication(fresh)) as client:
+    with secured.client(wire.TokenAuthentication(fresh)) as client:
         producer = client.create_producer(topic, timeout=SOON)
         connection, until = connection_of(producer), time.monotonic() + SOON
         while asked < 3 and time.monotonic() < until:
-            producer.send(Single(b"x"), timeout=SOON).result(SOON)
+            producer.send(wire.Single(b"x"), timeout=SOON).result(SOON)
             time.sleep(0.1)
         assert asked >= 3
         assert connection_of(producer) is connection and not connection.closed
@@ -90,30 +82,30 @@ def test_a_token_that_expires_is_replaced_on_the_living_connection(secured):
 
 def test_a_token_that_is_not_replaced_ends_the_connection(secured):
     once = token("user", 3)
-    with secured.client(TokenAuthentication(once)) as client:
+    with secured.client(wire.TokenAuthentication(once)) as client:
         producer = client.create_producer(fresh_topic(), timeout=SOON)
         until = time.monotonic() + SOON
         while producer.lost is None and time.monotonic() < until:
             time.sleep(0.1)
-        with pytest.raises(PulsarError):
+        with pytest.raises(wire.PulsarError):
             producer.reopen(2)
 
 
 def test_a_broker_with_a_certificate_of_somebody_else_is_not_talked_to(secured, tmp_path):
-    tls = tls_context(Authority(tmp_path, "somebody-else").certificate)
-    with PulsarClient(secured.url_tls, authentication=TokenAuthentication(token("user")), tls=tls) as client:
-        with pytest.raises(ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
+    tls = wire.tls_context(Authority(tmp_path, "somebody-else").certificate)
+    with wire.PulsarClient(secured.url_tls, authentication=wire.TokenAuthentication(token("user")), tls=tls) as client:
+        with pytest.raises(wire.ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
             client.create_producer(fresh_topic(), timeout=1)
 
 
 def test_a_broker_under_another_name_is_not_talked_to(secured):
     url = secured.url_tls.replace("127.0.0.1", "localhost")
-    tls = tls_context(secured.authority.certificate)
-    with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
-        with pytest.raises(ConnectFailed, match=r"localhost:.*Hostname mismatch"):
+    tls = wire.tls_context(secured.authority.certificate)
+    with wire.PulsarClient(url, authentication=wire.TokenAuthentication(token("user")), tls=tls) as client:
+        with pytest.raises(wire.ConnectFailed, match=r"localhost:.*Hostname mismatch"):
             client.create_producer(fresh_topic(), timeout=1)
-    tls = tls_context(secured.authority.certificate, verify_hostname=False)
-    with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+    tls = wire.tls_context(secured.authority.certificate, verify_hostname=False)
+    with wire.PulsarClient(url, authentication=wire.TokenAuthentication(token("user")), tls=tls) as client:
         client.create_producer(fresh_topic(), timeout=SOON).close(SOON)
 
 
@@ -135,8 +127,8 @@ def test_a_message_of_the_official_client_in_chunks_is_read_whole(secured):
     producer.send(large, properties={"a": "1"})
     producer.send(b"after")
     official.close()
-    with secured.client(TokenAuthentication(token("user"))) as client:
-        consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
+    with secured.client(wire.TokenAuthentication(token("user"))) as client:
+        consumer = client.subscribe(topic, "s", timeout=SOON, type=wire.SubscriptionType.SHARED, start=wire.EARLIEST)
         entries = receive(consumer, 3)
         assert payloads(entries) == [b"before", large, b"after"]
         whole = entries[1]
@@ -144,13 +136,13 @@ def test_a_message_of_the_official_client_in_chunks_is_read_whole(secured):
         assert len(whole.parts) == 3 and whole.parts[-1][:2] == whole.id[:2]
         consumer.acknowledge([entries[0].id, *whole.parts], timeout=SOON)
         consumer.close(SOON)
-        again = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED)
+        again = client.subscribe(topic, "s", timeout=SOON, type=wire.SubscriptionType.SHARED)
         assert payloads(receive(again, 1)) == [b"after"]
 
 
 def test_a_message_of_the_largest_size_is_stored(secured):
-    with secured.client(TokenAuthentication(token("user"))) as client:
+    with secured.client(wire.TokenAuthentication(token("user"))) as client:
         producer = client.create_producer(fresh_topic(), timeout=SOON)
         limit = connection_of(producer).max_message_size
-        send = producer.send(Single(bytes(limit - 100)), timeout=SOON)
+        send = producer.send(wire.Single(bytes(limit - 100)), timeout=SOON)
         assert not send.result(SOON).duplicate
