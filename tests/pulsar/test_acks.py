@@ -8,6 +8,7 @@ import urllib.request
 from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
+from txnbridge_conformance.observing import send
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.client.deadline import ClientDeadline
@@ -326,8 +327,7 @@ def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abo
     """The broker delivers the entry whole to another member, and may let both commit the same messages."""
     a, b = open_bridge(), open_bridge()
     topic = new_topic(a)
-    with a.transaction() as txn:
-        txn.send_many(topic, [b"%d" % number for number in range(10)])
+    send(a, topic, *[b"%d" % number for number in range(10)])
     first = a.consumer(topic, "group", sharing="message")
     ours = polled(first, 10)
     second = b.consumer(topic, "group", sharing="message")
@@ -343,8 +343,7 @@ def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abo
     for part in (theirs[:5], theirs[5:]):
         with b.transaction() as txn:
             txn.ack(part)
-    with a.transaction() as txn:
-        txn.send(topic, b"marker")
+    send(a, topic, b"marker")
     second.close()
     assert values(polled(first, 1)) == [b"marker"]
 
@@ -354,8 +353,7 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     """Somebody else may abort the transaction, and then the broker delivers the entry whole to another member."""
     a, b = open_bridge(), open_bridge()
     topic = new_topic(a)
-    with a.transaction() as txn:
-        txn.send_many(topic, [b"%d" % number for number in range(10)])
+    send(a, topic, *[b"%d" % number for number in range(10)])
     first = a.consumer(topic, "group", sharing="message")
     ours = polled(first, 10)
     second = b.consumer(topic, "group", sharing="message")
@@ -383,8 +381,7 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
 def test_a_prepared_transaction_of_a_shared_group_acknowledges_a_part_of_an_entry(open_bridge, pulsar_broker, commit):
     bridge = open_bridge()
     topic = new_topic(bridge)
-    with bridge.transaction() as txn:
-        txn.send_many(topic, [b"%d" % number for number in range(10)])
+    send(bridge, topic, *[b"%d" % number for number in range(10)])
     with bridge.consumer(topic, "group", sharing="message") as consumer:
         found = polled(consumer, 10)
         with bridge.transaction(prepare=True) as prepared:

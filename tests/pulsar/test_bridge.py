@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers, plugin
-from txnbridge_conformance.observing import take, values
+from txnbridge_conformance.observing import send, take, values
 
 from tests.pulsar.client_kit import SOON, admin, service
 from tests.pulsar.writing_kit import Connect, unique
@@ -64,8 +64,7 @@ def test_the_official_client_sees_nothing_of_an_abort(bridge, topic, official):
         with bridge.transaction() as txn:
             txn.send_many(topic, [b"never"] * 1000)
             raise ZeroDivisionError
-    with bridge.transaction() as txn:
-        txn.send(topic, b"once")
+    send(bridge, topic, b"once")
     assert [value for value, _, _ in read_by(official, topic)] == [b"once"]
 
 
@@ -80,8 +79,7 @@ def test_an_official_consumer_with_a_schema_reads_what_is_written_in_its_encodin
     producer = official.create_producer(topic, schema=schema.JsonSchema(Order))
     producer.send(Order(id=1))
     producer.close()
-    with bridge.transaction() as txn:
-        txn.send(topic, b'{"id": 2}')
+    send(bridge, topic, b'{"id": 2}')
     found = []
     for _ in range(2):
         message = theirs.receive(MILLISECONDS)

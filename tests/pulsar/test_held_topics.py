@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.observing import take, values
+from txnbridge_conformance.observing import send, take, values
 from txnbridge_pulsar.client import PulsarClient, PulsarProducer, Single, Transactions, TxnId
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.outcome.held_topics import oldest_open, release
@@ -125,8 +125,7 @@ def test_a_topic_where_a_transaction_has_ended_before_is_not_held_back(
 ) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
-    with bridge.transaction() as txn:
-        txn.send(topic, b"1")
+    send(bridge, topic, b"1")
     send_after_abort(client, concrete(topic))
     assert read_all(client, concrete(topic)) == [b"1"]
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.observing import eventually
+from txnbridge_conformance.observing import eventually, send
 from txnbridge_pulsar.client import AccessMode, PulsarClient, Single, TxnId
 
 from tests.pulsar.client_kit import SOON, admin, cut, path_of
@@ -87,8 +87,7 @@ def test_the_older_owner_is_told_who_came(open_bridge: Connect, id: str) -> None
     topic = new_topic(older)
     newer = open_bridge(transactional_id=id)
     with pytest.raises(Fenced) as caught:
-        with older.transaction() as txn:
-            txn.send(topic, b"zombie")
+        send(older, topic, b"zombie")
     assert caught.value.newer == newer._connection.identity.host
 
 
@@ -133,8 +132,7 @@ def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_ar
     txn, number = leave_open(older, topic)
     newer = open_bridge(transactional_id=id)
     assert [found.txn for found in owner_of(newer).late_write_guard.at_risk] == [number]
-    with newer.transaction() as mine:
-        mine.send(topic, b"1")
+    send(newer, topic, b"1")
     assert [found.txn for found in notice_of(newer).at_risk] == [number]
     client.transactions.end(oldest, False, SOON)
     eventually(lambda: not owner_of(newer).late_write_guard.at_risk, "what comes late is refused")
@@ -151,8 +149,7 @@ def test_an_owner_whose_connection_ended_goes_on(open_bridge: Connect, client: P
         fence = owner_of(bridge)._fence
         assert fence is not None and fence._producer is not None
         cut(fence._producer)
-        with bridge.transaction() as txn:
-            txn.send(topic, value)
+        send(bridge, topic, value)
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
 
@@ -168,8 +165,7 @@ def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connectio
     newer.close()  # so that nobody holds the topic
     for _ in range(2):
         with pytest.raises(Fenced):
-            with older.transaction() as txn:
-                txn.send(topic, b"zombie")
+            send(older, topic, b"zombie")
     assert read_all(client, concrete(topic)) == []
 
 
@@ -183,8 +179,7 @@ def test_a_naive_owner_takes_the_id_back(open_bridge: Connect, client: PulsarCli
     naive.close(SOON)
     topic = new_topic(open_bridge())
     with pytest.raises(Fenced):
-        with newer.transaction() as txn:
-            txn.send(topic, b"x")
+        send(newer, topic, b"x")
 
 
 def test_an_owner_whose_fence_topic_was_made_anew_is_shut_out_by_what_stands_there(
@@ -197,8 +192,7 @@ def test_an_owner_whose_fence_topic_was_made_anew_is_shut_out_by_what_stands_the
     newer = open_bridge(transactional_id=id, application=unique("other"))
     newer.close()
     with pytest.raises(Fenced):
-        with older.transaction() as txn:
-            txn.send(topic, b"zombie")
+        send(older, topic, b"zombie")
 
 
 def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
@@ -209,8 +203,7 @@ def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
     admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(owner))}?force=true")
     for _ in range(2):
         with pytest.raises(Fenced, match="was deleted"):
-            with owner.transaction() as txn:
-                txn.send(topic, b"x")
+            send(owner, topic, b"x")
 
 
 def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
@@ -229,8 +222,7 @@ def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
         open_bridge(transactional_id=id)
     other = open_bridge(transactional_id=unique("owner"))
     txn.abort()
-    with other.transaction() as mine:
-        mine.send(topic, b"1")
+    send(other, topic, b"1")
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
@@ -249,8 +241,7 @@ def test_of_many_that_open_an_id_at_once_one_is_the_owner(
     committed = []
     for number, racer in enumerate(racers):
         try:
-            with racer.transaction() as txn:
-                txn.send(topic, b"%d" % number)
+            send(racer, topic, b"%d" % number)
             committed.append(b"%d" % number)
         except Fenced:
             pass
@@ -310,8 +301,7 @@ def test_wherever_an_opener_dies_the_next_one_finishes_its_work(
     with Child(just_open, *urls, id, kill=where) as opener:
         opener.stopped()
     last = open_bridge(transactional_id=id)
-    with last.transaction() as txn:
-        txn.send(topic, b"last")
+    send(last, topic, b"last")
     assert read_all(client, concrete(topic)) == [b"last"]
     assert last.commit(token) is Outcome.COMMITTED
     assert read_all(client, concrete(spared)) == [b"prepared"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_conformance.observing import send
 from txnbridge_pulsar.client import PulsarClient, Single, TransactionNotFound, TxnId
 from txnbridge_pulsar.outcome import outcome
 from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state
@@ -104,8 +105,7 @@ def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
 def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> str:
     """The token of a transaction whose answer was lost."""
     with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(errors.OutcomeUnknown) as caught:
-        with bridge.transaction() as txn:
-            txn.send(topic, value)
+        send(bridge, topic, value)
     assert caught.value.token is not None
     return caught.value.token
 
@@ -146,8 +146,7 @@ def test_a_token_of_an_unknown_commit_tells_for_long_after(
 ) -> None:
     token = unknown(bridge, topic, b"x", happened)
     for number in range(3):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"%d" % number)
+        send(bridge, topic, b"%d" % number)
     assert state_of(open_bridge(), token) is (TokenState.COMMITTED if happened else TokenState.ABORTED)
 
 
@@ -202,8 +201,7 @@ def test_what_an_older_owner_writes_on_a_marker_topic_says_nothing_of_the_newer_
     older = open_bridge(transactional_id=id)
     topic = new_topic(older)
     newer = open_bridge(transactional_id=id)
-    with newer.transaction() as txn:
-        txn.send(topic, b"1")
+    send(newer, topic, b"1")
     with pytest.raises(errors.Fenced), older.transaction() as txn:
         txn.send(topic, b"zombie")
     token = Token.parse(unknown(newer, topic, b"2"))
@@ -294,8 +292,7 @@ def test_a_damaged_how_is_refused(bridge: Bridge) -> None:
 
 def commit_and_die(url: str, admin_url: str, topic: str) -> None:
     bridge = connect_to(url, admin_url, timeout=3)
-    with bridge.transaction() as txn:
-        txn.send(topic, b"x")
+    send(bridge, topic, b"x")
 
 
 @pytest.mark.parametrize("where", ["step:register/before", "step:register/after", "step:commit/before"])

@@ -9,7 +9,7 @@ from urllib.error import HTTPError
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.observing import eventually, take
+from txnbridge_conformance.observing import eventually, send, take
 from txnbridge_pulsar.client import PulsarClient, RequestTimedOut
 from txnbridge_pulsar.outcome.outcome import end_prepared
 
@@ -59,8 +59,7 @@ def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
     id, group = unique("owner"), unique("group")
     older = open_bridge(transactional_id=id, timeout=20)
     source, topic, other = (new_topic(older) for _ in range(3))
-    with older.transaction() as txn:
-        txn.send(source, b"to be processed")
+    send(older, source, b"to be processed")
     left = older.transaction()
     with older.consumer(source, group) as consumer:
         left.ack(take(consumer, 1))
@@ -70,8 +69,7 @@ def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
         terminate(topic)
         for value in (b"1", b"2"):
             with open_bridge(transactional_id=id, timeout=20) as newer:
-                with newer.transaction() as mine:
-                    mine.send(other, value)
+                send(newer, other, value)
         abandon(left)
     assert read_all(client, concrete(other)) == [b"1", b"2"]
     with open_bridge() as onlooker, onlooker.consumer(source, group) as consumer:
@@ -87,8 +85,7 @@ def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(
     txn, _ = leave_open(bridge, topic)
     terminate(topic)
     txn.abort()
-    with bridge.transaction() as mine:
-        mine.send(other, b"1")
+    send(bridge, other, b"1")
     assert read_all(client, concrete(other)) == [b"1"]
 
 
@@ -103,13 +100,10 @@ def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the
         txn.send(topic, b"1")
     terminate(topic)
     eventually(lambda: not writer._producers[concrete(topic)].is_open, "the writer is told")
-    with bridge.transaction() as txn:
-        txn.send(other, b"1")
+    send(bridge, other, b"1")
     with pytest.raises(DeliveryFailed, match="TERMINATED"):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"2")
-    with bridge.transaction() as txn:
-        txn.send(other, b"2")
+        send(bridge, topic, b"2")
+    send(bridge, other, b"2")
     assert read_all(client, concrete(other)) == [b"1", b"2"]
 
 

@@ -112,8 +112,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
         assert txn.outcome is Outcome.ABORTED, caught.value
         held.release()
         held.answered()
-        with open_bridge().transaction() as other:
-            other.send(topic, b"next")
+        send(open_bridge(), topic, b"next")
         assert read_all(client, concrete(topic)) == [b"next"]
         bridge.close()
 
@@ -196,8 +195,7 @@ def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(proxied(proxy))
         topic = new_topic(bridge)
-        with bridge.transaction() as first:
-            first.send(topic, b"1")
+        send(bridge, topic, b"1")
         held = proxy.hold(requests="SEND")
         with bridge.transaction() as txn:
             txn.send_many(topic, [b"late" * 100] * 5_000)
@@ -253,8 +251,7 @@ def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction
     admin(pulsar_broker, "PUT", f"{path_of(name)}/unload")
     send_in(client, name, number, b"late")
     assert read_all(client, name, patience=1) is None
-    with bridge.transaction() as txn:
-        txn.send(late, b"next")
+    send(bridge, late, b"next")
     assert read_all(client, name) == [b"next"]
 
 
@@ -323,8 +320,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
     bystander = cluster_of(older).client.create_producer(concrete(topic), timeout=SOON)
     open_bridge(transactional_id=id)
     with pytest.raises(errors.Fenced):
-        with older.transaction() as txn:
-            txn.send(topic, b"late")
+        send(older, topic, b"late")
     bystander.send(batch_of(b"1"), timeout=SOON).result(SOON)
     assert bystander.generation == 0 and bystander.lost is None
 

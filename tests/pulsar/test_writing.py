@@ -196,8 +196,7 @@ def test_a_commit_that_was_lost_or_answered_in_vain_is_asked_again_and_told_trul
 ) -> None:
     bridge = open_bridge(proxied(proxy), timeout=12)
     topic = new_topic(bridge)
-    with bridge.transaction() as first:
-        first.send(topic, b"1")
+    send(bridge, topic, b"1")
     with bridge.transaction() as txn:
         txn.send(topic, b"2")
         held = proxy.hold(**{lost: "END_TXN"}, count=1)
@@ -329,8 +328,7 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
 ) -> None:
     bridge = open_bridge(proxied(proxy))
     topic = new_topic(bridge)
-    with bridge.transaction() as first:
-        first.send(topic, b"1")
+    send(bridge, topic, b"1")
     admin(pulsar_broker, "POST", f"{path_of(concrete(topic, None))}/deduplicationEnabled", body=False)
     eventually(lambda: not cluster_of(bridge).topics.deduplicates(concrete(topic), Deadline(SOON)), "it is off")
     with pytest.raises(errors.DeliveryFailed):
