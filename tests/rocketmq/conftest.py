@@ -21,6 +21,7 @@ from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 import txnbridge
 from tests.rocketmq import writing_kit
+from tests.rocketmq.reading_kit import new_topic
 from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 
@@ -56,11 +57,9 @@ def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
 
 
 @pytest.fixture
-def topic(rocketmq_broker: brokers.RocketMQ) -> str:
-    """Create a topic with one queue, and return its name."""
-    name = f"topic-{next(_numbers)}"
-    rocketmq_broker.create_topic(name, queues=1, kind="TRANSACTION")
-    return name
+def topic(client: RemotingClient) -> str:
+    """Create a topic with one queue that no other test uses, and return its name."""
+    return new_topic(client)
 
 
 @pytest.fixture

@@ -39,11 +39,6 @@ def bridge(open_bridge: Open, application: str, place: str) -> Bridge:
     return open_bridge(application=application, decision_log=place)
 
 
-@pytest.fixture
-def topic(client: RemotingClient) -> str:
-    return new_topic(client)
-
-
 def test_what_is_read_and_what_is_sent_is_decided_there_together(
     open_bridge: Open, bridge: Bridge, client: RemotingClient, topic: str, application: str
 ) -> None:

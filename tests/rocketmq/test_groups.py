@@ -75,9 +75,8 @@ def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(
 
 
 def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_its_first_member(
-    join: Join, client: RemotingClient, group: str
+    join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
-    topic = new_topic(client)
     first = join(topic, group, start="latest")
     first.has(1)
     publish(client, topic, b"first")
@@ -86,8 +85,9 @@ def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_i
     assert values(join(topic, group, start="latest").take(1)) == [b"first"]
 
 
-def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: RemotingClient, group: str) -> None:
-    topic = new_topic(client)
+def test_of_members_that_begin_at_once_one_decides_where(
+    join: Join, client: RemotingClient, group: str, topic: str
+) -> None:
     publish(client, topic, b"0")
     readers = [join(topic, group, start=start) for start in ("earliest", "latest")]
     both = [reader.reader._group for reader in readers]
@@ -110,9 +110,8 @@ def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Rem
 
 
 def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginning(
-    join: Join, bridge: Bridge, client: RemotingClient, group: str
+    join: Join, bridge: Bridge, client: RemotingClient, group: str, topic: str
 ) -> None:
-    topic = new_topic(client)
     reader = join(topic, group, start="latest")
     reader.has(1)
     bridge.admin.grow_topic(topic, 2)
@@ -120,8 +119,9 @@ def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginni
     assert values(reader.take(1)) == [b"there already"]
 
 
-def test_what_was_acknowledged_is_not_read_again_by_seeking(join: Join, client: RemotingClient, group: str) -> None:
-    topic = new_topic(client)
+def test_what_was_acknowledged_is_not_read_again_by_seeking(
+    join: Join, client: RemotingClient, group: str, topic: str
+) -> None:
     publish(client, topic, b"0", b"1", b"2")
     reader = join(topic, group)
     messages = reader.take(3)
@@ -132,8 +132,7 @@ def test_what_was_acknowledged_is_not_read_again_by_seeking(join: Join, client: 
     assert values(reader.take(2)) == [b"1", b"2"]
 
 
-def test_a_group_skips_what_a_seek_passes_over(join: Join, client: RemotingClient, group: str) -> None:
-    topic = new_topic(client)
+def test_a_group_skips_what_a_seek_passes_over(join: Join, client: RemotingClient, group: str, topic: str) -> None:
     publish(client, topic, b"0", b"1", b"2", b"3")
     reader = join(topic, group)
     reader.take(1)
@@ -161,9 +160,8 @@ def test_a_group_of_which_the_broker_knows_more_than_the_log_does_not_begin_agai
 
 
 def test_a_group_whose_log_is_gone_does_not_begin_again(
-    join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
+    join: Join, group: str, monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
-    topic = new_topic(client)
     reader = join(topic, group)
     assert reader.reader._group is not None
 
@@ -176,10 +174,9 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
 
 
 def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
-    join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
+    join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
     """Halves that are gone must be an error: a reader that returns no message for ever would hide it."""
-    topic = new_topic(client)
     publish(client, topic, b"0", b"1")
     reader = join(topic, group)
     reader.acknowledge(reader.take(2)[:1])
@@ -196,8 +193,7 @@ def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
     assert values(reader.take(1)) == [b"1"]
 
 
-def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingClient, group: str) -> None:
-    topic = new_topic(client)
+def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingClient, group: str, topic: str) -> None:
     publish(client, topic, b"0", b"1")
     reader = join(topic, group)
     reader.acknowledge(reader.take(2))
@@ -258,9 +254,8 @@ def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
 
 
 def test_of_two_members_that_read_the_same_the_first_decision_counts(
-    join: Join, client: RemotingClient, group: str
+    join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
-    topic = new_topic(client)
     one, two = at_once(join, topic, group)
     publish(client, topic, b"0", b"1", b"2")
     late, early = one.take(2), two.take(1)
@@ -271,8 +266,9 @@ def test_of_two_members_that_read_the_same_the_first_decision_counts(
     assert stands(one) == {(topic, 0): 1}
 
 
-def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: RemotingClient, group: str) -> None:
-    topic = new_topic(client)
+def test_who_was_overtaken_learns_it_and_goes_on_behind(
+    join: Join, client: RemotingClient, group: str, topic: str
+) -> None:
     one, two = at_once(join, topic, group)
     publish(client, topic, b"0", b"1", b"2")
     late = one.take(2)
@@ -287,9 +283,8 @@ def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Remo
 
 
 def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(
-    join: Join, client: RemotingClient, group: str
+    join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
-    topic = new_topic(client)
     publish(client, topic, b"0", b"1", b"2")
     reader = join(topic, group)
     first, rest = reader.take(1), reader.take(2)
@@ -368,9 +363,8 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
 
 
 def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
-    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
+    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
-    topic = new_topic(client)
     publish(client, topic, b"1", b"2")
 
     def lose(*_: object) -> None:
@@ -438,9 +432,8 @@ def test_members_of_other_topics_in_the_same_group_share_nothing(
 
 
 def test_another_application_in_the_same_group_is_refused(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, group: str, topic: str
 ) -> None:
-    topic = new_topic(client)
     join(topic, group).has(1)
     with connect_to(rocketmq_broker.url, application="another") as bridge:
         with pytest.raises(InvalidOption, match="application="):

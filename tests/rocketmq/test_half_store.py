@@ -18,7 +18,7 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
-from tests.rocketmq.reading_kit import new_topic, unique
+from tests.rocketmq.reading_kit import unique
 from tests.rocketmq.writing_kit import cluster_of
 from txnbridge import Bridge, Decision, Outcome, TokenState
 from txnbridge.spi import Deadline
@@ -59,11 +59,6 @@ def discarded(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
         half for name in cluster.brokers.names(deadline) for half in open_halves._discarded(cluster, name, deadline)
     ]
     return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]
-
-
-@pytest.fixture
-def topic(client: Any) -> str:
-    return new_topic(client, 1)
 
 
 def test_a_resolver_killed_while_it_publishes_is_taken_over_and_nothing_is_there_twice(

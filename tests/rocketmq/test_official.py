@@ -27,11 +27,6 @@ def python():
 
 
 @pytest.fixture
-def topic(client):
-    return new_topic(client)
-
-
-@pytest.fixture
 def official(rocketmq_broker, client, topic, python, tmp_path):
     """Return the official client, which reads the messages that are sent from now on."""
     group = unique("official")

@@ -44,8 +44,7 @@ def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
 # --- order and positions ----------------------------------------------------------------------------------------------
 
 
-def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     publish(client, topic, b"old")
     for stamp in (NOW + 1, NOW + 2):
         publish(client, topic, b"%d" % stamp, timestamp=stamp)
@@ -55,8 +54,7 @@ def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: Remot
         assert since.up_to(b"end") == [b"old", b"%d" % (NOW + 1), b"%d" % (NOW + 2)]
 
 
-def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     for number in range(40):
         publish(client, topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
     with member(bridge, topic, start=1_600_000_000_037) as reader:
@@ -65,8 +63,7 @@ def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: RemotingCli
         assert values(reader.take(1)) == [b"5"]
 
 
-def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     publish(client, topic, b"0", b"1", b"2")
     with member(bridge, topic) as reader:
         reader.take(3)
@@ -78,9 +75,8 @@ def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClien
 
 
 def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(
-    bridge: Bridge, client: RemotingClient
+    bridge: Bridge, client: RemotingClient, topic: str
 ) -> None:
-    topic = new_topic(client)
     publish(client, topic, b"0")
     with member(bridge, topic) as reader:
         reader.seek({(topic, 0): (9,)})
@@ -91,8 +87,9 @@ def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(
         assert values(reader.take(1)) == [b"0"]
 
 
-def test_queues_that_are_added_are_read_from_their_beginning(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_queues_that_are_added_are_read_from_their_beginning(
+    bridge: Bridge, client: RemotingClient, topic: str
+) -> None:
     with member(bridge, topic, start="latest") as reader:
         bridge.admin.grow_topic(topic, 2)
         publish(client, topic, b"there already", queue=1)
@@ -105,8 +102,7 @@ def test_a_missing_topic_is_an_error_where_none_may_be_created(rocketmq_broker: 
             Member(bridge, unique("missing"))
 
 
-def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, topic: str) -> None:
     with member(bridge, topic, unique("group")) as reader:
         reader.until(lambda: reader.positions())  # so that the bridge has opened the decision log
         before = set(threading.enumerate())
@@ -147,8 +143,9 @@ def _publishes(client: RemotingClient, topic: str, value: bytes) -> bool:
 # --- repeats ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_a_half_that_was_committed_again_and_again_is_one_message(
+    bridge: Bridge, client: RemotingClient, topic: str
+) -> None:
     with member(bridge, topic) as reader:
         for number in range(5):
             commit(client, store_half(client, topic, b"%d" % number), times=3)
@@ -159,9 +156,8 @@ def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge
 
 
 def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(
-    bridge: Bridge, client: RemotingClient
+    bridge: Bridge, client: RemotingClient, topic: str
 ) -> None:
-    topic = new_topic(client)
     half, late = store_half(client, topic, b"early"), store_half(client, topic, b"late")
     commit(client, half)
     publish(client, topic, b"between")
@@ -177,8 +173,7 @@ def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(
             assert reader.up_to(b"end") == {1: [b"between", b"late"]}.get(start, [b"late"] if start < 5 else [])
 
 
-def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     transaction = unique("transaction")
     halves = [store_half(client, topic, b"once", transaction=transaction, number=7) for _ in range(2)]
     halves += [store_half(client, topic, b"the next", transaction=transaction, number=8)]
@@ -222,8 +217,7 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
 # --- messages of others -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     plain = send(WireMessage(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
     zipped = dataclasses.replace(plain, fields={**plain.fields, "f": "1"}, body=zlib.compress(b"long" * 2000))
     client.call(BROKER, zipped, LONG)
@@ -233,8 +227,9 @@ def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: 
     assert (message.key, message.headers["colour"]) == (b"k1", "red")
 
 
-def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(
+    bridge: Bridge, client: RemotingClient, topic: str
+) -> None:
     plain = send(WireMessage(topic, b"not lz4"), "others", 0)
     client.call(BROKER, dataclasses.replace(plain, fields={**plain.fields, "f": str(0x101)}), LONG)
     publish(client, topic, b"behind")
@@ -246,8 +241,7 @@ def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridg
         assert values(reader.take(1)) == [b"behind"]
 
 
-def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: RemotingClient) -> None:
-    topic = new_topic(client)
+def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     for body in (b"one", b"two"):  # forked processes of the official client generate the same unique keys
         message = WireMessage(topic, body, unique_key="0" * 32)
         stored = client.call(BROKER, send_half(message, "others", 0), LONG)
