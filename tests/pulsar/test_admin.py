@@ -555,19 +555,6 @@ def test_for_a_repair_the_messages_of_about_its_time_are_read(cluster, client, n
     assert broker_evidence._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
 
 
-def test_what_a_marker_topic_tells_to_be_committed_is_committed_by_a_repair(
-    pulsar_broker, admin, open_bridge, client, namespace
-):
-    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
-    topic, late = new_topic(bridge), full("late", namespace)
-    with bridge.transaction() as txn:
-        txn.send(topic, b"1")
-        number = flush(txn)
-    send_late(client, late, number)
-    assert admin.repair(str(number), soon()).startswith(f"committed {number} on late: a message of it can be read on")
-    assert everything(client, late) == [b"late"]
-
-
 def test_the_topic_that_nobody_reads_is_never_held_back(pulsar_broker, admin, open_bridge, client, namespace):
     bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
     older = begin(client, full("older", namespace))  # as long as it is open, late messages are not refused

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from txnbridge_pulsar import client as wire
 
-from tests.pulsar.client_kit import SOON, admin, batch_of, consumer_of, cut, path_of, payloads, receive
+from tests.pulsar.client_kit import SOON, admin, batch_of, cut, path_of, payloads, receive
 from tests.pulsar.reading_kit import write, write_chunks
 
 ALL_TYPES = pytest.mark.parametrize("type", list(wire.SubscriptionType), ids=lambda type: type.name)
@@ -28,17 +28,6 @@ def send(client: wire.PulsarClient, topic: str, *contents: object) -> None:
 
 def ids(entries):
     return [message.id for entry in entries for message in entry.messages()]
-
-
-@ALL_TYPES
-def test_what_is_not_acknowledged_comes_again_to_the_next_consumer(client, topic, type):
-    send(client, topic, b"1", b"2", b"3")
-    consumer = subscribe(client, topic, type=type)
-    entries = receive(consumer, 3)
-    assert payloads(entries) == [b"1", b"2", b"3"]
-    consumer.acknowledge([entries[1].id], timeout=SOON)
-    consumer.close(SOON)
-    assert payloads(receive(subscribe(client, topic, type=type), 2)) == [b"1", b"3"]
 
 
 @ALL_TYPES
@@ -100,42 +89,6 @@ def test_an_exclusive_subscription_takes_one_consumer(client, topic):
         subscribe(client, topic, connection_key="other")
 
 
-def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_takes_over(client, topic):
-    inbox = wire.Inbox()
-    both = [
-        subscribe(client, topic, type=wire.SubscriptionType.FAILOVER, name=name, connection_key=name, inbox=inbox)
-        for name in ("a", "b")
-    ]
-    send(client, topic, b"1")
-    (entry,) = receive(both[0], 1)
-    active = consumer_of(entry)
-    active.acknowledge([entry.id], timeout=SOON)
-    (other,) = set(both) - {active}
-    assert (active.active, other.active) == (True, False)
-    active.close(SOON)
-    send(client, topic, b"2")
-    (entry,) = receive(other, 1)
-    assert (payloads([entry]), entry.consumer, other.active) == ([b"2"], other, True)
-
-
-def test_one_inbox_serves_the_consumers_of_all_partitions(client, topic, pulsar_broker):
-    admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 4)
-    inbox = wire.Inbox()
-    names = [wire.partition_name(topic, number) for number in range(4)]
-    consumers = [subscribe(client, name, inbox=inbox) for name in names]
-    for name in names:
-        send(client, name, name.encode())
-    found: dict[str, list[bytes]] = {}
-    until = time.monotonic() + SOON
-    while len(found) < 4 and time.monotonic() < until:
-        for entry in inbox.take(1):
-            found.setdefault(consumer_of(entry).topic, []).extend(payloads([entry]))
-    assert found == {name: [name.encode()] for name in names}
-    consumers[0].close(SOON)
-    send(client, names[1], b"more")
-    assert payloads(receive(consumers[1], 1)) == [b"more"]
-
-
 # ---------------------------------------------------------------------------------------------------- flow
 
 
@@ -176,16 +129,6 @@ def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type
     again = receive(consumer, 2)
     assert payloads(again) == [b"3", b"4"]
     consumer.acknowledge(ids(again), timeout=SOON)
-
-
-def test_on_a_shared_subscription_single_messages_can_be_asked_for_again(client, topic):
-    send(client, topic, b"1", b"2", b"3")
-    consumer = subscribe(client, topic, type=wire.SubscriptionType.SHARED)
-    entries = receive(consumer, 3)
-    consumer.redeliver([entries[1].id])
-    (again,) = receive(consumer, 1)
-    assert payloads([again]) == [b"2"]
-    assert again.redeliveries == 1
 
 
 def test_what_waits_is_dropped_when_everything_is_asked_for_again(client, topic):

@@ -10,10 +10,8 @@ from tests.pulsar.client_kit import (
     admin,
     batch_of,
     connection_of,
-    cut,
     everything,
     path_of,
-    receive,
     send_for_certain,
     settle,
 )
@@ -31,26 +29,6 @@ def test_messages_alone_and_in_batches_are_read_in_order(client, topic):
     assert [receipt.sequence_id for receipt in receipts] == [0, 1, 3]
     assert sorted(receipts, key=lambda receipt: receipt.message_id) == receipts
     assert everything(client, topic) == [b"1", b"2", b"3", b"4"]
-
-
-def test_all_that_a_message_has_comes_back(client, topic):
-    producer = client.create_producer(topic, timeout=SOON)
-    batch = batch_of(b"plain")
-    batch.append(b"in a batch", b"\xff\x00", [("a", "1"), ("a", "2"), ("ü", "")], 1234, b"order")
-    batch.append(None, "text")
-    producer.send(wire.Single(b"alone", b"\xff\x00", [("a", "1")], 1234, b"order"), timeout=SOON)
-    producer.send(wire.Single(None, "text"), timeout=SOON)
-    producer.send(batch, timeout=SOON).result(SOON)
-    reader = client.read(topic, timeout=SOON)
-    found = [message for entry in receive(reader, 5) for message in entry.messages()]
-    assert [(m.value, m.key, m.properties, m.event_time, m.ordering_key) for m in found] == [
-        (b"alone", b"\xff\x00", [("a", "1")], 1234, b"order"),
-        (None, b"text", [], None, None),
-        (b"plain", None, [], None, None),
-        (b"in a batch", b"\xff\x00", [("a", "1"), ("a", "2"), ("ü", "")], 1234, b"order"),
-        (None, b"text", [], None, None),
-    ]
-    assert {message.entry.producer_name for message in found} == {producer.name}
 
 
 @pytest.mark.parametrize("kind", list(wire.Compression), ids=lambda kind: kind.name)
@@ -144,16 +122,6 @@ def test_who_is_fenced_learns_it_by_its_next_send_and_stays_out(client, topic):
     new.send(wire.Single(b"new"), timeout=SOON).result(SOON)
     assert everything(client, topic) == [b"new"]
     assert (new.lost, bystander.lost) == (None, None)
-
-
-def test_an_owner_that_reconnects_keeps_its_topic(client, topic):
-    owner = exclusive(client, topic, name="owner", connection_key="own")
-    owner.send(wire.Single(b"1"), timeout=SOON).result(SOON)
-    cut(owner)
-    owner.reopen(SOON)
-    assert (owner.topic_epoch, owner.last_sequence_id) == (0, 0)
-    owner.send(wire.Single(b"2"), timeout=SOON).result(SOON)
-    assert everything(client, topic) == [b"1", b"2"]
 
 
 def test_an_owner_takes_its_topic_back_from_a_connection_that_the_broker_has_not_missed_yet(client, topic):

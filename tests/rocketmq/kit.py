@@ -244,13 +244,13 @@ BROKER = "broker-1"
 LONG = 30.0
 
 
-def read_all(client: RemotingClient, topic: str, broker: str = BROKER) -> list[MessageExt]:
-    """Return all messages in a topic's first queue, up to a marker message that is sent now."""
-    marker = client.call(broker, send(WireMessage(topic, b"marker"), "markers", 0), LONG).queue_offset
+def read_all(client: RemotingClient, topic: str, broker: str = BROKER, queue: int = 0) -> list[MessageExt]:
+    """Return all messages in a queue of a topic, up to a marker message that is sent now."""
+    marker = client.call(broker, send(WireMessage(topic, b"marker"), "markers", queue), LONG).queue_offset
     found: list[MessageExt] = []
-    at = client.call(broker, read_requests.min_offset(topic, 0), LONG)
+    at = client.call(broker, read_requests.min_offset(topic, queue), LONG)
     while at <= marker:
-        pulled = client.call(broker, read_requests.pull(topic, 0, at, "markers"), LONG)
+        pulled = client.call(broker, read_requests.pull(topic, queue, at, "markers"), LONG)
         found += pulled.records
         at = max(pulled.next_offset, at)
     return [record for record in found if record.body != b"marker"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import pytest
 from txnbridge_conformance.brokers import RocketMQ
 from txnbridge_rocketmq.client import administration, groups, read_requests, routes
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode, SystemFlag
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.read_requests import PullStatus
@@ -80,13 +79,6 @@ def test_a_message_comes_back_as_it_was_sent(client, topic):
     assert (record.keys, record.tags, record.unique_key) == (["k1", "k2"], "new", "AB12")
     assert record.properties["own"] == "ä\n'\""
     assert record.prepared_offset == 0
-
-
-def test_a_body_that_a_java_client_compressed_is_read(client, topic):
-    request = send(WireMessage(topic, zlib.compress(b"x" * 10_000)), ALONE, 0)
-    request = replace(request, fields={**request.fields, "f": str(SystemFlag.COMPRESSED | 0x300)})
-    client.call(BROKER, request, LONG)
-    assert bodies(client, topic) == [b"x" * 10_000]
 
 
 def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
@@ -176,16 +168,6 @@ def test_a_message_is_found_by_its_key(client, topic):
     assert becomes_true(lambda: found(read_requests.by_unique_key(topic, stored.unique_key)) == [b"x"])
     assert found(read_requests.by_unique_key(topic, "no such key")) == []
     assert found(read_requests.by_unique_key(HALF_TOPIC, stored.unique_key)) == []
-
-
-def test_many_requests_in_flight_are_all_answered_each_with_its_own(client, topic):
-    keys = [uuid.uuid4().hex for _ in range(500)]
-    calls = [
-        client.submit(BROKER, send(WireMessage(topic, key.encode(), unique_key=key), ALONE, 0), LONG) for key in keys
-    ]
-    stored = {call.result().queue_offset: call.result().unique_key for call in calls}
-    assert {record.queue_offset: record.body.decode() for record in read_all(client, topic)} == stored
-    assert len(stored) == 500
 
 
 @pytest.mark.parametrize(

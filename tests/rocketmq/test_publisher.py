@@ -16,7 +16,7 @@ from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 from tests.in_time import within
-from tests.rocketmq.kit import LONG, bodies, cluster_for
+from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from txnbridge import errors
 from txnbridge.spi import Deadline
 
@@ -81,23 +81,11 @@ def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, 
     plain.flush(Deadline(LONG))
     found: dict[int, list[bytes]] = {}
     for queue in range(4):
-        found[queue] = everything(client, wide, queue)
+        found[queue] = [record.payload() for record in read_all(client, wide, queue=queue)]
     for number in range(40):
         assert b"%d" % number in found[partition_of(b"key-%d" % (number % 7), 4)]
     assert [sum(body.startswith(b"spread") for body in found[queue]) for queue in range(4)] == [2, 2, 2, 2]
     assert b"chosen" in found[3]
-
-
-def everything(client, topic, queue):
-    from txnbridge_rocketmq.client import read_requests
-
-    at, bodies = 0, []
-    end = client.call("broker-1", read_requests.max_offset(topic, queue), LONG)
-    while at < end:
-        pulled = client.call("broker-1", read_requests.pull(topic, queue, at, "tests"), LONG)
-        bodies += [record.payload() for record in pulled.records]
-        at = pulled.next_offset
-    return bodies
 
 
 def test_a_lost_answer_makes_no_copy(rocketmq_broker, publisher, topic, client):

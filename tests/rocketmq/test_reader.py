@@ -29,7 +29,7 @@ from tests.rocketmq.reading_kit import (
     unique,
 )
 from txnbridge import Bridge
-from txnbridge.errors import InvalidState, NotFound, NotSupported, PositionLost
+from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline
 
 NOW = int(time.time() * 1000)
@@ -72,19 +72,6 @@ def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClien
         assert values(reader.take(2)) == [b"1", b"2"]
         with pytest.raises(InvalidState, match="is not assigned to this reader"):
             reader.seek({(topic, 7): (1,)})
-
-
-def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(
-    bridge: Bridge, client: RemotingClient, topic: str
-) -> None:
-    publish(client, topic, b"0")
-    with member(bridge, topic) as reader:
-        reader.seek({(topic, 0): (9,)})
-        with pytest.raises(PositionLost, match="the queue ends at 1"):
-            reader.until(lambda: False)
-        assert reader.positions() == {(topic, 0): (9,)}
-        reader.seek({(topic, 0): (0,)})
-        assert values(reader.take(1)) == [b"0"]
 
 
 def test_queues_that_are_added_are_read_from_their_beginning(
@@ -225,20 +212,6 @@ def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: 
         (message,) = reader.take(1)
     assert message.value == b"long" * 2000
     assert (message.key, message.headers["colour"]) == (b"k1", "red")
-
-
-def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(
-    bridge: Bridge, client: RemotingClient, topic: str
-) -> None:
-    plain = send(WireMessage(topic, b"not lz4"), "others", 0)
-    client.call(BROKER, dataclasses.replace(plain, fields={**plain.fields, "f": str(0x101)}), LONG)
-    publish(client, topic, b"behind")
-    with member(bridge, topic) as reader:
-        for _ in range(2):
-            with pytest.raises(NotSupported, match=r"LZ4.*\(1,\)"):
-                reader.until(lambda: False)
-        reader.seek({(topic, 0): (1,)})
-        assert values(reader.take(1)) == [b"behind"]
 
 
 def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: RemotingClient, topic: str) -> None:
