@@ -98,6 +98,13 @@ def receive(consumer: wire.PulsarConsumer, messages: int) -> list[wire.ReceivedE
     return found
 
 
+def acknowledge(
+    consumer: wire.PulsarConsumer, ids: list[wire.MessageId], txn: wire.TxnId | None = None, timeout: float = SOON
+) -> None:
+    for answer in consumer.start_acknowledge(ids, txn, timeout=timeout):
+        answer.result(timeout)
+
+
 def consumer_of(entry: wire.ReceivedEntry) -> wire.PulsarConsumer:
     assert isinstance(entry.consumer, wire.PulsarConsumer)
     return entry.consumer

@@ -17,7 +17,7 @@ from txnbridge_pulsar.outcome.outcome import end
 from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
-from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
+from tests.pulsar.client_kit import acknowledge, admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.writing_kit import concrete, connect_to, new_topic
@@ -446,7 +446,7 @@ def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, m
     thief = client.transactions.begin(60_000, SOON)
     client.transactions.register(thief, SOON, subscriptions=[(topic, "group")])
     consumer = reader.reader._partitions[topic, 0].consumer
-    consumer.acknowledge([wire.MessageId(*found[0].position[:2])], thief, timeout=SOON)
+    acknowledge(consumer, [wire.MessageId(*found[0].position[:2])], thief)
     txn = reader.begin((topic, 0))
     sent = reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
     with pytest.raises(Conflict, match="another transaction"):
@@ -464,7 +464,7 @@ def test_after_a_conflict_what_was_refused_with_it_comes_again(client, topic, me
     reader = member(topic, sharing=sharing)
     found = {m.value: m for m in reader.take(2)}
     stolen = wire.MessageId(*found[b"1"].position[:2])
-    reader.reader._partitions[topic, 0].consumer.acknowledge([stolen], timeout=SOON)
+    acknowledge(reader.reader._partitions[topic, 0].consumer, [stolen])
     txn = reader.begin((topic, 0))
     with pytest.raises(Conflict):
         reader.ack(txn, list(found.values()))
@@ -553,7 +553,7 @@ class Naive:
                 up_to = [{"ledger_id": id.ledger, "entry_id": id.entry}]
                 self.consumer._acknowledge(1, up_to, txn, ClientDeadline(SOON)).result(SOON)
             else:
-                self.consumer.acknowledge(ids, txn, timeout=SOON)
+                acknowledge(self.consumer, ids, txn)
         except wire.TransactionConflict:
             self.client.transactions.end(txn, False, SOON)
             raise
@@ -639,9 +639,9 @@ def test_an_acknowledgement_that_is_repeated_in_its_transaction_conflicts_with_i
     found = naive.take(1)
     txn = client.transactions.begin(60_000, SOON)
     client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
-    naive.consumer.acknowledge([found[0].id], txn, timeout=SOON)
+    acknowledge(naive.consumer, [found[0].id], txn)
     with pytest.raises(wire.TransactionConflict):
-        naive.consumer.acknowledge([found[0].id], txn, timeout=SOON)
+        acknowledge(naive.consumer, [found[0].id], txn)
     client.transactions.end(txn, True, SOON)
     naive.close()
     assert left_over(client, topic) == []
@@ -675,8 +675,8 @@ def test_a_plain_acknowledgement_of_what_a_transaction_holds_wins_over_its_abort
     found = naive.take(1)
     txn = client.transactions.begin(60_000, SOON)
     client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
-    naive.consumer.acknowledge([found[0].id], txn, timeout=SOON)
-    naive.consumer.acknowledge([found[0].id], timeout=SOON)
+    acknowledge(naive.consumer, [found[0].id], txn)
+    acknowledge(naive.consumer, [found[0].id])
     client.transactions.end(txn, False, SOON)
     naive.close()
     assert left_over(client, topic) == []  # aborted, and lost all the same

@@ -27,6 +27,7 @@ from txnbridge_pulsar.write.fence import Fence
 from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
+from tests.pulsar.client_kit import acknowledge
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
 from txnbridge.spi import Deadline
 
@@ -189,7 +190,7 @@ def test_what_was_acknowledged_when_the_broker_closes_the_consumer_is_unknown_at
     broker.handlers["ack"] = acknowledged
     consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON)
     with pytest.raises(wire.BrokerConnectionLost, match="closed before it was answered") as lost:
-        consumer.acknowledge([wire.MessageId(1, 1)], wire.TxnId(0, 1), timeout=SOON)
+        acknowledge(consumer, [wire.MessageId(1, 1)], wire.TxnId(0, 1))
     assert not isinstance(lost.value, wire.RequestTimedOut)
     assert lost.value.may_have_had_effect
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from txnbridge_pulsar import client as wire
 
-from tests.pulsar.client_kit import SOON, admin, batch_of, cut, path_of, payloads, receive
+from tests.pulsar.client_kit import SOON, acknowledge, admin, batch_of, cut, path_of, payloads, receive
 from tests.pulsar.reading_kit import write, write_chunks
 
 ALL_TYPES = pytest.mark.parametrize("type", list(wire.SubscriptionType), ids=lambda type: type.name)
@@ -35,13 +35,13 @@ def test_of_a_batch_what_is_not_acknowledged_comes_again(client, topic, type):
     send(client, topic, batch_of(b"0", b"1", b"2", b"3"))
     consumer = subscribe(client, topic, type=type)
     found = ids(receive(consumer, 4))
-    consumer.acknowledge([found[1]], timeout=SOON)
-    consumer.acknowledge([found[3]], timeout=SOON)
+    acknowledge(consumer, [found[1]])
+    acknowledge(consumer, [found[3]])
     consumer.close(SOON)
     again = subscribe(client, topic, type=type)
     entries = receive(again, 2)
     assert payloads(entries) == [b"0", b"2"]
-    again.acknowledge(ids(entries), timeout=SOON)
+    acknowledge(again, ids(entries))
     again.close(SOON)
     send(client, topic, b"marker")
     assert payloads(receive(subscribe(client, topic, type=type), 1)) == [b"marker"]
@@ -74,7 +74,7 @@ def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
     consumer = subscribe(client, topic, type=wire.SubscriptionType.SHARED)
     entries = receive(consumer, 6000)
     assert len(consumer.start_acknowledge(ids(entries), timeout=SOON)) == 2
-    consumer.acknowledge(ids(entries), timeout=SOON)
+    acknowledge(consumer, ids(entries))
     consumer.close(SOON)
     send(client, topic, b"marker")
     assert payloads(receive(subscribe(client, topic, type=wire.SubscriptionType.SHARED), 1)) == [b"marker"]
@@ -124,11 +124,11 @@ def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type
     send(client, topic, b"1", batch_of(b"2", b"3"), b"4")
     consumer = subscribe(client, topic, type=type)
     first = receive(consumer, 4)
-    consumer.acknowledge([first[0].id, *ids(first)[1:2]], timeout=SOON)
+    acknowledge(consumer, [first[0].id, *ids(first)[1:2]])
     consumer.redeliver()
     again = receive(consumer, 2)
     assert payloads(again) == [b"3", b"4"]
-    consumer.acknowledge(ids(again), timeout=SOON)
+    acknowledge(consumer, ids(again))
 
 
 def test_what_waits_is_dropped_when_everything_is_asked_for_again(client, topic):
@@ -165,7 +165,7 @@ def test_seeking_goes_to_a_message_a_time_and_both_ends(client, topic):
 def test_a_subscription_that_is_ended_is_begun_anew(client, topic):
     send(client, topic, b"1")
     consumer = subscribe(client, topic)
-    consumer.acknowledge(ids(receive(consumer, 1)), timeout=SOON)
+    acknowledge(consumer, ids(receive(consumer, 1)))
     consumer.unsubscribe(SOON)
     with pytest.raises(wire.Closed):
         consumer.receive(1)
@@ -248,14 +248,14 @@ def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(clie
     consumer = subscribe(client, topic)
     send(client, topic, b"1", b"2")
     entries = receive(consumer, 2)
-    consumer.acknowledge([entries[0].id], timeout=SOON)
+    acknowledge(consumer, [entries[0].id])
     generation = consumer.generation
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
     with pytest.raises(wire.BrokerConnectionLost):
         while True:
             consumer.receive(SOON)
     with pytest.raises(wire.BrokerConnectionLost):
-        consumer.acknowledge([entries[1].id], timeout=SOON)
+        acknowledge(consumer, [entries[1].id])
     consumer.reopen(SOON)
     # The first may come again: a broker stores what is acknowledged now and then.
     assert payloads(receive(consumer, 1))[-1] == b"2"

@@ -11,6 +11,7 @@ from txnbridge_pulsar import client as wire
 from tests.in_time import within
 from tests.pulsar.client_kit import (
     SOON,
+    acknowledge,
     batch_of,
     begin,
     everything,
@@ -69,7 +70,7 @@ def test_a_frozen_broker_keeps_nobody_beyond_the_deadline(client, topic, frozen,
         lambda: producer.send(wire.Single(b"y"), timeout=0.3).result(0.3),
         lambda: producer.flush(0.3),
         lambda: producer.reopen(0.3),
-        lambda: consumer.acknowledge([entry.id], timeout=0.3),
+        lambda: acknowledge(consumer, [entry.id], timeout=0.3),
         lambda: consumer.acknowledge_up_to(entry.id, timeout=0.3),
         lambda: consumer.last_message_id(0.3),
         lambda: consumer.seek(wire.EARLIEST, 0.3),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from txnbridge_pulsar.client import EARLIEST, Compression, PulsarClient, Single, SubscriptionType
 
-from tests.pulsar.client_kit import SOON, batch_of, begin, everything, payloads, receive, service
+from tests.pulsar.client_kit import SOON, acknowledge, batch_of, begin, everything, payloads, receive, service
 
 MILLISECONDS = int(SOON * 1000)
 
@@ -94,7 +94,7 @@ def test_acknowledgements_of_parts_of_a_batch_are_understood_by_the_official_cli
     client.create_producer(topic, timeout=SOON).send(batch_of(b"0", b"1", b"2"), timeout=SOON).result(SOON)
     consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
     (entry,) = receive(consumer, 3)
-    consumer.acknowledge([entry.messages()[1].id], timeout=SOON)
+    acknowledge(consumer, [entry.messages()[1].id])
     consumer.close(SOON)
     theirs = official.subscribe(topic, "s", consumer_type=pulsar().ConsumerType.Shared)
     assert [theirs.receive(MILLISECONDS).data() for _ in range(2)] == [b"0", b"2"]

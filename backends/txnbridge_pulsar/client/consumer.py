@@ -293,23 +293,15 @@ class PulsarConsumer:
 
     # ------------------------------------------------------------------------------------------ acknowledging
 
-    def acknowledge(self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float) -> None:
-        """Acknowledge messages by id, in a transaction if `txn` is given. Of a batch only the given messages are
-        acknowledged.
-
-        For a message that came in chunks give the ids of all `parts` of its entry. Raise `TransactionConflict` if the
-        broker refuses an ACK command: then no id of that command is acknowledged (see `_commands`). Raise
-        `BrokerConnectionLost` if the result is not known.
-        """
-        deadline = ClientDeadline(timeout)
-        for response in self.start_acknowledge(ids, txn, timeout=timeout):
-            response.result(deadline.left)
-
     def start_acknowledge(
         self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
     ) -> list[Response]:
-        """Send the ACK commands of `acknowledge` without waiting. Return the responses; their `result` raises the
-        errors of `acknowledge`.
+        """Acknowledge messages by id, in a transaction if `txn` is given, and do not wait: return the responses. Of a
+        batch only the given messages are acknowledged.
+
+        For a message that came in chunks give the ids of all `parts` of its entry. A response raises
+        `TransactionConflict` if the broker refuses its ACK command: then no id of that command is acknowledged (see
+        `_commands`); and `BrokerConnectionLost` if the result is not known.
         """
         deadline = ClientDeadline(timeout)
         ids = list(ids)
@@ -348,8 +340,8 @@ class PulsarConsumer:
     def acknowledge_up_to(self, id: MessageId, *, timeout: float) -> None:
         """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.
 
-        Raise `ValueError` on other subscriptions, on which the broker would do nothing, and the errors of
-        `acknowledge`.
+        Raise `ValueError` on other subscriptions, on which the broker would do nothing, and the errors of a response of
+        `start_acknowledge`.
         """
         if not self._options.ordered:
             raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")

@@ -169,10 +169,6 @@ class ReceivedEntry:
         return "marker_type" in self.metadata
 
     @property
-    def producer_name(self) -> str:
-        return str(self.metadata.get("producer_name", ""))
-
-    @property
     def sequence_id(self) -> int:
         return int(self.metadata.get("sequence_id", 0))
 

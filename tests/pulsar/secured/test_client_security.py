@@ -11,6 +11,7 @@ from txnbridge_pulsar import client as wire
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import (
     SOON,
+    acknowledge,
     batch_of,
     begin,
     connection_of,
@@ -32,7 +33,7 @@ def transact(client: wire.PulsarClient) -> None:
     txn = begin(client, topic)
     client.transactions.register(txn, SOON, subscriptions=[(topic, "s")])
     producer.send(wire.Single(b"3"), txn, timeout=SOON).result(SOON)
-    consumer.acknowledge([message.id for message in entry.messages()], txn, timeout=SOON)
+    acknowledge(consumer, [message.id for message in entry.messages()], txn)
     client.transactions.end(txn, True, SOON)
     assert payloads(receive(consumer, 1)) == [b"3"]
     assert everything(client, topic) == [b"1", b"2", b"3"]
@@ -134,7 +135,7 @@ def test_a_message_of_the_official_client_in_chunks_is_read_whole(secured):
         whole = entries[1]
         assert whole.messages()[0].properties == [("a", "1")]
         assert len(whole.parts) == 3 and whole.parts[-1][:2] == whole.id[:2]
-        consumer.acknowledge([entries[0].id, *whole.parts], timeout=SOON)
+        acknowledge(consumer, [entries[0].id, *whole.parts])
         consumer.close(SOON)
         again = client.subscribe(topic, "s", timeout=SOON, type=wire.SubscriptionType.SHARED)
         assert payloads(receive(again, 1)) == [b"after"]
