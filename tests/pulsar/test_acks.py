@@ -8,7 +8,7 @@ import urllib.request
 from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
-from txnbridge_conformance.observing import send
+from txnbridge_conformance.observing import send, take
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.client.deadline import ClientDeadline
@@ -21,7 +21,6 @@ from tests.pulsar.client_kit import acknowledge, admin, batch_of, fresh_topic, p
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.writing_kit import concrete, connect_to, new_topic
-from txnbridge import Message
 from txnbridge.errors import Conflict, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline
 
@@ -258,7 +257,7 @@ def test_without_indexes_in_the_cursor_entries_that_are_acknowledged_one_by_one_
         def pass_on(*counts, commit=True):
             for count in counts:
                 with suppress(KeyError), bridge.transaction() as txn:
-                    for message in polled(consumer, count):
+                    for message in take(consumer, count):
                         txn.ack(message)
                     if not commit:
                         raise KeyError
@@ -329,7 +328,7 @@ def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abo
     topic = new_topic(a)
     send(a, topic, *[b"%d" % number for number in range(10)])
     first = a.consumer(topic, "group", sharing="message")
-    ours = polled(first, 10)
+    ours = take(first, 10)
     second = b.consumer(topic, "group", sharing="message")
     if by_abort:
         with a.transaction() as txn:
@@ -337,7 +336,7 @@ def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abo
             txn.abort()
     else:
         first.nack(ours[0])
-    theirs = polled(second, 10)
+    theirs = take(second, 10)
     with pytest.raises(Conflict), a.transaction() as txn:
         txn.ack(ours[5:])
     for part in (theirs[:5], theirs[5:]):
@@ -345,7 +344,7 @@ def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abo
             txn.ack(part)
     send(a, topic, b"marker")
     second.close()
-    assert values(polled(first, 1)) == [b"marker"]
+    assert values(take(first, 1)) == [b"marker"]
 
 
 @pytest.mark.parametrize("commit", [False, True])
@@ -355,7 +354,7 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     topic = new_topic(a)
     send(a, topic, *[b"%d" % number for number in range(10)])
     first = a.consumer(topic, "group", sharing="message")
-    ours = polled(first, 10)
+    ours = take(first, 10)
     second = b.consumer(topic, "group", sharing="message")
 
     def answers_nothing(cluster, number, *asked):
@@ -366,12 +365,12 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     with monkeypatch.context() as patched, refused, a.transaction() as txn:
         txn.ack(ours[:3])
         patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
-    theirs = [] if commit else polled(second, 10)
+    theirs = [] if commit else take(second, 10)
     with pytest.raises(Conflict), a.transaction() as txn:
         txn.ack(ours[3:])
     if commit:
         second.close()
-        assert sorted(values(polled(first, 7))) == sorted(values(ours[3:]))
+        assert sorted(values(take(first, 7))) == sorted(values(ours[3:]))
     else:
         with b.transaction() as txn:
             txn.ack(theirs)
@@ -383,13 +382,13 @@ def test_a_prepared_transaction_of_a_shared_group_acknowledges_a_part_of_an_entr
     topic = new_topic(bridge)
     send(bridge, topic, *[b"%d" % number for number in range(10)])
     with bridge.consumer(topic, "group", sharing="message") as consumer:
-        found = polled(consumer, 10)
+        found = take(consumer, 10)
         with bridge.transaction(prepare=True) as prepared:
             prepared.ack(found[:4])
         with bridge.transaction() as txn:
             txn.ack(found[4:])
         (bridge.commit if commit else bridge.abort)(str(prepared.token))
-        again = [] if commit else polled(consumer, 4)
+        again = [] if commit else take(consumer, 4)
         if again:
             with bridge.transaction() as txn:
                 txn.ack(again)
@@ -416,15 +415,6 @@ def test_what_was_given_up_of_an_entry_comes_again_to_the_same_member(client, to
     assert values(last) == values(again)
     reader.pass_on(last[:2])
     has_left(client, reader, topic)
-
-
-def polled(consumer, count):
-    found: list[Message] = []
-    until = time.monotonic() + 2 * SOON
-    while len(found) < count and time.monotonic() < until:
-        found += consumer.poll(count - len(found), 1)
-    assert len(found) == count
-    return found
 
 
 @BOTH_SHARED

@@ -19,8 +19,8 @@ from tests.pulsar.writing_kit import (
     cluster_of,
     concrete,
     connect_to,
+    evidence_of,
     flush,
-    how_of,
     new_topic,
     owner_of,
     proof_topic_of,
@@ -44,9 +44,7 @@ def clean_up(bridge: Bridge, topic: str, later_ms: float = 0) -> None:
 
 
 def proof_of(token: str) -> str:
-    proof = how_of(token).proof
-    assert proof is not None
-    return proof.topic
+    return evidence_of(token)[1].topic
 
 
 def is_there(bridge: Bridge, topic: str) -> bool:
@@ -175,9 +173,7 @@ def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_tru
     young = commit(bridge, topic, b"young")
     marker = proof_of(young)
     clean_up(bridge, marker)
-    since = how_of(young).proof
-    last = how_of(long_ago[-1]).proof
-    assert since is not None and last is not None
+    (_, since), (_, last) = evidence_of(young), evidence_of(long_ago[-1])
     assert last.since < kept_from(pulsar_broker, marker) <= since.since
     assert state_of(bridge, young) is TokenState.COMMITTED
     clean_up(bridge, marker, LATER)  # an id may be opened again: its newest record stays
@@ -196,8 +192,8 @@ def test_an_unresolved_transaction_keeps_what_its_slot_needs(
     assert bridge.commit(ended[1]) is Outcome.COMMITTED
     unresolved = prepare(bridge, topic)
     clean_up(bridge, proof_of(unresolved), LATER)
-    proof = how_of(unresolved).proof
-    assert proof is not None and kept_from(pulsar_broker, proof.topic) <= proof.since
+    _, proof = evidence_of(unresolved)
+    assert kept_from(pulsar_broker, proof.topic) <= proof.since
     assert state_of(bridge, unresolved) is TokenState.PREPARED
     assert bridge.commit(unresolved) is bridge.abort(unresolved) is Outcome.COMMITTED
 
@@ -207,12 +203,12 @@ def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
 ) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
-    first, second = (how_of(commit(bridge, topic, value)).proof for value in (b"1", b"2"))
+    first, second = (evidence_of(commit(bridge, topic, value))[1] for value in (b"1", b"2"))
     assert first == second
     with with_timing(presence_seconds=0.0):
         hasty = open_bridge()
     third, fourth = (commit(hasty, topic, value) for value in (b"3", b"4"))
-    assert how_of(third).proof != how_of(fourth).proof
+    assert evidence_of(third)[1] != evidence_of(fourth)[1]
     assert state_of(hasty, third) is state_of(hasty, fourth) is TokenState.COMMITTED
 
 

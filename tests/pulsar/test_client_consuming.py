@@ -18,21 +18,13 @@ def subscribe(client: wire.PulsarClient, topic: str, **options: object):
     return client.subscribe(topic, "s", timeout=SOON, **{"start": wire.EARLIEST, **options})  # type: ignore[arg-type]
 
 
-def send(client: wire.PulsarClient, topic: str, *contents: object) -> None:
-    producer = client.create_producer(topic, timeout=SOON)
-    for content in contents:
-        producer.send(wire.Single(content) if isinstance(content, bytes) else content, timeout=SOON)  # type: ignore[arg-type]
-    producer.flush(SOON)
-    producer.close(SOON)
-
-
 def ids(entries):
     return [message.id for entry in entries for message in entry.messages()]
 
 
 @ALL_TYPES
 def test_of_a_batch_what_is_not_acknowledged_comes_again(client, topic, type):
-    send(client, topic, batch_of(b"0", b"1", b"2", b"3"))
+    write(client, topic, batch_of(b"0", b"1", b"2", b"3"))
     consumer = subscribe(client, topic, type=type)
     found = ids(receive(consumer, 4))
     acknowledge(consumer, [found[1]])
@@ -43,12 +35,12 @@ def test_of_a_batch_what_is_not_acknowledged_comes_again(client, topic, type):
     assert payloads(entries) == [b"0", b"2"]
     acknowledge(again, ids(entries))
     again.close(SOON)
-    send(client, topic, b"marker")
+    write(client, topic, b"marker")
     assert payloads(receive(subscribe(client, topic, type=type), 1)) == [b"marker"]
 
 
 def test_everything_up_to_the_middle_of_a_batch_can_be_acknowledged(client, topic):
-    send(client, topic, b"first", batch_of(b"0", b"1", b"2"))
+    write(client, topic, b"first", batch_of(b"0", b"1", b"2"))
     consumer = subscribe(client, topic)
     consumer.acknowledge_up_to(ids(receive(consumer, 4))[2], timeout=SOON)
     consumer.close(SOON)
@@ -59,7 +51,7 @@ def test_everything_up_to_the_middle_of_a_batch_can_be_acknowledged(client, topi
     "type", [wire.SubscriptionType.SHARED, wire.SubscriptionType.KEY_SHARED], ids=lambda type: type.name
 )
 def test_acknowledging_up_to_a_message_is_refused_where_the_broker_would_ignore_it(client, topic, type):
-    send(client, topic, b"x")
+    write(client, topic, b"x")
     consumer = subscribe(client, topic, type=type)
     (entry,) = receive(consumer, 1)
     with pytest.raises(ValueError, match="exclusive and failover"):
@@ -76,7 +68,7 @@ def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
     assert len(consumer.start_acknowledge(ids(entries), timeout=SOON)) == 2
     acknowledge(consumer, ids(entries))
     consumer.close(SOON)
-    send(client, topic, b"marker")
+    write(client, topic, b"marker")
     assert payloads(receive(subscribe(client, topic, type=wire.SubscriptionType.SHARED), 1)) == [b"marker"]
 
 
@@ -94,7 +86,7 @@ def test_an_exclusive_subscription_takes_one_consumer(client, topic):
 
 def test_the_broker_sends_no_more_than_was_asked_for(client, topic):
     consumer = subscribe(client, topic, permits=10)
-    send(client, topic, *(b"%d" % number for number in range(100)))
+    write(client, topic, *(b"%d" % number for number in range(100)))
     assert consumer.last_message_id(SOON).entry == 99
     assert len(consumer.inbox._waiting) <= 16
     assert payloads(receive(consumer, 100)) == [b"%d" % number for number in range(100)]
@@ -121,7 +113,7 @@ def test_large_messages_are_asked_for_a_few_at_a_time(client, topic):
 
 @ALL_TYPES
 def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type):
-    send(client, topic, b"1", batch_of(b"2", b"3"), b"4")
+    write(client, topic, b"1", batch_of(b"2", b"3"), b"4")
     consumer = subscribe(client, topic, type=type)
     first = receive(consumer, 4)
     acknowledge(consumer, [first[0].id, *ids(first)[1:2]])
@@ -133,7 +125,7 @@ def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type
 
 def test_what_waits_is_dropped_when_everything_is_asked_for_again(client, topic):
     consumer = subscribe(client, topic)
-    send(client, topic, *(b"%d" % number for number in range(10)))
+    write(client, topic, *(b"%d" % number for number in range(10)))
     first = receive(consumer, 1)[:1]
     consumer.redeliver()
     consumer.redeliver()
@@ -145,25 +137,25 @@ def test_what_waits_is_dropped_when_everything_is_asked_for_again(client, topic)
 
 
 def test_seeking_goes_to_a_message_a_time_and_both_ends(client, topic):
-    send(client, topic, b"1", b"2", b"3")
+    write(client, topic, b"1", b"2", b"3")
     consumer = subscribe(client, topic)
     entries = receive(consumer, 3)
     time.sleep(0.01)  # the next message's time is another one
-    send(client, topic, b"4")
+    write(client, topic, b"4")
     late = receive(consumer, 1)[0]
     consumer.seek(entries[1].id, SOON)
     assert payloads(receive(consumer, 3)) == [b"2", b"3", b"4"]
     consumer.seek(late.publish_time, SOON)
     assert payloads(receive(consumer, 1)) == [b"4"]
     consumer.seek(wire.LATEST, SOON)
-    send(client, topic, b"5")
+    write(client, topic, b"5")
     assert payloads(receive(consumer, 1)) == [b"5"]
     consumer.seek(wire.EARLIEST, SOON)
     assert payloads(receive(consumer, 5)) == [b"1", b"2", b"3", b"4", b"5"]
 
 
 def test_a_subscription_that_is_ended_is_begun_anew(client, topic):
-    send(client, topic, b"1")
+    write(client, topic, b"1")
     consumer = subscribe(client, topic)
     acknowledge(consumer, ids(receive(consumer, 1)))
     consumer.unsubscribe(SOON)
@@ -180,7 +172,7 @@ def test_the_last_message_of_an_empty_topic_is_none(client, topic):
 
 
 def test_a_reader_begins_behind_a_message_and_leaves_nothing_behind(client, topic, pulsar_broker):
-    send(client, topic, b"1", b"2", b"3")
+    write(client, topic, b"1", b"2", b"3")
     reader = client.read(topic, timeout=SOON)
     entries = receive(reader, 3)
     reader.close(SOON)
@@ -191,14 +183,14 @@ def test_a_reader_begins_behind_a_message_and_leaves_nothing_behind(client, topi
 
 
 def test_a_reader_can_begin_behind_any_message_of_a_batch(client, topic):
-    send(client, topic, b"first", batch_of(b"0", b"1", b"2"), b"last")
+    write(client, topic, b"first", batch_of(b"0", b"1", b"2"), b"last")
     found = ids(receive(client.read(topic, timeout=SOON), 5))
     behind = [payloads(receive(client.read(topic, timeout=SOON, start=id), 4 - at)) for at, id in enumerate(found[:4])]
     assert behind == [[b"0", b"1", b"2", b"last"], [b"1", b"2", b"last"], [b"2", b"last"], [b"last"]]
 
 
 def test_seeking_goes_to_any_message_of_a_batch(client, topic):
-    send(client, topic, b"first", batch_of(b"0", b"1", b"2"), b"last")
+    write(client, topic, b"first", batch_of(b"0", b"1", b"2"), b"last")
     consumer = subscribe(client, topic)
     found = ids(receive(consumer, 5))
     for at, id in enumerate(found):
@@ -215,7 +207,7 @@ def reopened(reader, count):
 
 
 def test_a_reader_goes_on_where_it_was_when_it_is_opened_again(client, topic):
-    send(client, topic, b"1", b"2", b"3")
+    write(client, topic, b"1", b"2", b"3")
     reader = client.read(topic, timeout=SOON)
     assert payloads(reader.receive(SOON, most=1)) == [b"1"]
     cut(reader)
@@ -246,7 +238,7 @@ def test_a_reader_that_is_opened_again_amid_a_message_in_chunks_gives_it_whole(c
 
 def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(client, topic, pulsar_broker):
     consumer = subscribe(client, topic)
-    send(client, topic, b"1", b"2")
+    write(client, topic, b"1", b"2")
     entries = receive(consumer, 2)
     acknowledge(consumer, [entries[0].id])
     generation = consumer.generation
@@ -264,7 +256,7 @@ def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(clie
 
 def test_what_waited_when_the_connection_ended_is_given_before_the_loss_is_told(client, topic):
     consumer = subscribe(client, topic)
-    send(client, topic, b"1")
+    write(client, topic, b"1")
     until = time.monotonic() + SOON
     while not consumer.inbox._waiting and time.monotonic() < until:
         time.sleep(0.01)

@@ -25,7 +25,7 @@ from txnbridge_pulsar.write.fence import fence_prefix
 from tests.in_time import within
 from tests.pulsar.client_kit import SOON, connection_of, everything
 from tests.pulsar.cluster_kit import Cluster, coordinator
-from tests.pulsar.writing_kit import cluster_of, concrete, connect_to, flush, how_of, new_topic, unique
+from tests.pulsar.writing_kit import cluster_of, concrete, connect_to, evidence_of, flush, new_topic, unique
 from txnbridge import Bridge, Outcome, Token, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
@@ -169,7 +169,7 @@ def test_open_transactions_of_coordinators_on_both_brokers_are_listed_and_ended(
             for topic in topics:
                 txn.send(topic, b"%d" % number)
         tokens.append(str(txn.token))
-    used = {how.txn.most for how in map(how_of, tokens) if how.txn is not None}
+    used = {evidence_of(token)[0].most for token in tokens}
     assert {cluster.node_of(coordinator(number)) for number in used} == {1, 2}
     listed = {found.transaction: found for found in bridge.admin.transactions()}
     for number, token in enumerate(tokens):
@@ -216,8 +216,7 @@ def test_what_was_prepared_is_ended_truly_once_though_a_broker_it_needs_dies(
     with Child(prepare_and_die, cluster.broker.url, cluster.admin_url, id, topics, kill="status/before") as child:
         token = child.told()
         child.stopped()
-    txn = how_of(token).txn
-    assert txn is not None
+    txn, _ = evidence_of(token)
     cluster.move(coordinator(txn.most), 2 if dies == "coordinator" else 1)
     truth = Outcome.COMMITTED if commit else Outcome.ABORTED
     with cluster.killed(2):
@@ -390,8 +389,7 @@ def test_nothing_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
     token = str(txn.token)
-    prepared = how_of(token).txn
-    assert prepared is not None
+    prepared, _ = evidence_of(token)
     cluster.move(coordinator(prepared.most), node)
 
     def ends(call: Callable[[], object]) -> None:

@@ -28,8 +28,8 @@ from tests.pulsar.writing_kit import (
     WithTiming,
     cluster_of,
     concrete,
+    evidence_of,
     flush,
-    how_of,
     new_topic,
     unique,
     writer_of,
@@ -71,11 +71,8 @@ def unload(pulsar_broker: brokers.Pulsar, bridge: Bridge) -> Callable[[str], Non
 def bundle_of(bridge: Bridge, full: str) -> str:
     rest = cluster_of(bridge).rest
     assert rest is not None
-    return (
-        rest.exchange("GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON))[1]
-        .decode()
-        .strip('"')
-    )
+    _, answer = rest.exchange("GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON))
+    return answer.decode().strip('"')
 
 
 def movable(bridge: Bridge, *away_from: str) -> str:
@@ -292,8 +289,7 @@ def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPat
         with bridge.transaction(prepare=True) as txn:
             txn.send(topic, b"1")
     token = str(txn.token)
-    number = how_of(token).txn
-    assert number is not None
+    number, _ = evidence_of(token)
     # As by a process that died before it told the topics.
     cluster_of(bridge).client.transactions.end(number, True, SOON)
     return token, number
@@ -313,8 +309,7 @@ def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_
     with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
         send(bridge, topic, b"2")
     assert bridge.status(first).state is TokenState.UNKNOWN
-    proof = how_of(first).proof
-    assert proof is not None
+    _, proof = evidence_of(first)
     cluster_of(bridge).client.transactions.end_on_partition(number, proof.topic, True, SOON)
     send(bridge, topic, b"3")
     assert bridge.status(first).state is TokenState.COMMITTED

@@ -20,8 +20,8 @@ from tests.pulsar.writing_kit import (
     cluster_of,
     concrete,
     connect_to,
+    evidence_of,
     flush,
-    how_of,
     new_topic,
     proof_topic_of,
     read_all,
@@ -168,11 +168,10 @@ def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
         with bridge.transaction(timeout=30) as txn:
             txn.send(topic, b"2")
     token = str(caught.value.token)
-    how = how_of(token)
-    assert how.txn is not None and how.proof is not None
-    assert coordinator_state(cluster_of(bridge), how.txn, how.proof, Deadline(SOON)) == ""
+    number, proof = evidence_of(token)
+    assert coordinator_state(cluster_of(bridge), number, proof, Deadline(SOON)) == ""
     naive = [entry.txn for entry in client.read(marker, timeout=SOON).receive(1)]
-    assert how.txn not in naive
+    assert number not in naive
     found = bridge.status(token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
     client.transactions.end(hiding, False, SOON)
@@ -243,9 +242,7 @@ def test_a_marker_topic_that_was_made_anew_proves_nothing(
 ) -> None:
     token = prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
-    how = how_of(token)
-    assert how.proof is not None and how.txn is not None
-    admin(pulsar_broker, "DELETE", f"{path_of(how.proof.topic)}?force=true")
+    admin(pulsar_broker, "DELETE", f"{path_of(evidence_of(token)[1].topic)}?force=true")
     found = bridge.status(token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
     later = prepare(bridge, topic)  # the slot is free, and its topic made anew
@@ -268,14 +265,11 @@ def test_a_transaction_that_is_still_open_is_neither_committed_nor_aborted(
 
 def test_a_slot_is_used_again_when_its_transaction_has_ended(open_bridge: Connect, topic: str) -> None:
     bridge, other = open_bridge(transactional_id=unique("owner")), open_bridge()
-    first = prepare(bridge, topic)
-    second = prepare(bridge, topic)
-    markers = [how.proof for how in (how_of(first), how_of(second))]
-    assert markers[0] is not None and markers[1] is not None and markers[0].topic != markers[1].topic
+    first, second = prepare(bridge, topic), prepare(bridge, topic)
     assert other.abort(first) is Outcome.ABORTED
     third = prepare(bridge, topic)
-    proof = how_of(third).proof
-    assert proof is not None and proof.topic == markers[0].topic
+    markers = [evidence_of(token)[1].topic for token in (first, second, third)]
+    assert markers[0] == markers[2] != markers[1]
     assert (state_of(other, first), state_of(other, third)) == (TokenState.ABORTED, TokenState.PREPARED)
     for token in (second, third):
         assert other.abort(token) is Outcome.ABORTED

@@ -29,9 +29,9 @@ from tests.pulsar.writing_kit import (
     concrete,
     connect_to,
     end_all,
+    evidence_of,
     fence_topic,
     flush,
-    how_of,
     new_topic,
     proof_topic_of,
     proxied,
@@ -405,17 +405,16 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
         with bridge.transaction() as txn:
             txn.send(topic, b"committed")
     token = str(caught.value.token)
-    how = how_of(token)
+    its_own, proof = evidence_of(token)
     ended = {commit: begin(client, name) for commit in (True, False)}
     for commit, number in ended.items():
         send_in(client, name, number, b"another")
         client.transactions.end(number, commit, SOON)
     told = told_by_rest(bridge, name)
-    assert how.txn is not None and how.proof is not None
-    assert told[how.txn] == told[ended[False]] == [[None, "true", "false"], ["22", "true", "false"], {"aborted": True}]
+    assert told[its_own] == told[ended[False]] == [[None, "true", "false"], ["22", "true", "false"], {"aborted": True}]
     assert told[ended[True]] == [[None, "false", "false"], ["21", "false", "false"], {"aborted": False}]
     assert bridge.status(token).state is TokenState.COMMITTED
-    admin(pulsar_broker, "DELETE", f"{how.proof.topic.replace('://', '/')}?force=true")
+    admin(pulsar_broker, "DELETE", f"{proof.topic.replace('://', '/')}?force=true")
     lost = bridge.status(token)
     assert (lost.state, lost.permanent) == (TokenState.UNKNOWN, True)
 

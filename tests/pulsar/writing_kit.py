@@ -15,7 +15,7 @@ from txnbridge_pulsar.broker import PulsarBroker
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.outcome import TokenEvidence
 from txnbridge_pulsar.write.fence import last_fence_record
-from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.writer import PulsarWriter
 
@@ -99,9 +99,12 @@ def proxied(proxy: faults.Proxy) -> str:
     return proxy.url.partition("?")[0]
 
 
-def how_of(token: Token | str | None) -> TokenEvidence:
+def evidence_of(token: Token | str | None) -> tuple[wire.TxnId, ProofLocation]:
+    """Return the broker's transaction that a token names, and where its proof is."""
     assert token is not None
-    return TokenEvidence.read(Token.parse(token).how)
+    how = TokenEvidence.read(Token.parse(token).how)
+    assert how.txn is not None and how.proof is not None
+    return how.txn, how.proof
 
 
 def end_all(broker: brokers.Pulsar) -> None:
