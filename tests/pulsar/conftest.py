@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
@@ -39,6 +40,15 @@ def client(pulsar_broker: brokers.Pulsar) -> Iterator[PulsarClient]:
     """A wire client of the broker that all tests share."""
     with PulsarClient(service(pulsar_broker)) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def official(pulsar_broker: brokers.Pulsar) -> Iterator[Any]:
+    """Return the official client."""
+    pulsar = pytest.importorskip("pulsar")
+    client = pulsar.Client(service(pulsar_broker), logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    yield client
+    client.close()
 
 
 @pytest.fixture

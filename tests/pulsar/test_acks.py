@@ -51,6 +51,13 @@ def has_left(client, member, topic, *contents):
     assert sorted(found) == sorted([*contents, b"marker"])
 
 
+def begun(client, topic, member, *contents, count=1, **given):
+    """Return a reader of these messages, the first of them, and a transaction that may acknowledge them."""
+    write(client, topic, *contents)
+    reader = member(topic, **given)
+    return reader, reader.take(count), reader.begin((topic, 0))
+
+
 def go_back(member, messages):
     """What the core does behind an abort."""
     if member.reader._subscription.sharing == "partition":
@@ -143,10 +150,7 @@ def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, clien
 
 @BOTH_ENDS
 def test_what_waits_for_a_transaction_follows_its_end_wherever_its_reader_is(client, topic, member, commit):
-    write(client, topic, b"1", b"2")
-    reader = member(topic)
-    found = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, found, txn = begun(client, topic, member, b"1", b"2")
     reader.ack(txn, found)
     reader.leave()
     other = member(topic)
@@ -160,10 +164,9 @@ def test_while_its_transaction_is_aborted_by_others_a_reader_goes_on_with_what_i
     client, topic, member, sharing
 ):
     """As it happens to prepared transactions: nobody tells the reader."""
-    write(client, topic, *(b"%d" % number for number in range(6)))
-    reader = member(topic, sharing=sharing)
-    first = reader.take(2)
-    txn = reader.begin((topic, 0))
+    reader, first, txn = begun(
+        client, topic, member, *(b"%d" % number for number in range(6)), count=2, sharing=sharing
+    )
     reader.ack(txn, first)
     in_hand = reader.take(2)
     reader.end(txn, commit=False)
@@ -280,10 +283,7 @@ def test_without_indexes_in_the_cursor_entries_that_are_acknowledged_one_by_one_
 def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
     pulsar_broker, client, topic, member, commit
 ):
-    write(client, topic, batch_of(b"1", b"2"), b"3")
-    reader = member(topic, admin_url=pulsar_broker.admin_url)
-    held = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, held, txn = begun(client, topic, member, batch_of(b"1", b"2"), b"3", admin_url=pulsar_broker.admin_url)
     reader.ack(txn, held)
     reader.leave()
     other = member(topic, admin_url=pulsar_broker.admin_url)
@@ -297,10 +297,7 @@ def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
 def test_the_next_member_does_not_wait_for_a_prepared_transaction_longer_than_for_others(
     pulsar_broker, client, topic, member
 ):
-    write(client, topic, b"1", b"2")
-    reader = member(topic, admin_url=pulsar_broker.admin_url)
-    held = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, held, txn = begun(client, topic, member, b"1", b"2", admin_url=pulsar_broker.admin_url)
     reader.ack(txn, held)
     reader.leave()
     # It waits for its timeout and this delay: half a second.
@@ -464,10 +461,7 @@ def test_after_a_conflict_what_was_refused_with_it_comes_again(client, topic, me
 
 
 def test_what_was_given_back_cannot_be_acknowledged(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic, sharing="message")
-    found = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, found, txn = begun(client, topic, member, b"1", sharing="message")
     reader.nack(by_partition(found))
     with pytest.raises(Conflict, match="not with this reader any more"):
         reader.ack(txn, found)
@@ -475,10 +469,7 @@ def test_what_was_given_back_cannot_be_acknowledged(client, topic, member):
 
 
 def test_after_its_partition_left_a_delivery_cannot_be_acknowledged(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic)
-    found = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, found, txn = begun(client, topic, member, b"1")
     reader.cut()
     with pytest.raises(Conflict):
         reader.ack(txn, found)
@@ -488,10 +479,7 @@ def test_after_its_partition_left_a_delivery_cannot_be_acknowledged(client, topi
 
 
 def test_acknowledgements_whose_answer_is_lost_are_a_conflict_and_come_again(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic)
-    found = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, found, txn = begun(client, topic, member, b"1")
     sent = reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
     sent._sent[0].answers.append(_Lost())
     with pytest.raises(Conflict, match="connection"):
@@ -502,10 +490,7 @@ def test_acknowledgements_whose_answer_is_lost_are_a_conflict_and_come_again(cli
 
 
 def test_a_writer_learns_that_a_partition_left_behind_its_acknowledgements(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic)
-    found = reader.take(1)
-    txn = reader.begin((topic, 0))
+    reader, found, txn = begun(client, topic, member, b"1")
     sent = reader.ack(txn, found)
     assert not sent.has_lost_partition
     reader.cut()

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers, plugin
 from txnbridge_conformance.observing import send, take, values
 
-from tests.pulsar.client_kit import SOON, admin, service
+from tests.pulsar.client_kit import SOON, admin
 from tests.pulsar.writing_kit import Connect, unique
 from txnbridge import DeliveryFailed, NotSupported, Outcome
 from txnbridge.capabilities import Capability
 
 MILLISECONDS = int(SOON * 1000)
 topic = plugin.topic  # the wire client's tests have another one
-
-
-@pytest.fixture(scope="module")
-def official(pulsar_broker) -> Iterator[Any]:
-    pulsar = pytest.importorskip("pulsar")
-    client = pulsar.Client(service(pulsar_broker), logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
-    yield client
-    client.close()
 
 
 def read_by(official: Any, name: str) -> list[tuple[bytes, str, dict[str, str]]]:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from txnbridge_pulsar.client import EARLIEST, Compression, PulsarClient, Single, SubscriptionType
 
-from tests.pulsar.client_kit import SOON, acknowledge, batch_of, begin, everything, payloads, receive, service
+from tests.pulsar.client_kit import SOON, acknowledge, batch_of, begin, everything, payloads, receive
 
 MILLISECONDS = int(SOON * 1000)
-
-
-@pytest.fixture(scope="module")
-def official(pulsar_broker) -> Iterator[Any]:
-    pulsar = pytest.importorskip("pulsar")
-    client = pulsar.Client(service(pulsar_broker), logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
-    yield client
-    client.close()
 
 
 def pulsar() -> Any:
