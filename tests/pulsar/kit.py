@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from txnbridge_conformance import brokers
@@ -23,6 +27,21 @@ def url_of(broker: brokers.Pulsar, **options: object) -> str:
     """A bridge's URL, with the REST interface."""
     query = "&".join(f"{name}={value}" for name, value in {"admin_url": broker.admin_url, **options}.items())
     return f"{broker.url}?{query}"
+
+
+@contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler], **parts: Any) -> Iterator[Any]:
+    """Serve the REST interface; `parts` are attributes of the server, which its handler uses."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    vars(server).update(parts)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class Kept:

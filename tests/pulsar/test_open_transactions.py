@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.settings.timing import Timing
 
 from tests.in_time import within
-from tests.pulsar.kit import SOON, settings_for
+from tests.pulsar.kit import SOON, http_server, settings_for
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidState, NotFound
 from txnbridge.spi import Deadline, Emitter
 
@@ -85,18 +85,12 @@ class Asked:
 
 @contextmanager
 def answering(headers: dict[str, Any] | None = None, timing: Timing | None = None, **answers: Any) -> Iterator[Asked]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.answers = {name: list(given) for name, given in answers.items()}
-    server.headers, server.asked, server.over = headers or {}, [], threading.Event()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield Asked(server, timing)
-    finally:
-        server.over.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    kept, over = {name: list(given) for name, given in answers.items()}, threading.Event()
+    with http_server(Answering, answers=kept, headers=headers or {}, asked=[], over=over) as server:
+        try:
+            yield Asked(server, timing)
+        finally:
+            over.set()
 
 
 # --- listing --------------------------------------------------------------------------------------------------------

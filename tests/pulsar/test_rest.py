@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
 from txnbridge_conformance.brokers._ports import free_ports
 from txnbridge_pulsar.admin.rest import Rest
 
-from tests.pulsar.kit import SOON, settings_for
+from tests.pulsar.kit import SOON, http_server, settings_for
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Deadline
 
@@ -36,18 +34,8 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def answering() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.seen = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def answering() -> Any:
+    return http_server(Answering, seen=[])
 
 
 def rest_of(*ports: int) -> Rest:
@@ -74,10 +62,10 @@ def test_a_change_whose_answer_is_lost_is_not_asked_for_again() -> None:
         rest = rest_of(dying.server_port, other.server_port)
         with pytest.raises(BrokerUnavailable):
             rest.ask("PUT", "/admin/half", Deadline(SOON))
-        assert other.seen == []  # type: ignore[attr-defined]
+        assert other.seen == []
         with pytest.raises(BrokerUnavailable):  # a question is asked of the next one: here it gets no further there
             rest.get("/admin/half", Deadline(SOON))
-        assert (dying.seen, other.seen) == (["PUT", "GET"], ["GET"])  # type: ignore[attr-defined]
+        assert (dying.seen, other.seen) == (["PUT", "GET"], ["GET"])
 
 
 def test_when_nobody_answers_that_is_told() -> None:

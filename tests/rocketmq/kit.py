@@ -17,6 +17,7 @@ from typing import Any
 
 from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
@@ -258,6 +259,19 @@ def read_all(client: RemotingClient, topic: str, broker: str = BROKER, queue: in
 
 def bodies(client: RemotingClient, topic: str, broker: str = BROKER) -> list[bytes]:
     return [record.payload() for record in read_all(client, topic, broker)]
+
+
+def one_user(root: Credentials) -> dict[str, str]:
+    """Return a broker's settings with which it authenticates its clients, and knows one user."""
+    provider = "org.apache.rocketmq.auth.authentication.provider"
+    user = {"accessKey": root.access_key, "secretKey": root.secret_key}
+    return {
+        "authenticationEnabled": "true",
+        "authenticationProvider": f"{provider}.DefaultAuthenticationProvider",
+        "authenticationMetadataProvider": f"{provider}.LocalAuthenticationMetadataProvider",
+        "initAuthenticationUser": json.dumps({"username": root.access_key, "password": root.secret_key}),
+        "innerClientAuthenticationCredentials": json.dumps(user),
+    }
 
 
 # --- parts of the backend, without a bridge ---------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 
 import pytest
@@ -15,12 +14,11 @@ from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
 
 from tests.kafka.certificates import Authority
-from tests.rocketmq.kit import BROKER, becomes_true, bodies
+from tests.rocketmq.kit import BROKER, becomes_true, bodies, one_user
 from tests.rocketmq.reading_kit import connect_to
 
 LONG = 30.0
 ROOT = Credentials("root", "s3cret-of-root")
-_AUTH = "org.apache.rocketmq.auth.authentication.provider"
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +30,8 @@ def authority(tmp_path_factory) -> Authority:
 def secured(authority, start_shared):
     """Start a broker with TLS and plain connections, one user, and binary headers in its requests."""
     certificate = authority.issue("broker")
-    user = {"accessKey": ROOT.access_key, "secretKey": ROOT.secret_key}
     return start_shared(
-        settings={
-            "authenticationEnabled": "true",
-            "authenticationProvider": f"{_AUTH}.DefaultAuthenticationProvider",
-            "authenticationMetadataProvider": f"{_AUTH}.LocalAuthenticationMetadataProvider",
-            "initAuthenticationUser": json.dumps({"username": ROOT.access_key, "password": ROOT.secret_key}),
-            "innerClientAuthenticationCredentials": json.dumps(user),
-        },
+        settings=one_user(ROOT),
         system_properties={
             "tls.test.mode.enable": "false",
             "tls.server.certPath": str(certificate.certificate),

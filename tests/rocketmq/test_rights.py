@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,14 +15,14 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.requests import RpcRequest, as_body, fields, nothing
 
-from tests.rocketmq.kit import BROKER, LONG, bodies
+from tests.rocketmq.kit import BROKER, LONG, bodies, one_user
 from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique
 from txnbridge import Bridge, Decision, Outcome
 from txnbridge.errors import AccessDenied
 
 ROOT = Credentials("root", "s3cret-of-root")
 APPLICATION = "shop"
-_AUTH = "org.apache.rocketmq.auth"
+_PROVIDER = "org.apache.rocketmq.auth.authorization.provider"
 _CREATE_USER, _CREATE_ACL = 3001, 3006
 _numbers = count(1)
 
@@ -47,19 +46,12 @@ LIST: list[Right] = [
 
 @pytest.fixture(scope="module")
 def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
-    user = {"accessKey": ROOT.access_key, "secretKey": ROOT.secret_key}
-    return start_shared(
-        settings={
-            "authenticationEnabled": "true",
-            "authenticationProvider": f"{_AUTH}.authentication.provider.DefaultAuthenticationProvider",
-            "authenticationMetadataProvider": f"{_AUTH}.authentication.provider.LocalAuthenticationMetadataProvider",
-            "initAuthenticationUser": json.dumps({"username": ROOT.access_key, "password": ROOT.secret_key}),
-            "innerClientAuthenticationCredentials": json.dumps(user),
-            "authorizationEnabled": "true",
-            "authorizationProvider": f"{_AUTH}.authorization.provider.DefaultAuthorizationProvider",
-            "authorizationMetadataProvider": f"{_AUTH}.authorization.provider.LocalAuthorizationMetadataProvider",
-        }
-    )
+    authorization = {
+        "authorizationEnabled": "true",
+        "authorizationProvider": f"{_PROVIDER}.DefaultAuthorizationProvider",
+        "authorizationMetadataProvider": f"{_PROVIDER}.LocalAuthorizationMetadataProvider",
+    }
+    return start_shared(settings=one_user(ROOT) | authorization)
 
 
 @pytest.fixture
