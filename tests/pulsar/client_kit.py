@@ -105,11 +105,6 @@ def acknowledge(
         answer.result(timeout)
 
 
-def consumer_of(entry: wire.ReceivedEntry) -> wire.PulsarConsumer:
-    assert isinstance(entry.consumer, wire.PulsarConsumer)
-    return entry.consumer
-
-
 def connection_of(side: wire.PulsarProducer | wire.PulsarConsumer) -> BrokerConnection:
     assert side.connection is not None
     return side.connection

@@ -87,11 +87,10 @@ def full(name, namespace=None):
 
 def test_retention_is_set_and_told(admin, name):
     admin.create_topic(name, 1, soon(), retention_seconds=90, retention_bytes=3_000_000)
-    deadline = soon()
-    while (found := named(admin, name))[0].retention_bytes is None:  # policies take a moment
-        deadline.check("waiting for the policy")
-        time.sleep(0.1)
-    assert (found[0].retention_seconds, found[0].retention_bytes) == (120.0, 3 * 1024 * 1024)  # whole units
+    (found,) = waited_for(
+        lambda: [each for each in named(admin, name) if each.retention_bytes is not None], "the policy"
+    )
+    assert (found.retention_seconds, found.retention_bytes) == (120.0, 3 * 1024 * 1024)  # whole units
 
 
 @pytest.mark.parametrize("kept", [{"retention_seconds": 0}, {"retention_bytes": -1}], ids=str)
@@ -296,9 +295,7 @@ def test_the_doctor_tells_which_topics_lose_what_nobody_has_read_yet(pulsar_brok
     assert not advice(admin, f"namespace public/{namespace}")  # they keep all
     nothing = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
     ask(pulsar_broker, "POST", f"namespaces/public/{namespace}/retention", nothing)
-    deadline = soon()
-    while not (found := advice(admin, f"namespace public/{namespace}")):  # policies take a moment
-        deadline.check("waiting for the policy")
+    found = waited_for(lambda: advice(admin, f"namespace public/{namespace}"), "the policy")
     assert [each.level for each in found] == ["warning"]
     assert found[0].text.startswith("half-grouped, unread: their retention is 0")
 

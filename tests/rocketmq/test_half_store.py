@@ -46,18 +46,10 @@ def resolve(url: str, group: str) -> None:
         eventually(lambda: resolver.stats.committed, "it is asked")
 
 
-def waiting(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
-    """Return the open halves of a group, for which the broker sends check-backs."""
+def halves_of(group: str, cluster: Any, look: Any) -> list[open_halves.PendingHalf]:
+    """Return the halves of a group that are waiting for check-backs, or were discarded."""
     deadline = Deadline(60)
-    found = [half for name in cluster.brokers.names(deadline) for half in open_halves._waiting(cluster, name, deadline)]
-    return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]
-
-
-def discarded(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
-    deadline = Deadline(60)
-    found = [
-        half for name in cluster.brokers.names(deadline) for half in open_halves._discarded(cluster, name, deadline)
-    ]
+    found = [half for name in cluster.brokers.names(deadline) for half in look(cluster, name, deadline)]
     return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]
 
 
@@ -91,7 +83,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "the one that is whole is published")
         cluster = cluster_of(open_bridge(application="observers"))
         # `admin.transactions` would not do: it leaves out transactions that were decided just now.
-        eventually(lambda: not waiting(cluster, group), "the other is dropped")
+        eventually(lambda: not halves_of(group, cluster, open_halves._waiting), "the other is dropped")
     assert len(set(asked)) == 1
     assert bodies(client, topic) == [b"1", b"2"]
 
@@ -204,7 +196,9 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     run(sell, rocketmq_broker.url, topic, group, kill="step:publish/before").stopped()
     settings(transactionCheckMax=2)
     cluster = cluster_of(open_bridge(application="observers"))
-    eventually(lambda: len(discarded(cluster, group)) == 2, "the broker asks about neither any more")
+    eventually(
+        lambda: len(halves_of(group, cluster, open_halves._discarded)) == 2, "the broker asks about neither any more"
+    )
     with_timing(discarded_retry=1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")

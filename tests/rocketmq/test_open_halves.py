@@ -41,11 +41,6 @@ def gone(admin, name):
     return becomes_true(lambda: not listed(admin, name))
 
 
-def published(client, topic):
-    """Return the bodies in a topic's first queue."""
-    return bodies(client, topic)
-
-
 def prepare_and_go(open_bridge, topic):
     """Prepare a transaction, close its bridge, and return the transaction's id, its token and the application."""
     application = unique("gone")
@@ -100,11 +95,11 @@ def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
             with bridge.transaction(timeout=10) as txn:
                 txn.send(topic, b"late", partition=0)
     assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
-    assert published(client, topic) == []
+    assert bodies(client, topic) == []
     assert any(txn.id in each.subject and "does not end" in each.text for each in observer.check())
     assert observer.abort(txn.id) is Outcome.COMMITTED  # the true outcome, although ABORT was asked for
     assert gone(observer, txn.id)
-    assert published(client, topic) == [b"late"]
+    assert bodies(client, topic) == [b"late"]
 
 
 def test_a_prepared_transaction_is_listed_with_a_token_that_ends_it(open_bridge, observer, client, topic):
@@ -116,18 +111,18 @@ def test_a_prepared_transaction_is_listed_with_a_token_that_ends_it(open_bridge,
     assert str(found.token) == str(txn.token)
     assert bridge.commit(str(found.token)) is Outcome.COMMITTED
     assert gone(observer, txn.id)
-    assert published(client, topic) == [b"1"]
+    assert bodies(client, topic) == [b"1"]
 
 
 def test_a_copy_that_is_left_of_what_was_published_is_dropped_by_hand(open_bridge, observer, client, topic):
     name, _, _ = prepare_and_go(open_bridge, topic)
     assert becomes_true(lambda: len(copies(client, topic, name)) >= 2)
     client.call(BROKER, end(address_of_copy(copies(client, topic, name)[0]), HalfEnd.COMMIT, from_check=True), LONG)
-    assert becomes_true(lambda: published(client, topic) == [b"left"])
+    assert becomes_true(lambda: bodies(client, topic) == [b"left"])
     assert observer.commit(name) is Outcome.COMMITTED
     time.sleep(3)
     assert not listed(observer, name)  # no other process aborts the half
-    assert published(client, topic) == [b"left"]
+    assert bodies(client, topic) == [b"left"]
 
 
 @pytest.mark.parametrize("decision", ["commit", "abort"])
@@ -162,7 +157,7 @@ def test_an_administrator_aborts_what_a_dead_process_left_open_and_does_not_comm
         observer.commit(name)
     assert observer.abort(name) is Outcome.ABORTED
     assert gone(observer, name)
-    assert published(client, topic) == []
+    assert bodies(client, topic) == []
 
 
 def test_what_a_dead_owner_left_open_is_aborted_when_another_has_opened_its_id(
@@ -207,7 +202,7 @@ def test_an_administrator_looks_before_a_single_message_is_aborted(
         if not published_before:
             assert observer.abort(txn.id) is Outcome.ABORTED
             assert bridge.status(token).state is TokenState.ABORTED
-    assert published(client, topic) == [b"first", *([b"single"] if published_before else [])]
+    assert bodies(client, topic) == [b"first", *([b"single"] if published_before else [])]
 
 
 def test_a_half_of_another_client_is_listed_and_can_be_aborted(observer, client, topic):
@@ -260,7 +255,7 @@ def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
     else:
         assert observer.commit(name) is Outcome.COMMITTED
     assert gone(observer, name)
-    assert published(client, topic) == [b"left"]
+    assert bodies(client, topic) == [b"left"]
 
 
 def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, observer, client, topic, settings):
@@ -272,7 +267,7 @@ def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, obser
         observer.repair(name)
     assert observer.abort(name) is Outcome.ABORTED
     assert gone(observer, name)
-    assert published(client, topic) == []
+    assert bodies(client, topic) == []
 
 
 def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge, observer, client, topic):

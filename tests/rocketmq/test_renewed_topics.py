@@ -18,7 +18,7 @@ from tests.core.reading_kit import SOON
 from tests.renewed_topics import delete_topic, made_anew_again_and_again
 from tests.rocketmq.kit import BROKER, LONG, read_all
 from tests.rocketmq.reading_kit import connect_to, unique
-from txnbridge import Bridge, NotFound, Outcome, PositionLost
+from txnbridge import Bridge, Consumer, NotFound, Outcome, PositionLost
 
 FEW = [b"old %d" % number for number in range(10)]
 MORE = [b"new %d" % number for number in range(60)]
@@ -56,6 +56,12 @@ def renew(bridge: Bridge) -> Renew:
     return renew
 
 
+def is_told(consumer: Consumer, times: int = 1) -> None:
+    for _ in range(times):
+        with pytest.raises(PositionLost, match="created again"):
+            take(consumer, 1)
+
+
 @pytest.mark.parametrize("grouped", [True, False], ids=["in a group", "alone"])
 def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_told_where(
     bridge: Bridge, topic: str, group: str, renew: Renew, grouped: bool
@@ -68,9 +74,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
                 txn.ack(old)
         assert values(take(consumer, 5)) == FEW[5:]
         renew(topic)
-        for _ in range(2):
-            with pytest.raises(PositionLost, match="created again"):
-                take(consumer, 1)
+        is_told(consumer, times=2)
         consumer.seek({(topic, 0): (0,)})
         new = take(consumer, len(MORE))
         assert values(new) == MORE
@@ -82,8 +86,7 @@ def test_a_reader_that_waits_for_what_comes_next_is_told_too(bridge: Bridge, top
     with bridge.consumer(topic, start="latest") as consumer:
         assert not consumer.poll(timeout=0.5)
         renew(topic)
-        with pytest.raises(PositionLost, match="created again"):
-            take(consumer, 1)
+        is_told(consumer)
 
 
 def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there_again(
@@ -97,8 +100,7 @@ def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there
             consumer.poll(timeout=SOON)
         bridge.admin.create_topic(topic, 1)
         send(bridge, topic, *MORE)
-        with pytest.raises(PositionLost, match="created again"):
-            take(consumer, 1)
+        is_told(consumer)
 
 
 def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(
@@ -109,9 +111,7 @@ def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(
         txn.ack(take(consumer, 5))
     renew(topic)
     with bridge.consumer(topic, group) as consumer:
-        for _ in range(2):
-            with pytest.raises(PositionLost, match="created again"):
-                take(consumer, 1)
+        is_told(consumer, times=2)
         consumer.seek({(topic, 0): (2,)})
         with bridge.transaction() as txn:
             txn.ack(take(consumer, 3))
@@ -128,8 +128,7 @@ def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_th
         eventually(lambda: consumer.assignment, "the partition has come")
     renew(topic)
     with bridge.consumer(topic, group, start="latest") as consumer:
-        with pytest.raises(PositionLost, match="created again"):
-            take(consumer, 1)
+        is_told(consumer)
 
 
 def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
@@ -142,11 +141,9 @@ def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
         with bridge.transaction() as txn:
             txn.ack(old)
         assert txn.outcome is Outcome.COMMITTED  # the transaction has read the messages
-        with pytest.raises(PositionLost, match="created again"):
-            take(consumer, 1)
+        is_told(consumer)
     with bridge.consumer(topic, group) as consumer:
-        with pytest.raises(PositionLost, match="created again"):
-            take(consumer, 1)
+        is_told(consumer)
         consumer.seek({(topic, 0): (0,)})
         assert values(take(consumer, len(MORE))) == MORE
 
@@ -162,8 +159,7 @@ def test_an_abort_goes_back_to_nothing_in_a_topic_that_was_made_anew(
             txn.ack(take(consumer, 5))
             renew(topic)
             raise ZeroDivisionError
-        with pytest.raises(PositionLost, match="created again"):
-            take(consumer, 1)
+        is_told(consumer)
 
 
 # --- retention --------------------------------------------------------------------------------------------------------
