@@ -49,12 +49,8 @@ class Secured:
     authority: Authority
     admin: Certificate
 
-    def client(
-        self, authentication: Authentication, certificate: Certificate | None = None, **options: Any
-    ) -> PulsarClient:
-        files = (None, None) if certificate is None else (certificate.certificate, certificate.key)
-        tls = tls_context(self.authority.certificate, *files)
-        return PulsarClient(self.url_tls, authentication=authentication, tls=tls, **options)
+    def client(self, authentication: Authentication) -> PulsarClient:
+        return PulsarClient(self.url_tls, authentication=authentication, tls=tls_context(self.authority.certificate))
 
 
 def settings(folder: Path, server: Certificate, authority: Authority, port: int, tls: int, web: int) -> dict[str, str]:

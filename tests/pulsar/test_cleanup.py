@@ -23,11 +23,14 @@ from tests.pulsar.writing_kit import (
     flush,
     new_topic,
     owner_of,
+    prepare,
     proof_topic_of,
     read_all,
+    state_of,
+    token_of,
     unique,
 )
-from txnbridge import Bridge, NotFound, Outcome, Token, TokenState, Transaction
+from txnbridge import Bridge, NotFound, Outcome, TokenState
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -58,27 +61,12 @@ def kept_from(broker: brokers.Pulsar, topic: str) -> tuple[int, int]:
     return int(ledger), int(entry) + 1
 
 
-def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
-    with bridge.transaction(prepare=True) as txn:
-        txn.send(topic, value)
-    return str(txn.token)
-
-
-def token_of(txn: Transaction, bridge: Bridge) -> Token:
-    """As an error tells it whose answer was lost."""
-    return Token("pulsar", bridge.cluster, txn.id, {**txn._writer.evidence().how, "a": True}, False)
-
-
 def commit(bridge: Bridge, topic: str, value: bytes) -> str:
     with bridge.transaction() as txn:
         txn.send(topic, value)
         flush(txn)
         token = token_of(txn, bridge)
     return str(token)
-
-
-def state_of(bridge: Bridge, token: str) -> TokenState:
-    return bridge.status(token).state
 
 
 # --- bridges without an id ------------------------------------------------------------------------------------------

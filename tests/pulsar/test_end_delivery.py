@@ -31,10 +31,13 @@ from tests.pulsar.writing_kit import (
     evidence_of,
     flush,
     new_topic,
+    owner_of,
+    prepare,
+    token_of,
     unique,
     writer_of,
 )
-from txnbridge import Bridge, Consumer, Outcome, Token, TokenState, errors
+from txnbridge import Bridge, Consumer, Outcome, TokenState, errors
 from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline
 
@@ -178,11 +181,6 @@ def test_where_nothing_moves_nothing_is_told_and_nothing_goes_on(
     assert not told
 
 
-def owner_of(bridge: Bridge) -> Any:
-    broker: Any = bridge._connection.broker
-    return next(iter(broker._owners.values()))
-
-
 def test_what_others_committed_by_token_is_told_everywhere(
     open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +234,7 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
         number = flush(txn)
     proof = writer_of(txn).proof
     assert proof is not None
-    token = Token("pulsar", dead.cluster, txn.id, {**writer_of(txn).evidence().how, "a": True}, False)
+    token = token_of(txn, dead)
     transactions.end(number, True, SOON)
     participants = [concrete(topic) for topic in (told, untold)]
     if shows:
@@ -314,12 +312,6 @@ def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_
     send(bridge, topic, b"3")
     assert bridge.status(first).state is TokenState.COMMITTED
     assert values(seen(bridge, topic)) == [b"1", b"3"]
-
-
-def prepare(bridge: Bridge, topic: str) -> str:
-    with bridge.transaction(prepare=True) as txn:
-        txn.send(topic, b"prepared")
-    return str(txn.token)
 
 
 # --- a race with the real thing -------------------------------------------------------------------------------------

@@ -23,8 +23,11 @@ from tests.pulsar.writing_kit import (
     evidence_of,
     flush,
     new_topic,
+    prepare,
     proof_topic_of,
     read_all,
+    state_of,
+    token_of,
     unique,
 )
 from txnbridge import Bridge, Outcome, Token, TokenState, errors
@@ -96,22 +99,12 @@ def topic(bridge: Bridge) -> str:
     return new_topic(bridge)
 
 
-def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
-    with bridge.transaction(prepare=True) as txn:
-        txn.send(topic, value)
-    return str(txn.token)
-
-
 def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> str:
     """The token of a transaction whose answer was lost."""
     with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(errors.OutcomeUnknown) as caught:
         send(bridge, topic, value)
     assert caught.value.token is not None
     return caught.value.token
-
-
-def state_of(bridge: Bridge, token: str) -> TokenState:
-    return bridge.status(token).state
 
 
 def test_the_coordinator_says_the_same_of_every_end(client: PulsarClient) -> None:
@@ -210,7 +203,7 @@ def test_what_an_older_owner_writes_on_a_marker_topic_says_nothing_of_the_newer_
     with newer.transaction() as txn:
         txn.send(topic, b"3")
         flush(txn)
-        asked = str(Token("pulsar", newer.cluster, txn.id, {**txn._writer.evidence().how, "a": True}, False))
+        asked = str(token_of(txn, newer))
         txn.abort()
     assert state_of(newer, asked) is TokenState.ABORTED
 
@@ -257,7 +250,7 @@ def test_a_transaction_that_is_still_open_is_neither_committed_nor_aborted(
     with bridge.transaction() as txn:
         txn.send(topic, b"x")
         flush(txn)
-        token = Token("pulsar", bridge.cluster, txn.id, {**txn._writer.evidence().how, "a": True}, False)
+        token = token_of(txn, bridge)
         found = open_bridge().status(token)
         assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
     assert state_of(bridge, str(token)) is TokenState.COMMITTED

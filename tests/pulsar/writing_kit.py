@@ -21,7 +21,7 @@ from txnbridge_pulsar.write.writer import PulsarWriter
 
 import txnbridge
 from tests.pulsar.kit import SOON, Connection, open_cluster
-from txnbridge import Bridge, Token, Transaction
+from txnbridge import Bridge, Token, TokenState, Transaction
 from txnbridge.spi import Deadline
 
 Connect = Callable[..., Bridge]
@@ -97,6 +97,22 @@ def proof_topic_of(txn: Transaction) -> str:
 def proxied(proxy: faults.Proxy) -> str:
     """A bridge's URL by way of a proxy."""
     return proxy.url.partition("?")[0]
+
+
+def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
+    """Prepare a transaction with one message, and return its token."""
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, value)
+    return str(txn.token)
+
+
+def state_of(bridge: Bridge, token: str) -> TokenState:
+    return bridge.status(token).state
+
+
+def token_of(txn: Transaction, bridge: Bridge) -> Token:
+    """Return the token that an error has if the answer to the commit is lost."""
+    return Token("pulsar", bridge.cluster, txn.id, {**writer_of(txn).evidence().how, "a": True}, False)
 
 
 def evidence_of(token: Token | str | None) -> tuple[wire.TxnId, ProofLocation]:

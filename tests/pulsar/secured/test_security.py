@@ -16,7 +16,7 @@ from txnbridge_pulsar.outcome.held_topics import proof_property, release
 import txnbridge
 from tests.pulsar.client_kit import SOON, admin, batch_of
 from tests.pulsar.secured_kit import PASSWORD, Secured, token
-from tests.pulsar.writing_kit import cluster_of, concrete, flush, read_all, unique, writer_of
+from tests.pulsar.writing_kit import cluster_of, concrete, flush, prepare, read_all, unique, writer_of
 from txnbridge import Bridge, Outcome, TokenState
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
@@ -62,12 +62,6 @@ def grant(secured: Secured, namespace: str, role: str, *actions: str) -> None:
 def send(bridge: Bridge, topic: str, value: bytes = b"x") -> None:
     with bridge.transaction() as txn:
         txn.send(topic, value)
-
-
-def prepare(bridge: Bridge, topic: str) -> str:
-    with bridge.transaction(prepare=True) as txn:
-        txn.send(topic, b"prepared")
-    return str(txn.token)
 
 
 # --- who gets in ----------------------------------------------------------------------------------------------------
