@@ -71,6 +71,11 @@ def client(broker: FakeBroker) -> Iterator[wire.PulsarClient]:
         yield client
 
 
+@pytest.fixture
+def producer(client: wire.PulsarClient) -> wire.PulsarProducer:
+    return client.create_producer("t", name="p", timeout=SOON)
+
+
 def partitions(peer: Peer, fields: dict[str, Any]) -> None:
     peer.say("partition_metadata_response", request_id=fields["request_id"], partitions=3)
 
@@ -145,11 +150,11 @@ def test_a_request_without_an_answer_times_out_and_a_late_answer_disturbs_no_oth
         assert connection.ask("partition_metadata", ClientDeadline(SOON), topic="t")["partitions"] == 3
 
 
-def test_nothing_is_left_of_lanes_that_were_hung_up(broker, client):
+def test_lanes_that_were_hung_up_leave_no_connection_behind(broker, client):
     for number in range(10):
         client.read("persistent://a/b/t", timeout=SOON, connection_key=f"reader {number}")
         client.hang_up(f"reader {number}")
-    assert [connection_key for _, connection_key in [*client._pool._connections, *client._pool._opening]] == [""]
+    assert [key for _, key in [*client._pool._connections, *client._pool._opening]] == [""]
 
 
 def test_an_error_with_the_code_0_is_an_error():
@@ -161,7 +166,7 @@ def test_an_error_with_the_code_0_is_an_error():
             connection.ask("new_txn", ClientDeadline(SOON))
 
 
-def test_whoever_waits_is_told_when_the_connection_breaks():
+def test_a_request_ends_when_the_connection_breaks():
     with fake_broker(new_txn=lambda peer, fields: peer.hang_up()) as broker:
         connection = connect(broker)
         with pytest.raises(wire.BrokerConnectionLost) as error:
@@ -173,7 +178,7 @@ def test_whoever_waits_is_told_when_the_connection_breaks():
         assert connection.closed
 
 
-def test_whoever_waits_is_told_when_the_connection_is_closed_on_this_side():
+def test_a_request_ends_when_the_connection_is_closed_on_this_side():
     with fake_broker() as broker:
         connection = connect(broker)
         response = connection.request("new_txn", ClientDeadline(SOON), tc_id=0)
@@ -183,7 +188,7 @@ def test_whoever_waits_is_told_when_the_connection_is_closed_on_this_side():
             response.result(SOON)
 
 
-def test_what_was_acknowledged_when_the_broker_closes_the_consumer_is_unknown_at_once(broker, client):
+def test_an_acknowledgement_is_unknown_at_once_when_the_broker_closes_the_consumer(broker, client):
     def acknowledged(peer: Peer, fields: dict[str, Any]) -> None:
         peer.say("close_consumer", consumer_id=fields["consumer_id"], request_id=0)  # and never another answer
 
@@ -567,17 +572,12 @@ def test_a_topic_that_is_not_ready_is_asked_for_again_until_it_is(broker, client
 
 
 def test_lanes_have_connections_of_their_own(broker, client):
-    producers = [
-        client.create_producer("t", timeout=SOON, connection_key=connection_key)
-        for connection_key in ("", "", "a", "b")
-    ]
+    producers = [client.create_producer("t", timeout=SOON, connection_key=key) for key in ("", "", "a", "b")]
     assert len({id(producer.connection) for producer in producers}) == 3
 
 
 def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else(broker, client):
-    kept, lost = (
-        client.create_producer("t", timeout=SOON, connection_key=connection_key) for connection_key in ("a", "b")
-    )
+    kept, lost = (client.create_producer("t", timeout=SOON, connection_key=key) for key in ("a", "b"))
     client.hang_up("b")
     assert lost.lost is not None and kept.lost is None
     lost.reopen(SOON)
@@ -594,8 +594,7 @@ def test_a_closed_client_opens_nothing(client):
 # ---------------------------------------------------------------------------------------------------- producers
 
 
-def test_what_has_no_receipt_when_the_connection_breaks_is_unconfirmed_and_sent_again_only_when_asked(broker, client):
-    producer = client.create_producer("t", name="p", timeout=SOON)
+def test_sends_without_a_receipt_are_unconfirmed_after_a_loss_and_sent_again_only_when_asked(broker, producer):
     sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(3)]
     broker.wait_for("send", 3)
     broker.peers[0].hang_up()
@@ -619,8 +618,7 @@ def test_what_has_no_receipt_when_the_connection_breaks_is_unconfirmed_and_sent_
     producer.close(SOON)
 
 
-def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it_is_sent_again(broker, client):
-    producer = client.create_producer("t", timeout=SOON)
+def test_unconfirmed_sends_keep_their_order_also_when_they_are_lost_while_they_are_sent_again(client, producer):
     sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(6)]
     client.hang_up("")
     for after in (4, 2, 5):
@@ -644,8 +642,7 @@ def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it
         assert written == [send.frame for send in sends[:after]]
 
 
-def test_ids_of_what_is_forgotten_are_not_used_again(broker, client):
-    producer = client.create_producer("t", timeout=SOON)
+def test_sequence_ids_of_forgotten_sends_are_not_used_again(broker, client, producer):
     producer.send(wire.Single(b"0"), timeout=SOON)
     broker.wait_for("send")
     broker.peers[0].say("close_producer", producer_id=producer.id, request_id=2**64 - 1)
@@ -669,9 +666,8 @@ def test_a_producer_whose_topic_moves_is_lost_and_the_connection_is_not(broker, 
     assert first.lost is None
 
 
-def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_follows_it(broker, client):
+def test_a_send_that_a_broker_cannot_store_now_is_sent_again_with_all_that_follow_it(broker, producer):
     """A topic that moves is closed first: what follows a message that came too late may be stored before it."""
-    producer = client.create_producer("t", name="p", timeout=SOON)
     sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(3)]
     broker.wait_for("send", 3)
     broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=0)
@@ -695,8 +691,7 @@ def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_f
     assert sends[2].result(SOON).duplicate
 
 
-def test_what_a_broker_will_never_store_is_told_of_that_message_alone(broker, client):
-    producer = client.create_producer("t", timeout=SOON)
+def test_a_send_that_a_broker_will_never_store_fails_alone(broker, producer):
     sends = [producer.send(wire.Single(b"%d" % number), timeout=SOON) for number in range(2)]
     broker.wait_for("send", 2)
     broker.peers[0].say("send_error", producer_id=producer.id, sequence_id=0, error=22, message="not here")
@@ -707,8 +702,7 @@ def test_what_a_broker_will_never_store_is_told_of_that_message_alone(broker, cl
     assert producer.lost is None
 
 
-def test_what_is_larger_than_the_broker_takes_is_not_sent(broker, client):
-    producer = client.create_producer("t", timeout=SOON)
+def test_a_message_that_is_larger_than_the_broker_takes_is_not_sent(producer):
     with pytest.raises(Exception, match="1000"):
         producer.send(wire.Single(bytes(1000)), timeout=SOON)
     assert producer.send(wire.Single(bytes(900)), timeout=SOON).sequence_id == 0
@@ -759,7 +753,7 @@ def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_
         assert len(silent.wait_for(kind)) == len(other.wait_for(kind)) == 1
 
 
-def test_who_waits_for_its_turn_is_told_when_it_comes(broker, client):
+def test_a_producer_that_waits_for_its_turn_is_ready_when_the_turn_comes(broker, client):
     def later(peer: Peer, fields: dict[str, Any]) -> None:
         for ready in (False, True):
             peer.say("producer_success", request_id=fields["request_id"], producer_name="p", producer_ready=ready)
@@ -768,7 +762,7 @@ def test_who_waits_for_its_turn_is_told_when_it_comes(broker, client):
     client.create_producer("t", timeout=SOON).close(SOON)
 
 
-def test_nothing_is_asked_of_a_consumer_before_the_broker_has_made_it(broker, client):
+def test_a_consumer_gets_no_permits_before_the_broker_has_made_it(broker, client):
     """A broker forgets how many messages it may send, and then sends none, for ever."""
     requests: list[int] = []
     early: list[Any] = []

@@ -220,7 +220,7 @@ def test_acknowledging_up_to_the_middle_of_a_batch_leaves_its_rest():
 
 @pytest.mark.parametrize("kind", list(Compression), ids=lambda kind: kind.name)
 @pytest.mark.parametrize("data", [b"", b"x", b"again and again " * 1000], ids=["empty", "short", "long"])
-def test_what_is_packed_is_unpacked(kind, data):
+def test_packed_bytes_are_unpacked(kind, data):
     packed = installed(compress, kind, data)
     assert decompress(kind, packed, len(data), 1 << 20) == data
 
@@ -253,7 +253,7 @@ def test_a_small_entry_that_unpacks_to_much_more_than_it_claims_takes_no_such_me
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5, -1])
-def test_what_claims_more_than_is_taken_is_refused_unread(kind):
+def test_an_entry_that_claims_more_than_is_taken_is_refused_unread(kind):
     with pytest.raises(wire.CorruptEntry):
         decompress(kind, b"", 1 << 30, 1 << 20)
 
@@ -440,7 +440,7 @@ def test_a_batch_of_garbage_is_read_or_refused(payload):
         entry_of(wire.Single(payload), num_messages_in_batch=3).messages()
 
 
-def test_what_a_broker_adds_before_the_entry_is_read_and_not_part_of_it():
+def test_metadata_that_a_broker_adds_before_an_entry_is_read_and_not_part_of_it():
     added = encode("BrokerEntryMetadata", {"broker_timestamp": 1, "index": 41})
     tail = b"\x0e\x02" + len(added).to_bytes(4, "big") + added + tail_of(wire.Single(b"x"))
     entry = wire.ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)

@@ -150,7 +150,7 @@ def test_a_short_name_is_in_the_urls_namespace_and_a_full_one_anywhere():
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "t/n/orders", "non-persistent://t/n/a", "a\nb", "orders-partition-3"])
-def test_what_is_no_name_of_a_topic_is_refused(name):
+def test_a_text_that_is_no_topic_name_is_refused(name):
     with pytest.raises(InvalidOption):
         Namespace("t", "n").full_name(name)
 

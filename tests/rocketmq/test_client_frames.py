@@ -88,7 +88,7 @@ def test_an_answer_is_read(data, command):
 
 
 @given(commands)
-def test_what_a_broker_writes_in_binary_is_read_alike(command):
+def test_a_command_in_the_binary_form_is_read_alike(command):
     data = binary_frame(command.code, command.opaque, command.flag, command.fields, command.body, command.remark)
     assert fed([data]) == [command]
 
