@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import anyio
+import pytest
 from txnbridge_conformance.observing import seen
+from txnbridge_conformance.plugin import NewTopic
 
 from txnbridge import Abort, Bridge, Message, Outcome, aio
 
@@ -51,3 +53,10 @@ def check_tasks(backend: str, url: str, bridge: Bridge, topics: list[str], out: 
     assert len(committed) >= TASKS // 2
     for topic in (*topics, out):
         assert sorted(message.value for message in seen(bridge, topic)) == committed
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_transactions_of_many_tasks_are_whole_and_told_as_they_ended(
+    txnbridge_url: str, bridge: Bridge, new_topic: NewTopic, backend: str
+) -> None:
+    check_tasks(backend, txnbridge_url, bridge, [new_topic(2), new_topic(2)], new_topic(2))
