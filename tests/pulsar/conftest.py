@@ -15,6 +15,7 @@ from txnbridge_pulsar.settings.timing import Timing
 
 from tests.pulsar.client_kit import fresh_topic, service
 from tests.pulsar.kit import url_of
+from tests.pulsar.reading_kit import Member
 from tests.pulsar.writing_kit import Connect, WithTiming, connect_to
 
 PRESENCE = Path(__file__).parent
@@ -64,6 +65,19 @@ def open_bridge(pulsar_broker: brokers.Pulsar) -> Iterator[Connect]:
         yield lambda url=pulsar_broker.url, **settings: stack.enter_context(
             connect_to(url, pulsar_broker.admin_url, **settings)
         )
+
+
+@pytest.fixture
+def member(pulsar_broker: brokers.Pulsar) -> Iterator[Callable[..., Member]]:
+    """Make readers in a group, which leave in the end."""
+    with ExitStack() as stack:
+
+        def make(topics: str, group: str | None = "group", **given: Any) -> Member:
+            made = Member(pulsar_broker.url, topics, group, **given)
+            stack.callback(made.leave)
+            return made
+
+        yield make
 
 
 @pytest.fixture

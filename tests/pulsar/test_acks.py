@@ -29,21 +29,6 @@ BOTH_SHARED = pytest.mark.parametrize("sharing", ["message", "key"])
 BOTH_ENDS = pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 
 
-@pytest.fixture
-def member(pulsar_broker):
-    """Make members of the group that leave in the end."""
-    members = []
-
-    def make(topics, group="group", **given):
-        made = Member(pulsar_broker.url, topics, group, **given)
-        members.append(made)
-        return made
-
-    yield make
-    for each in members:
-        each.leave()
-
-
 def has_left(client, member, topic, *contents):
     """Whatever else a group still gets comes before this marker."""
     write(client, topic, b"marker")

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from txnbridge_pulsar import client as wire
@@ -27,18 +28,8 @@ BOTH_SHARED = pytest.mark.parametrize("sharing", ["message", "key"])
 
 
 @pytest.fixture
-def member(pulsar_broker):
-    """Make members that leave in the end."""
-    members = []
-
-    def make(topics, group="group", **given):
-        made = Member(f"{pulsar_broker.url}", topics, group, **{"admin_url": pulsar_broker.admin_url, **given})
-        members.append(made)
-        return made
-
-    yield make
-    for each in members:
-        each.leave()
+def member(member, pulsar_broker):
+    return partial(member, admin_url=pulsar_broker.admin_url)
 
 
 @pytest.fixture

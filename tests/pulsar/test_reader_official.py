@@ -12,7 +12,7 @@ import pytest
 
 from tests.core.reading_kit import values
 from tests.pulsar.client_kit import batch_of, service
-from tests.pulsar.reading_kit import Member, write
+from tests.pulsar.reading_kit import write
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pulsar") is None, reason="needs the official client: pip install pulsar-client"
@@ -31,19 +31,6 @@ def official(pulsar_broker):
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return run
-
-
-@pytest.fixture
-def member(pulsar_broker):
-    members = []
-
-    def make(topics, group="group", **given):
-        members.append(Member(pulsar_broker.url, topics, group, **given))
-        return members[-1]
-
-    yield make
-    for each in members:
-        each.leave()
 
 
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
