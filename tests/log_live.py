@@ -2,8 +2,8 @@
 
 It brings the fixtures `opened(url, name)` and `logs_broker`, and what differs from broker to broker: `too_large` (bytes
 that no record may have, and the refusal's words), `made_with_two` (makes the log's topic with two partitions, and gives
-the refusal's words), `remove_topic()`, `pausing()` (the broker stands still for a block), and `stalled(used)`: what
-appends raise meanwhile, one after the other.
+the refusal's words), `remove_topic()`, and `stalled(used)`: what appends raise while the broker stands still, one after
+the other. It may bring its own `open_named` and `pausing()`: the broker stands still for a block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from tests.in_time import takes, within
+from tests.in_time import paused, takes, within
 from tests.log_contract import append, read
 from tests.log_faults import append_until_clear
 from txnbridge import Decision
@@ -24,6 +24,16 @@ from txnbridge.spi import Deadline
 
 # A broker that was killed is back within twenty seconds, also on a busy machine.
 BACK = 90.0
+
+
+@pytest.fixture
+def open_named(logs_broker, opened):
+    return lambda name, url=logs_broker.url: opened(url, name)
+
+
+@pytest.fixture
+def pausing(logs_broker):
+    return lambda: paused(logs_broker)
 
 
 def test_a_record_of_the_largest_size_is_stored_and_one_that_is_too_large_refused(log, too_large):

@@ -82,9 +82,12 @@ def settle(producer: wire.PulsarProducer, timeout: float = SOON) -> None:
         producer.flush(timeout)
 
 
-def begin(client: wire.PulsarClient, *topics: str, ttl_ms: int = 60_000) -> wire.TxnId:
+def begin(
+    client: wire.PulsarClient, *topics: str, ttl_ms: int = 60_000, group: tuple[str, str] | None = None
+) -> wire.TxnId:
+    """Begin a transaction on topics and on a (topic, group)."""
     txn = client.transactions.begin(ttl_ms, SOON)
-    client.transactions.register(txn, SOON, topics)
+    client.transactions.register(txn, SOON, topics, [group] if group else [])
     return txn
 
 

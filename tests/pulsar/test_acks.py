@@ -17,7 +17,17 @@ from txnbridge_pulsar.outcome.outcome import end
 from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
-from tests.pulsar.client_kit import acknowledge, admin, batch_of, fresh_topic, path_of, payloads, receive, service
+from tests.pulsar.client_kit import (
+    acknowledge,
+    admin,
+    batch_of,
+    begin,
+    fresh_topic,
+    path_of,
+    payloads,
+    receive,
+    service,
+)
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.writing_kit import concrete, connect_to, new_topic
@@ -415,8 +425,7 @@ def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, m
     write(client, topic, b"1", b"2")
     reader = member(topic)
     found = reader.take(2)
-    thief = client.transactions.begin(60_000, SOON)
-    client.transactions.register(thief, SOON, subscriptions=[(topic, "group")])
+    thief = begin(client, group=(topic, "group"))
     consumer = reader.reader._partitions[topic, 0].consumer
     acknowledge(consumer, [wire.MessageId(*found[0].position[:2])], thief)
     txn = reader.begin((topic, 0))
@@ -597,8 +606,7 @@ def test_an_acknowledgement_that_is_repeated_in_its_transaction_conflicts_with_i
     write(client, topic, b"1")
     naive = Naive(client, topic)
     found = naive.take(1)
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+    txn = begin(client, group=(topic, "group"))
     acknowledge(naive.consumer, [found[0].id], txn)
     with pytest.raises(wire.TransactionConflict):
         acknowledge(naive.consumer, [found[0].id], txn)
@@ -633,8 +641,7 @@ def test_a_plain_acknowledgement_of_what_a_transaction_holds_wins_over_its_abort
     write(client, topic, b"1")
     naive = Naive(client, topic)
     found = naive.take(1)
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+    txn = begin(client, group=(topic, "group"))
     acknowledge(naive.consumer, [found[0].id], txn)
     acknowledge(naive.consumer, [found[0].id])
     client.transactions.end(txn, False, SOON)
@@ -674,8 +681,7 @@ def test_a_reader_without_a_memory_of_what_it_has_in_hand_is_given_it_twice(clie
 def test_a_place_in_an_open_transaction_is_not_the_end_of_a_topic(client, topic, member):
     """What is in an open transaction can be read by nobody yet, and is lost by who begins behind it."""
     write(client, topic, b"old")
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, [topic])
+    txn = begin(client, topic)
     producer = client.create_producer(topic, timeout=SOON, transactions=True)
     producer.send(wire.Single(b"undecided"), txn, timeout=SOON).result(SOON)
     naive = client.read(topic, timeout=SOON, start=wire.LATEST)

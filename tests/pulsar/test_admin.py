@@ -368,8 +368,7 @@ def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is
 ):
     topic = full("read", namespace)
     client.subscribe(topic, "group", timeout=SOON).close(SOON)
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+    txn = begin(client, group=(topic, "group"))
     ask(pulsar_broker, "DELETE", f"persistent/public/{namespace}/read/subscription/group")
     with pytest.raises(BrokerUnavailable, match="names a subscription that was deleted"):
         admin.transactions(soon())

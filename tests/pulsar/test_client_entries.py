@@ -32,7 +32,7 @@ MINIMUM = {"producer_name": "p", "sequence_id": 5, "publish_time": 1}
 
 def entry_of(
     content: Content,
-    acked: Any = (),
+    index_words: list[int] | None = None,
     compression: Compression = Compression.NONE,
     kind: type[wire.ReceivedEntry] = wire.ReceivedEntry,
     **metadata: Any,
@@ -45,9 +45,8 @@ def entry_of(
     frame = send_command(
         {"producer_id": 1, "sequence_id": 5}, encode("MessageMetadata", described), compress(compression, body)
     )
-    fields: dict[str, Any] = {"message_id": {"ledger_id": 7, "entry_id": 8, "partition": 2}}
-    if acked:
-        fields["ack_set"] = ack_set(content.count, acked)
+    position = {"ledger_id": 7, "entry_id": 8, "partition": 2}
+    fields: dict[str, Any] = {"message_id": position, "ack_set": index_words or []}
     return kind(None, 1, fields, parse(frame[4:]).tail)
 
 
@@ -115,7 +114,7 @@ def test_an_entry_says_which_transaction_it_belongs_to_also_if_that_is_0_0():
 
 
 def test_messages_of_a_batch_that_are_acknowledged_are_left_out():
-    entry = entry_of(batch_of(*(b"%d" % number for number in range(130))), acked=[0, 63, 64, 129])
+    entry = entry_of(batch_of(*(b"%d" % number for number in range(130))), ack_set(130, [0, 63, 64, 129]))
     assert [message.index for message in entry.messages()] == [i for i in range(130) if i not in (0, 63, 64, 129)]
     assert entry.permits == 126
 
@@ -124,9 +123,7 @@ def test_messages_of_a_batch_that_are_acknowledged_are_left_out():
     ("left", "is_acknowledged"), [([], False), ([0b110], False), ([0b010], False), ([0b100], True)]
 )
 def test_a_batch_is_acknowledged_if_at_most_its_extra_index_is_left_and_its_size_is_known(left, is_acknowledged):
-    entry = entry_of(batch_of(b"1", b"2"))
-    entry._index_words = left
-    assert entry.is_acknowledged == is_acknowledged
+    assert entry_of(batch_of(b"1", b"2"), left).is_acknowledged == is_acknowledged
     unreadable = wire.ReceivedEntry(
         None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}, "ack_set": left}, b"damaged"
     )

@@ -11,7 +11,6 @@ from txnbridge_pulsar.client import Single
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
 
 from tests.cluster_names import *  # noqa: F403
-from tests.in_time import paused
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import append, bounds, keeping, read
 from tests.log_faults import *  # noqa: F403
@@ -57,11 +56,6 @@ def opened():
 
 
 @pytest.fixture
-def open_named(pulsar_broker, opened):
-    return lambda name, url=pulsar_broker.url: opened(url, name)
-
-
-@pytest.fixture
 def logs_broker(pulsar_broker):
     return pulsar_broker
 
@@ -85,11 +79,6 @@ def made_with_two(pulsar_broker, path):
 @pytest.fixture
 def remove_topic(pulsar_broker, path):
     return lambda: admin(pulsar_broker, "DELETE", f"{path}?force=true")
-
-
-@pytest.fixture
-def pausing(pulsar_broker):
-    return lambda: paused(pulsar_broker)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from txnbridge_pulsar.outcome import outcome
 from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state
 from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, was_committed, write_plain
 
-from tests.pulsar.client_kit import SOON, admin, path_of
+from tests.pulsar.client_kit import SOON, admin, begin, path_of
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.writing_kit import (
     Connect,
@@ -153,8 +153,7 @@ def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
         txn.send(topic, b"1")
         flush(txn)
         marker = proof_topic_of(txn)
-    hiding = client.transactions.begin(60_000, SOON)
-    client.transactions.register(hiding, SOON, [marker])
+    hiding = begin(client, marker)
     producer = client.create_producer(marker, timeout=SOON, transactions=True)
     producer.send(Single(ProofRecord(PROOF).pack()), hiding, timeout=SOON).result(SOON)
     with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(errors.OutcomeUnknown) as caught:

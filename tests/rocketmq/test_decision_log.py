@@ -22,7 +22,7 @@ from txnbridge_rocketmq.cluster import identify_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 
 from tests.cluster_names import *  # noqa: F403
-from tests.in_time import paused, takes
+from tests.in_time import takes
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import append, bounds, keeping, read
 from tests.log_faults import *  # noqa: F403
@@ -65,11 +65,6 @@ def opened():
 
 
 @pytest.fixture
-def open_named(rocketmq_broker, opened):
-    return lambda name, url=rocketmq_broker.url: opened(url, name)
-
-
-@pytest.fixture
 def logs_broker(rocketmq_broker):
     return rocketmq_broker
 
@@ -93,11 +88,6 @@ def made_with_two(rocketmq_broker, topic):
 @pytest.fixture
 def remove_topic(log, topic):
     return lambda: delete_topic(log, topic)
-
-
-@pytest.fixture
-def pausing(rocketmq_broker):
-    return lambda: paused(rocketmq_broker)
 
 
 @pytest.fixture

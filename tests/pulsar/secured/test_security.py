@@ -14,7 +14,7 @@ from txnbridge_pulsar.client import Transactions
 from txnbridge_pulsar.outcome.held_topics import proof_property, release
 
 import txnbridge
-from tests.pulsar.client_kit import SOON, admin, batch_of
+from tests.pulsar.client_kit import SOON, admin, batch_of, begin
 from tests.pulsar.secured_kit import PASSWORD, Secured, token
 from tests.pulsar.writing_kit import cluster_of, concrete, flush, prepare, read_all, unique, writer_of
 from txnbridge import Bridge, Outcome, TokenState
@@ -275,8 +275,7 @@ def test_what_a_coordinator_forgot_is_ended_by_superusers_and_others_are_told_wh
 
 def test_a_repair_needs_a_superuser(user: Bridge, superuser: Bridge, topic: str) -> None:
     client, name = cluster_of(user).client, concrete(topic)
-    txn = client.transactions.begin(60_000, SOON)
-    client.transactions.register(txn, SOON, [name])
+    txn = begin(client, name)
     client.transactions.end(txn, True, SOON)
     producer = client.create_producer(name, timeout=SOON, transactions=True)
     producer.send(batch_of(b"late"), txn, timeout=SOON).result(SOON)
