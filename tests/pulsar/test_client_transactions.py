@@ -11,8 +11,6 @@ from txnbridge_pulsar import client as wire
 from tests.in_time import within
 from tests.pulsar.client_kit import SOON, batch_of, begin, everything
 
-ALL_TYPES = pytest.mark.parametrize("type", list(wire.SubscriptionType), ids=lambda type: type.name)
-
 
 def producer_on(client: wire.PulsarClient, topic: str):
     return client.create_producer(topic, timeout=SOON, transactions=True)
