@@ -64,7 +64,7 @@ class AnyName:
 
 
 @pytest.mark.parametrize("used", [True, False], ids=["used", "new"])
-def test_nothing_hangs_while_the_broker_does(logs_broker, log, name, opened, pausing, stalled, used):
+def test_no_call_hangs_while_the_broker_does(logs_broker, log, name, opened, pausing, stalled, used):
     before = [b"0", b"1"] if used else []
     first = append(log, *before)[0] if used else log.origin or (0, 0)
     read(log)

@@ -144,7 +144,7 @@ def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, clien
 
 
 @BOTH_ENDS
-def test_what_waits_for_a_transaction_follows_its_end_wherever_its_reader_is(client, topic, member, commit):
+def test_messages_that_wait_for_a_transaction_follow_its_end_wherever_their_reader_is(client, topic, member, commit):
     reader, found, txn = begun(client, topic, member, b"1", b"2")
     reader.ack(txn, found)
     reader.leave()
@@ -314,7 +314,7 @@ def test_a_message_in_chunks_is_acknowledged_with_all_of_them(client, topic, mem
 
 
 @pytest.mark.parametrize("by_abort", [True, False], ids=["by an abort", "by a nack"])
-def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abort):
+def test_a_member_that_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abort):
     """The broker delivers the entry whole to another member, and may let both commit the same messages."""
     a, b = open_bridge(), open_bridge()
     topic = new_topic(a)
@@ -454,7 +454,7 @@ def test_after_a_conflict_what_was_refused_with_it_comes_again(client, topic, me
     has_left(client, reader, topic, b"2")
 
 
-def test_what_was_given_back_cannot_be_acknowledged(client, topic, member):
+def test_messages_that_were_given_back_cannot_be_acknowledged(client, topic, member):
     reader, found, txn = begun(client, topic, member, b"1", sharing="message")
     reader.nack(by_partition(found))
     with pytest.raises(Conflict, match="not with this reader any more"):

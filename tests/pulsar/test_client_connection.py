@@ -351,7 +351,7 @@ FRAMES = st.binary(min_size=4, max_size=60).map(lambda data: len(data).to_bytes(
 
 
 @given(frame=FRAMES)
-def test_whatever_a_broker_says_a_request_ends(garbage, frame):
+def test_a_request_ends_whatever_a_broker_says(garbage, frame):
     broker, says = garbage
     says[:] = [frame]
     connection = connect(broker)

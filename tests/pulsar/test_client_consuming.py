@@ -112,7 +112,7 @@ def test_large_messages_are_asked_for_a_few_at_a_time(client, topic):
 
 
 @ALL_TYPES
-def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type):
+def test_unacknowledged_messages_come_again_when_asked_for(client, topic, type):
     write(client, topic, b"1", batch_of(b"2", b"3"), b"4")
     consumer = subscribe(client, topic, type=type)
     first = receive(consumer, 4)
@@ -123,7 +123,7 @@ def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type
     acknowledge(consumer, ids(again))
 
 
-def test_what_waits_is_dropped_when_everything_is_asked_for_again(client, topic):
+def test_waiting_messages_are_dropped_when_all_are_asked_for_again(client, topic):
     consumer = subscribe(client, topic)
     write(client, topic, *(b"%d" % number for number in range(10)))
     first = receive(consumer, 1)[:1]
@@ -254,7 +254,7 @@ def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(clie
     assert consumer.generation == generation + 1
 
 
-def test_what_waited_when_the_connection_ended_is_given_before_the_loss_is_told(client, topic):
+def test_messages_that_waited_when_the_connection_ended_are_given_before_the_loss_is_told(client, topic):
     consumer = subscribe(client, topic)
     write(client, topic, b"1")
     until = time.monotonic() + SOON

@@ -32,7 +32,7 @@ def test_messages_alone_and_in_batches_are_read_in_order(client, topic):
 
 
 @pytest.mark.parametrize("kind", list(wire.Compression), ids=lambda kind: kind.name)
-def test_what_is_packed_is_read(client, topic, kind):
+def test_packed_messages_are_read(client, topic, kind):
     try:
         producer = client.create_producer(topic, timeout=SOON, compression=kind)
     except wire.MissingLibrary as error:
@@ -63,7 +63,7 @@ def test_a_producer_that_comes_back_goes_on_behind_its_last_id(client, topic):
         producer.close(SOON)
 
 
-def test_what_is_sent_twice_is_stored_once_and_the_second_receipt_says_so(client, topic):
+def test_a_message_sent_twice_is_stored_once_and_the_second_receipt_says_so(client, topic):
     producer = client.create_producer(topic, name="same", timeout=SOON)
     receipts = [producer.send(wire.Single(b"x"), sequence_id=7, timeout=SOON).result(SOON) for _ in range(2)]
     assert [receipt.duplicate for receipt in receipts] == [False, True]
@@ -77,7 +77,7 @@ def test_a_batch_that_overlaps_what_is_stored_is_dropped_whole_and_its_receipt_s
     assert everything(client, topic) == [b"1", b"2"]
 
 
-def test_what_was_on_its_way_when_the_topic_moved_is_sent_again_and_stored_once(client, topic, pulsar_broker):
+def test_messages_on_their_way_when_the_topic_moved_are_sent_again_and_stored_once(client, topic, pulsar_broker):
     producer = client.create_producer(topic, name="same", timeout=SOON)
     expected = [b"%d" % number for number in range(2000)]
     for at, payload in enumerate(expected):
@@ -109,7 +109,7 @@ def test_a_topic_that_is_held_exclusively_takes_nobody_else(client, topic):
         client.create_producer(topic, timeout=SOON)
 
 
-def test_who_is_fenced_learns_it_by_its_next_send_and_stays_out(client, topic):
+def test_a_fenced_producer_learns_it_by_its_next_send_and_stays_out(client, topic):
     bystander = client.create_producer(topic + "-other", timeout=SOON)
     old = exclusive(client, topic, connection_key="old")
     new = exclusive(client, topic, connection_key="new")

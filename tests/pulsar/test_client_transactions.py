@@ -21,7 +21,7 @@ def end(client: wire.PulsarClient, txn: wire.TxnId, commit: bool = True) -> None
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_what_was_sent_to_several_topics_is_seen_after_commit_and_never_after_abort(client, topic, commit):
+def test_messages_to_several_topics_are_seen_after_commit_and_never_after_abort(client, topic, commit):
     topics = [topic, f"{topic}-2"]
     txn = begin(client, *topics)
     for name in topics:

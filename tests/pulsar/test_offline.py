@@ -330,7 +330,7 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_transaction_waited_for_its_coordinator_is_taken_from_its_time() -> None:
+def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() -> None:
     asked: list[int] = []
 
     def begin(ttl_ms: int, timeout: float, coordinator: int) -> wire.TxnId:
@@ -474,7 +474,7 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
 
 
 @pytest.mark.parametrize("again", ["flush", "send"])
-def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhile(again: str) -> None:
+def test_messages_on_their_way_are_sent_again_also_after_a_call_that_failed_meanwhile(again: str) -> None:
     came: list[int] = []
     senders: list[Peer] = []
 

@@ -143,7 +143,7 @@ def test_a_token_of_an_unknown_commit_tells_for_long_after(
     assert state_of(open_bridge(), token) is (TokenState.COMMITTED if happened else TokenState.ABORTED)
 
 
-def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
+def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
     open_bridge: Connect, client: PulsarClient
 ) -> None:
     """A naive look takes the hidden marker for an abort, of what was committed."""
@@ -184,7 +184,7 @@ def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_brid
     assert [state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
 
 
-def test_what_an_older_owner_writes_on_a_marker_topic_says_nothing_of_the_newer_one(open_bridge: Connect) -> None:
+def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_one(open_bridge: Connect) -> None:
     """It says that it is there before it learns that it is not the owner any more: in front of what the newer one
     commits later.
     """

@@ -203,7 +203,7 @@ def test_a_name_is_used_by_one_publisher_at_a_time(publisher, new_topic, name):
     assert "in use" in str(error)
 
 
-def test_nothing_hangs_while_the_broker_does(pulsar_broker, publisher, new_topic, client):
+def test_no_call_hangs_while_the_broker_does(pulsar_broker, publisher, new_topic, client):
     topic = new_topic()
     plain = publisher()
     send_all(plain, topic, [b"0"])

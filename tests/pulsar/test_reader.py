@@ -113,7 +113,7 @@ def test_alone_any_position_can_be_gone_to(client, topic, member):
     assert values(reader.take(5)) == values(found)
 
 
-def test_what_retention_has_removed_cannot_be_gone_to(pulsar_broker, client, topic, member):
+def test_messages_that_retention_has_removed_cannot_be_gone_to(pulsar_broker, client, topic, member):
     write(client, topic, b"old")
     reader = member(topic, None)
     (old,) = reader.take(1)
@@ -146,7 +146,7 @@ def test_a_missing_topic_is_not_found(topic, member):
 
 
 @pytest.mark.parametrize("position", [(1,), (1, 2), (1, 2, -1), ("1", 2, 3), (1, 2, 3, 4)])
-def test_what_is_no_position_is_refused(client, topic, member, position):
+def test_a_value_that_is_no_position_is_refused(client, topic, member, position):
     write(client, topic, b"1")
     with pytest.raises(errors.InvalidOption, match="position"):
         member(topic, None).seek({(topic, 0): position})
@@ -409,7 +409,7 @@ def test_members_that_share_messages_have_no_position_to_seek(client, topic, mem
         reader.seek({(topic, 0): (0, 0, 0)})
 
 
-def test_what_is_read_alone_cannot_be_given_back(client, topic, member):
+def test_messages_read_without_a_group_cannot_be_given_back(client, topic, member):
     write(client, topic, b"1")
     reader = member(topic, None)
     with pytest.raises(errors.NotSupported, match="seek"):

@@ -220,7 +220,7 @@ def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, 
     assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
 
 
-def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
+def test_a_late_write_is_refused_also_where_subscriptions_are_named(
     bridge: Bridge, client: wire.PulsarClient, topic: str
 ) -> None:
     client.subscribe(concrete(topic), "group", timeout=SOON).close(SOON)
@@ -235,7 +235,7 @@ def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction_ends_there(
+def test_a_late_write_blocks_after_an_unload_only_until_the_next_transaction_ends_there(
     bridge: Bridge, client: wire.PulsarClient, topic: str, pulsar_broker: brokers.Pulsar
 ) -> None:
     """A broker that has a topic anew knows no more what has ended there before."""

@@ -147,7 +147,7 @@ def test_what_is_no_name_server_is_refused(addresses):
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_repeated_by_itself(cluster, client):
+def test_the_client_repeats_no_request_by_itself(cluster, client):
     with pytest.raises(errors.ErrorResponse, match="PCBUSY") as caught:
         client.call("a", echo(2), LONG)
     assert not caught.value.may_have_had_effect

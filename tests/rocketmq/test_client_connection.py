@@ -202,7 +202,7 @@ def test_nobody_listening_is_unreachable():
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1"])
-def test_what_is_no_address_is_unreachable(address):
+def test_an_address_that_is_none_is_unreachable(address):
     with pytest.raises(errors.Unreachable, match="host:port"):
         RemotingConnection(address, LONG)
 
@@ -271,7 +271,7 @@ DEEDS: dict[str, Callable[[Peer, RemotingCommand], None]] = {
 
 
 @given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8))
-def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
+def test_every_call_ends_once_and_makes_room_whatever_a_broker_does(deeds):
     left = iter(deeds)
     with FakeBroker(lambda peer, command: DEEDS[next(left)](peer, command)) as broker:
         connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=2))

@@ -254,7 +254,7 @@ def test_large_requests_and_responses_cross_encrypted(server: ssl.SSLContext, tr
 
 
 @given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8), st.integers(1, 3))
-def test_whatever_a_broker_does_every_request_ends_in_time_and_makes_room(deeds, at_once):
+def test_every_request_ends_in_time_and_makes_room_whatever_a_broker_does(deeds, at_once):
     left = iter(deeds)
 
     def reply(peer: Peer, command: RemotingCommand) -> None:

@@ -119,7 +119,7 @@ def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginni
     assert values(reader.take(1)) == [b"there already"]
 
 
-def test_what_was_acknowledged_is_not_read_again_by_seeking(
+def test_acknowledged_messages_are_not_read_again_by_seeking(
     join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
     publish(client, topic, b"0", b"1", b"2")
@@ -266,7 +266,7 @@ def test_of_two_members_that_read_the_same_the_first_decision_counts(
     assert stands(one) == {(topic, 0): 1}
 
 
-def test_who_was_overtaken_learns_it_and_goes_on_behind(
+def test_a_member_that_was_overtaken_learns_it_and_goes_on_behind(
     join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
     one, two = at_once(join, topic, group)

@@ -153,7 +153,7 @@ def test_a_message_that_is_not_as_safe_as_it_should_be_is_a_failure(publisher, t
         plain.flush(Deadline(LONG))
 
 
-def test_nothing_hangs_while_the_broker_does(rocketmq_broker, publisher, topic, client):
+def test_no_call_hangs_while_the_broker_does(rocketmq_broker, publisher, topic, client):
     plain = publisher()
     send_all(plain, topic, [b"0"])
     rocketmq_broker.pause()

@@ -204,7 +204,9 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
 # --- messages of others -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: RemotingClient, topic: str) -> None:
+def test_a_compressed_body_of_a_foreign_producer_is_unpacked(
+    bridge: Bridge, client: RemotingClient, topic: str
+) -> None:
     plain = send(WireMessage(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
     zipped = dataclasses.replace(plain, fields={**plain.fields, "f": "1"}, body=zlib.compress(b"long" * 2000))
     client.call(BROKER, zipped, LONG)
