@@ -14,7 +14,7 @@ from txnbridge import aio
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -344,7 +344,7 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkey
 
     def started() -> bool:
         supervisor._look()
-        return worker.runs
+        return bool(worker.runs)
 
     wait_until(started)
 

@@ -396,7 +396,7 @@ def owners(*turns: tuple[str, str]) -> list[str]:
     """Return the findings if owners of one id run transactions with these results, in turn; each opens it once."""
     story, opened = Story(), set()
     for process, result in turns:
-        fields = {"owner": "x", "session": process}
+        fields: dict[str, Any] = {"owner": "x", "session": process}
         if process not in opened:
             story.txn(process, what="open", **fields)
             opened.add(process)

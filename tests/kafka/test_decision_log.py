@@ -65,11 +65,6 @@ def opened():
 
 
 @pytest.fixture
-def open_named(kafka_broker, opened):
-    return lambda name: opened(kafka_broker.url, name)
-
-
-@pytest.fixture
 def admin(kafka_broker):
     return AdminClient(client_settings(kafka_broker.url))
 
@@ -102,7 +97,7 @@ def stalled():
 
 
 @pytest.fixture
-def pausing(kafka_broker, admin):
+def pausing(kafka_broker, admin):  # type: ignore[no-redef]
     @contextmanager
     def pause():
         kafka_broker.pause()

@@ -175,7 +175,8 @@ def test_a_message_that_waits_holds_only_its_retry_partition(bridge):
 @contextmanager
 def fetching(bridge: Bridge) -> Iterator[RetryConsumer]:
     """A consumer of a retry topic that has fetched what waits there."""
-    with RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest") as consumer:
+    consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
+    with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
         yield consumer
 

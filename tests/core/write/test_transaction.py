@@ -154,6 +154,7 @@ def test_a_lost_answer_is_looked_up_before_anybody_is_told_unknown(bridge, broke
         txn.send("orders", b"1")
     assert txn.outcome is outcome
     if error is EvidenceLost:
+        assert caught is not None
         assert "trimmed" in str(caught.value) and caught.value.permanent and caught.value.token == str(txn.token)
 
 
