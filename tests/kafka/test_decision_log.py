@@ -96,8 +96,8 @@ def stalled():
     return lambda used: [OutcomeUnknown if used else DeadlineExceeded, DeadlineExceeded]
 
 
-@pytest.fixture
-def pausing(kafka_broker, admin):  # type: ignore[no-redef]
+@pytest.fixture  # type: ignore[no-redef]
+def pausing(kafka_broker, admin):
     @contextmanager
     def pause():
         kafka_broker.pause()
