@@ -9,11 +9,11 @@ import uuid
 from pathlib import Path
 
 import pyarrow as pa
-from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import BatchId
-from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._sink_options import SinkOptions
-from pyspark_txnbridge._task import write_partition
+from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write.batch_identity import BatchId
+from pyspark_txnbridge._write.rows import Columns
+from pyspark_txnbridge._write.sink_options import SinkOptions
+from pyspark_txnbridge._write.task import write_partition
 
 from benchmarks._harness import Report, Settings, at_most, estimate
 from benchmarks._kafka import broker as kafka

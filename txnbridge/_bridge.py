@@ -27,7 +27,7 @@ from txnbridge._base.topic import Topic, as_topic
 from txnbridge._base.url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge._decisions.logs import DecisionLogs, LogProvider
 from txnbridge._read.consumer import Consumer
-from txnbridge._read.consumers import Consumers
+from txnbridge._read.open_consumers import Consumers
 from txnbridge._write.group_commit import GroupCommit
 from txnbridge._write.publisher import Publisher
 from txnbridge._write.token_operations import Outcomes
@@ -146,7 +146,7 @@ def _log_provider(where: str | Engine, application: str, timeout: float) -> LogP
         if any(where.partition(":")[0] in backend.schemes for backend in plugins.backends()):
             return _OtherBroker(connect(where, application=application, timeout=timeout))
     try:
-        from txnbridge.sql.log import SqlLogs
+        from txnbridge.sql.decision_log import SqlLogs
     except ModuleNotFoundError as error:
         if error.name != "sqlalchemy":
             raise

@@ -15,7 +15,7 @@ Pulsar's model, as far as our promises rest on it:
 - Brokers know no owner of a transaction. Our owner of a transactional id holds a fence topic and names each
   transaction there before its first message, so that the next owner can end open transactions: `write/owner`,
   `write/fence`, `write/fence_records`. A record in the decision log shows whether a fence topic was deleted:
-  `write/fence_identity`.
+  `write/renewed_fence_topic`.
 - A subscription keeps a transaction's acknowledgements as pending acks until the transaction's end arrives; after an
   abort the broker redelivers the messages. The end may miss a topic that is being unloaded, so it is sent there again:
   `outcome/end_delivery`.

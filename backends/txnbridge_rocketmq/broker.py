@@ -31,7 +31,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_rocketmq.capabilities import CAPABILITIES, LIMITS, WITH_ROCKSDB, WITHOUT_TRANSACTIONS
-from txnbridge_rocketmq.client.codes import ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.client.protocol.codes import ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.cluster import open_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler

@@ -10,17 +10,18 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, TxnBridgeError
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge_rocketmq.client import groups, read_requests
+from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.read_requests import PullResult, PullStatus
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.read_requests import PullResult, PullStatus
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send, send_together
 from txnbridge_rocketmq.client.retry import retry
-from txnbridge_rocketmq.client.send_requests import WireMessage, send, send_together
 from txnbridge_rocketmq.errors import translate, translated
 from txnbridge_rocketmq.write.append_queue import AppendQueue
 from txnbridge_rocketmq.write.message_format import pack_value, unpack_value

@@ -15,8 +15,8 @@ from txnbridge.errors import (
     StorageFailed,
     TxnBridgeError,
 )
-from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.errors import CannotDecompress, ErrorResponse, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 
 _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
     ResponseCode.NO_PERMISSION: AccessDenied,

@@ -32,10 +32,10 @@ from txnbridge.spi import (
     Token,
 )
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
-from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
+from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
 from txnbridge_rocketmq.write.half_batch import (

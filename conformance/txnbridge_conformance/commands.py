@@ -21,11 +21,11 @@ from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
-from txnbridge_conformance.run import raw_rocketmq
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of
 from txnbridge_conformance.run.processes import RunFailed
+from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 
 if TYPE_CHECKING:
     from txnbridge_conformance.contract import ContractResult

@@ -13,20 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyspark_txnbridge._batch_identity import BatchInDoubt
     from pyspark_txnbridge._batch_logger import BatchLogger
-    from pyspark_txnbridge._foreach import write_exactly_once
-    from pyspark_txnbridge._offset_lag import offsets_behind
+    from pyspark_txnbridge._read.offset_lag import offsets_behind
     from pyspark_txnbridge._source import DefaultSource
+    from pyspark_txnbridge._write.batch_identity import BatchInDoubt
+    from pyspark_txnbridge._write.foreach import write_exactly_once
 
 __all__ = ["BatchInDoubt", "BatchLogger", "DefaultSource", "offsets_behind", "write_exactly_once"]
 
 _MODULES = {
-    "BatchInDoubt": "_batch_identity",
+    "BatchInDoubt": "_write.batch_identity",
     "BatchLogger": "_batch_logger",
     "DefaultSource": "_source",
-    "offsets_behind": "_offset_lag",
-    "write_exactly_once": "_foreach",
+    "offsets_behind": "_read.offset_lag",
+    "write_exactly_once": "_write.foreach",
 }
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import txnbridge
-from pyspark_txnbridge._sink_options import SinkOptions, as_keywords
+from pyspark_txnbridge._write.sink_options import SinkOptions, as_keywords
 from txnbridge import Bridge, BrokerUnavailable, InvalidOption, TxnBridgeError
 
 _log = logging.getLogger("txnbridge.spark")

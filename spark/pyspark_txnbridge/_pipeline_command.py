@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyspark_txnbridge._sink_options import name_values
+from pyspark_txnbridge._write.sink_options import name_values
 from txnbridge import InvalidOption, TxnBridgeError
 from txnbridge.commands import json_and_debug
 

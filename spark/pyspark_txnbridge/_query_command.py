@@ -15,8 +15,8 @@ from txnbridge.commands import json_and_debug
 
 if TYPE_CHECKING:
     from pyspark_txnbridge._kept_bridges import SinkSession
-    from pyspark_txnbridge._recovery import QueryStatus
-    from pyspark_txnbridge._sink_options import SinkOptions
+    from pyspark_txnbridge._write.recovery import QueryStatus
+    from pyspark_txnbridge._write.sink_options import SinkOptions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ def show_status(as_json: bool, **query: Any) -> None:
 
     This decides and publishes nothing. A missing decision log is created, empty.
     """
-    from pyspark_txnbridge._recovery import status
+    from pyspark_txnbridge._write.recovery import status
 
     with _opened(**query) as (session, options, path):
         found = status(session, options, path)
@@ -66,7 +66,7 @@ def show_status(as_json: bool, **query: Any) -> None:
 @json_and_debug
 def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> None:
     """Publish every batch that is decided and not published. Safe to repeat, and while the query runs."""
-    from pyspark_txnbridge import _recovery
+    from pyspark_txnbridge._write import recovery as _recovery
 
     with _opened(**query) as (session, options, path):
         done = _recovery.recover(session, path, skip)
@@ -92,8 +92,8 @@ def _opened(
     given: tuple[str, ...],
 ) -> Iterator[tuple[SinkSession, SinkOptions, tuple[str, str]]]:
     from pyspark_txnbridge._kept_bridges import SinkSession
-    from pyspark_txnbridge._recovery import query_of
-    from pyspark_txnbridge._sink_options import SinkOptions, name_values
+    from pyspark_txnbridge._write.recovery import query_of
+    from pyspark_txnbridge._write.sink_options import SinkOptions, name_values
 
     if (checkpoint is None) == (query is None):
         raise InvalidOption("say which query: either --checkpoint or --query")

@@ -21,9 +21,9 @@ from pyspark.sql.types import StructType
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from pyspark_txnbridge._batch_identity import BatchId, Written
-    from pyspark_txnbridge._rows import Columns
-    from pyspark_txnbridge._sink_options import SinkOptions
+    from pyspark_txnbridge._write.batch_identity import BatchId, Written
+    from pyspark_txnbridge._write.rows import Columns
+    from pyspark_txnbridge._write.sink_options import SinkOptions
 
 
 @dataclass
@@ -41,9 +41,9 @@ class DefaultSource(DataSource):
         return "txnbridge"
 
     def schema(self) -> str:
-        from pyspark_txnbridge._fetch import columns
-        from pyspark_txnbridge._offset_ranges import topic_bounds
-        from pyspark_txnbridge._source_options import SourceOptions
+        from pyspark_txnbridge._read.fetch import columns
+        from pyspark_txnbridge._read.offset_ranges import topic_bounds
+        from pyspark_txnbridge._read.source_options import SourceOptions
 
         options = SourceOptions.parse(self.options)
         _, bounds = topic_bounds(options)
@@ -51,30 +51,30 @@ class DefaultSource(DataSource):
         return columns(first, options.headers)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from pyspark_txnbridge._reader import BatchReader
-        from pyspark_txnbridge._source_options import SourceOptions
+        from pyspark_txnbridge._read.reader import BatchReader
+        from pyspark_txnbridge._read.source_options import SourceOptions
 
         return BatchReader(SourceOptions.parse(self.options))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's name)
-        from pyspark_txnbridge._source_options import SourceOptions
+        from pyspark_txnbridge._read.source_options import SourceOptions
         from txnbridge import NotSupported
 
         try:
-            from pyspark_txnbridge._stream_reader import StreamReader
+            from pyspark_txnbridge._read.stream_reader import StreamReader
         except ImportError as error:
             raise NotSupported("streams are read with PySpark 4.2 and newer; batches with 4.1, too") from error
         return StreamReader(SourceOptions.parse(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        from pyspark_txnbridge._sink_options import NAMELESS, SinkOptions
+        from pyspark_txnbridge._write.sink_options import NAMELESS, SinkOptions
 
         options = SinkOptions.parse(self.options)
         options.check_job()
         return BatchWriter(options, _prepare(options, schema, overwrite, options.app_id or NAMELESS))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 (Spark's name)
-        from pyspark_txnbridge._sink_options import SinkOptions
+        from pyspark_txnbridge._write.sink_options import SinkOptions
 
         options = SinkOptions.parse(self.options)
         return StreamWriter(options, _prepare(options, schema, overwrite))
@@ -82,9 +82,9 @@ class DefaultSource(DataSource):
 
 def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: str | None = None) -> Columns:
     """Check schema, options and broker before the first row is written."""
-    from pyspark_txnbridge._driver import check_broker
     from pyspark_txnbridge._garbage import begin_call
-    from pyspark_txnbridge._rows import Columns
+    from pyspark_txnbridge._write.driver import check_broker
+    from pyspark_txnbridge._write.rows import Columns
     from txnbridge import InvalidOption
 
     begin_call()
@@ -102,8 +102,8 @@ class BatchWriter(DataSourceArrowWriter):
     """The writer of one job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
-        from pyspark_txnbridge._batch_identity import BatchId
-        from pyspark_txnbridge._sink_options import NAMELESS
+        from pyspark_txnbridge._write.batch_identity import BatchId
+        from pyspark_txnbridge._write.sink_options import NAMELESS
 
         self._options = options
         self._columns = columns
@@ -131,12 +131,12 @@ class BatchWriter(DataSourceArrowWriter):
             )
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        from pyspark_txnbridge import _driver
+        from pyspark_txnbridge._write import driver as _driver
 
         _driver.commit(self._options, _written(messages))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        from pyspark_txnbridge import _driver
+        from pyspark_txnbridge._write import driver as _driver
 
         _driver.abort(self._options, _written(messages), self._identity)
 
@@ -155,18 +155,18 @@ class StreamWriter(DataSourceStreamArrowWriter):
         return TaskMessage(_write(_micro_batch(self._options), self._options, self._columns, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        from pyspark_txnbridge import _driver
+        from pyspark_txnbridge._write import driver as _driver
 
         _driver.commit(self._options, _of_batch(batchId, messages, self._options))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        from pyspark_txnbridge import _driver
+        from pyspark_txnbridge._write import driver as _driver
 
         _driver.abort(self._options, _of_batch(batchId, messages, self._options))
 
 
 def _write(identity: BatchId, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
-    from pyspark_txnbridge._task import write_partition
+    from pyspark_txnbridge._write.task import write_partition
 
     context = _context()
     holder = f"task {context.taskAttemptId()} of stage {context.stageId()}"
@@ -175,7 +175,7 @@ def _write(identity: BatchId, options: SinkOptions, columns: Columns, rows: Iter
 
 def _micro_batch(options: SinkOptions) -> BatchId:
     """Return the micro-batch of this task, read from internal properties of Spark that no documentation names."""
-    from pyspark_txnbridge._batch_identity import BatchId
+    from pyspark_txnbridge._write.batch_identity import BatchId
     from txnbridge import NotSupported
 
     context = _context()

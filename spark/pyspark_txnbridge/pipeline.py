@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._offset_lag import lags
+from pyspark_txnbridge._read.offset_lag import lags
 from txnbridge import BackendMissing, InvalidOption, TxnBridgeError, errors
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _unwrapping_errors() -> Iterator[None]:
     """Unwrap errors of txnbridge that Spark's processes raised and Spark has wrapped."""
     from pyspark.errors import AnalysisException, PySparkException
 
-    from pyspark_txnbridge._batch_identity import BatchInDoubt
+    from pyspark_txnbridge._write.batch_identity import BatchInDoubt
 
     known = vars(errors) | {BatchInDoubt.__name__: BatchInDoubt}
     try:

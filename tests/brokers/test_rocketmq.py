@@ -18,9 +18,9 @@ from txnbridge_conformance.brokers._rocketmq import answering, ask, brokers_with
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
 from txnbridge_rocketmq.client import administration, routes
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.read_requests import pull
-from txnbridge_rocketmq.client.requests import RpcRequest, document, fields
-from txnbridge_rocketmq.client.send_requests import (
+from txnbridge_rocketmq.client.protocol.read_requests import pull
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest, document, fields
+from txnbridge_rocketmq.client.protocol.send_requests import (
     HalfEnd,
     SendResult,
     WireMessage,

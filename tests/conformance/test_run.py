@@ -25,7 +25,7 @@ from txnbridge_conformance.run import program
 from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import Process
-from txnbridge_conformance.run.processing import ProcessorRecording
+from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
 from txnbridge_conformance.run.verdict import judge
 from txnbridge_conformance.run.workloads import _end_prepared

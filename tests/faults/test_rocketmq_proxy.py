@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import Route
 from txnbridge_conformance.faults._rocketmq_exchanges import RocketMQConversation
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.requests import RpcRequest, document
-from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest, document
+from txnbridge_rocketmq.client.protocol.send_requests import (
+    CheckBack,
+    HalfEnd,
+    WireMessage,
+    end,
+    half_address,
+    send,
+    send_half,
+)
 
 from tests.rocketmq.kit import ANSWER, BROKER, ONE_WAY, FakeBroker, Peer, becomes_true, binary_frame, bodies, frame
 from txnbridge.errors import InvalidOption

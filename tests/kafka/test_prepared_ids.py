@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from txnbridge_kafka.write.prepared import PreparedIdPool
-from txnbridge_kafka.write.producer_session import ProducerSession
+from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
 from txnbridge.spi import Begin, Deadline
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from txnbridge_pulsar.client.frames import Frame, command, parse
+from txnbridge_pulsar.client.format.frames import Frame, command, parse
 
 Handler = Callable[["Peer", dict[str, Any]], object]
 

@@ -12,7 +12,7 @@ from txnbridge_conformance.observing import send, take
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.client.deadline import ClientDeadline
-from txnbridge_pulsar.client.ids import individual_ack_fields
+from txnbridge_pulsar.client.format.ids import individual_ack_fields
 from txnbridge_pulsar.outcome.outcome import end
 from txnbridge_pulsar.settings.timing import Timing
 

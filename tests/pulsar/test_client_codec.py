@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.client import errors
-from txnbridge_pulsar.client.checksum import crc32c, crc32c_in_python
-from txnbridge_pulsar.client.codec import Malformed, decode, encode, read_varint, varint
-from txnbridge_pulsar.client.frames import command, parse, send_command
-from txnbridge_pulsar.client.ids import MessageId, TxnId, individual_ack_fields
-from txnbridge_pulsar.client.schema import TYPES, Field
+from txnbridge_pulsar.client.format.checksum import crc32c, crc32c_in_python
+from txnbridge_pulsar.client.format.codec import Malformed, decode, encode, read_varint, varint
+from txnbridge_pulsar.client.format.frames import command, parse, send_command
+from txnbridge_pulsar.client.format.ids import MessageId, TxnId, individual_ack_fields
+from txnbridge_pulsar.client.format.schema import TYPES, Field
 
 pytestmark = pytest.mark.offline
 

@@ -15,13 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.address import Address, full_topic_name, partition_name, partition_of, service_url
-from txnbridge_pulsar.client.connection import BrokerConnection, ConnectionOptions
+from txnbridge_pulsar.client.connecting.address import (
+    Address,
+    full_topic_name,
+    partition_name,
+    partition_of,
+    service_url,
+)
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConnectionOptions
+from txnbridge_pulsar.client.connecting.pending_response import answer_to
+from txnbridge_pulsar.client.connecting.transport import Transport
 from txnbridge_pulsar.client.deadline import ClientDeadline
-from txnbridge_pulsar.client.frames import command
-from txnbridge_pulsar.client.pending_response import answer_to
+from txnbridge_pulsar.client.format.frames import command
 from txnbridge_pulsar.client.retry import backoff_pauses
-from txnbridge_pulsar.client.transport import Transport
 from txnbridge_pulsar.write.fence import Fence
 
 from tests.in_time import within
@@ -251,7 +257,9 @@ def test_an_interrupt_behind_any_call_leaves_no_lock_held():
             pass
 
     number = 1
-    while where := interrupted_at(act, number, ("client/transport.py", "client/deadline.py", "write/fence.py")):
+    while where := interrupted_at(
+        act, number, ("client/connecting/transport.py", "client/deadline.py", "write/fence.py")
+    ):
         assert not transport._writing.locked() and not fence._lock.locked(), (
             f"a lock is held after an interrupt at {where}"
         )

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.chunks import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
-from txnbridge_pulsar.client.codec import encode
-from txnbridge_pulsar.client.compression import Compression, compress, decompress
-from txnbridge_pulsar.client.frames import FrameReader, command, parse, send_command, split_entry
-from txnbridge_pulsar.client.ids import (
+from txnbridge_pulsar.client.format.chunks import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
+from txnbridge_pulsar.client.format.codec import encode
+from txnbridge_pulsar.client.format.compression import Compression, compress, decompress
+from txnbridge_pulsar.client.format.frames import FrameReader, command, parse, send_command, split_entry
+from txnbridge_pulsar.client.format.ids import (
     ack_set,
     cumulative_ack_fields,
     delivered_indexes,

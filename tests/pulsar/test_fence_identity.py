@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from txnbridge_pulsar.write.fence_identity import FenceIdentity
 from txnbridge_pulsar.write.fence_records import FenceRecord
+from txnbridge_pulsar.write.renewed_fence_topic import FenceIdentity
 
 from tests.pulsar.kit import Kept
 from txnbridge import AccessDenied, EvidenceLost

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import pytest
 from txnbridge_pulsar.client import EARLIEST, MessageBatch, PulsarConsumer, ReceivedEntry, SubscriptionType, TxnId
-from txnbridge_pulsar.client.codec import encode
+from txnbridge_pulsar.client.connecting.pending_response import Response
 from txnbridge_pulsar.client.consumer import ConsumerOptions
 from txnbridge_pulsar.client.errors import RequestTimedOut, server_error
-from txnbridge_pulsar.client.frames import parse, send_command
-from txnbridge_pulsar.client.ids import ack_set
-from txnbridge_pulsar.client.pending_response import Response
+from txnbridge_pulsar.client.format.codec import encode
+from txnbridge_pulsar.client.format.frames import parse, send_command
+from txnbridge_pulsar.client.format.ids import ack_set
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks, finish_entries
 

@@ -10,7 +10,7 @@ from typing import Any
 from txnbridge_rocketmq.broker import RocketMQBroker
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, end, half_address, send, send_half
+from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEnd, end, half_address, send, send_half
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
 from txnbridge_rocketmq.read.rebalance import Rebalancer

@@ -8,7 +8,7 @@ import uuid
 import pytest
 from txnbridge_rocketmq.admin.doctor import check_disk, check_open, check_settings
 from txnbridge_rocketmq.client import administration
-from txnbridge_rocketmq.client.send_requests import WireMessage, send
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
 from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for

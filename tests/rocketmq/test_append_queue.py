@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
-from txnbridge_rocketmq.client.send_requests import WireMessage
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage
 from txnbridge_rocketmq.write import append_queue
 from txnbridge_rocketmq.write.append_queue import AppendQueue
 

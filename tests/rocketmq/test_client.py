@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
-from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, members
-from txnbridge_rocketmq.client.send_requests import CheckBack
+from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
 
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored

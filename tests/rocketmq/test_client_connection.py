@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client import errors
-from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
-from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 
 from tests.in_time import GRACE, within
 from tests.rocketmq.kit import ANSWER, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.errors import ProtocolViolation
-from txnbridge_rocketmq.client.frames import (
+from txnbridge_rocketmq.client.protocol.frames import (
     LARGEST_ANSWER,
     LARGEST_FRAME,
     FrameDecoder,

@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import administration, groups, read_requests, routes
+from txnbridge_rocketmq.client import administration, groups, routes
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership, Queue
-from txnbridge_rocketmq.client.read_requests import PullStatus
-from txnbridge_rocketmq.client.records import unwrap
-from txnbridge_rocketmq.client.send_requests import (
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode
+from txnbridge_rocketmq.client.protocol.read_requests import PullStatus
+from txnbridge_rocketmq.client.protocol.records import unwrap
+from txnbridge_rocketmq.client.protocol.send_requests import (
     CheckBack,
     HalfAddress,
     HalfEnd,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.client import _start as start_thread
-from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import ConnectionSettings
-from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.pool import MOST_CONNECTIONS, BlockingPool
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 
 from tests.in_time import within
 from tests.interrupts import interrupted_at

@@ -10,9 +10,9 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client.codes import SystemFlag
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
-from txnbridge_rocketmq.client.records import (
+from txnbridge_rocketmq.client.protocol.codes import SystemFlag
+from txnbridge_rocketmq.client.protocol.records import (
     OffsetId,
     decode_records,
     pack_properties,

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import administration, groups, read_requests, routes
-from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client import administration, groups, routes
 from txnbridge_rocketmq.client.errors import ErrorResponse, NotDurable, ProtocolViolation
-from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, Queue
-from txnbridge_rocketmq.client.read_requests import NewestByKey, PullStatus
-from txnbridge_rocketmq.client.records import decode_records, unpack_properties, unwrap
-from txnbridge_rocketmq.client.send_requests import (
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.read_requests import NewestByKey, PullStatus
+from txnbridge_rocketmq.client.protocol.records import decode_records, unpack_properties, unwrap
+from txnbridge_rocketmq.client.protocol.send_requests import (
     HalfAddress,
     HalfEnd,
     WireMessage,

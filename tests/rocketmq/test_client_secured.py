@@ -6,12 +6,21 @@ import ssl
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import administration, read_requests
+from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import ErrorResponse
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.send_requests import (
+    CheckBack,
+    HalfEnd,
+    WireMessage,
+    end,
+    half_address,
+    send,
+    send_half,
+)
 
 from tests.kafka.certificates import Authority
 from tests.rocketmq.kit import BROKER, becomes_true, bodies, one_user

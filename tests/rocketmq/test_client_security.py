@@ -8,7 +8,7 @@ import pytest
 from txnbridge_rocketmq.client.connection import ConnectionSettings, RemotingConnection
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout, Unreachable
-from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 
 from tests.in_time import within
 from tests.kafka.certificates import Authority

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 from txnbridge_rocketmq import decision_log
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.records import decode_records, unwrap
-from txnbridge_rocketmq.client.send_requests import WireMessage, send
+from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.protocol.records import decode_records, unwrap
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.cluster import identify_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 

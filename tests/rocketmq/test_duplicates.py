@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.records import MessageExt, OffsetId
+from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt, OffsetId
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, slot_of, unique_key
 

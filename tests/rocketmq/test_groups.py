@@ -15,9 +15,9 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import take
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import ResponseCode
-from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 from txnbridge_rocketmq.read import start_positions
 from txnbridge_rocketmq.read.rebalance import assign

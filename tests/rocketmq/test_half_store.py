@@ -13,7 +13,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
-from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 
 from tests.rocketmq import writing_kit

@@ -11,8 +11,8 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
 from tests.rocketmq.kit import BROKER, LONG, bodies

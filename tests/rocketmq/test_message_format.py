@@ -7,8 +7,8 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client.records import decode_records, unpack_properties
-from txnbridge_rocketmq.client.send_requests import send
+from txnbridge_rocketmq.client.protocol.records import decode_records, unpack_properties
+from txnbridge_rocketmq.client.protocol.send_requests import send
 from txnbridge_rocketmq.write.message_format import OWN, RESERVED, from_wire, ordering_key, partition_of, to_wire
 
 from tests.rocketmq.kit import pairs, stored

@@ -7,8 +7,8 @@ import time
 import pytest
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client import administration
-from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, WireMessage, end, send_half
+from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEnd, WireMessage, end, send_half
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import end_prepared
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from txnbridge_rocketmq.client.codes import Property, RequestCode
 from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.read_requests import PullResult, PullStatus
-from txnbridge_rocketmq.client.records import MessageExt, decode_records
+from txnbridge_rocketmq.client.protocol.codes import Property, RequestCode
+from txnbridge_rocketmq.client.protocol.read_requests import PullResult, PullStatus
+from txnbridge_rocketmq.client.protocol.records import MessageExt, decode_records
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset
 from txnbridge_rocketmq.settings.timing import RocketMQTiming

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 from txnbridge_conformance import faults
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.errors import ErrorResponse
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 

@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.send_requests import (
+    CheckBack,
+    HalfEnd,
+    WireMessage,
+    end,
+    half_address,
+    send,
+    send_half,
+)
 
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all

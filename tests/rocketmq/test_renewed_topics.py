@@ -9,10 +9,10 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually, send, take, values
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest, fields, nothing
 
 from tests.core.reading_kit import SOON
 from tests.renewed_topics import delete_topic, made_anew_again_and_again

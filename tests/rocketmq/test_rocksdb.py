@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
-from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from txnbridge_conformance.plugin import topic  # noqa: F401
 from txnbridge_conformance.suite import *  # noqa: F403
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.protocol import read_requests
 
 from tests.rocketmq.kit import BROKER, LONG
 

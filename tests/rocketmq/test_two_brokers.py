@@ -13,7 +13,7 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.send_requests import WireMessage, send
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 
 from tests.rocketmq.kit import LONG, bodies
 from tests.rocketmq.reading_kit import unique

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import HALF_TOPIC, Property
-from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 from txnbridge_rocketmq.write.writer import RocketMQWriter

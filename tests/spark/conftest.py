@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pyspark_txnbridge._sink_options import SinkOptions
+from pyspark_txnbridge._write.sink_options import SinkOptions
 from txnbridge_conformance import brokers
 
 import txnbridge

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import BatchId, Written
 from pyspark_txnbridge._kept_bridges import sessions
-from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._sink_options import SinkOptions
-from pyspark_txnbridge._task import _slot_writers, write_partition
+from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write.batch_identity import BatchId, Written
+from pyspark_txnbridge._write.rows import Columns
+from pyspark_txnbridge._write.sink_options import SinkOptions
+from pyspark_txnbridge._write.task import _slot_writers, write_partition
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import java
 from txnbridge_conformance.observing import eventually

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from pyspark_txnbridge import _recovery
 from pyspark_txnbridge._kept_bridges import SinkSession
-from pyspark_txnbridge._sink_options import SinkOptions
+from pyspark_txnbridge._write import recovery as _recovery
+from pyspark_txnbridge._write.sink_options import SinkOptions
 from txnbridge_conformance.observing import eventually
 
 import txnbridge

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from pyspark_txnbridge import _driver, _task, _transaction_cleanup
-from pyspark_txnbridge._batch_identity import BatchId
-from pyspark_txnbridge._rows import Columns
+from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write import task as _task
+from pyspark_txnbridge._write import transaction_cleanup as _transaction_cleanup
+from pyspark_txnbridge._write.batch_identity import BatchId
+from pyspark_txnbridge._write.rows import Columns
 
 from tests.spark.kit import forget, left_open, new_run, options, published, rows, run_batch, write
 from txnbridge import Fenced, TransactionAborted

@@ -9,13 +9,14 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from pyspark_txnbridge import _driver, _garbage
-from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
-from pyspark_txnbridge._driver import with_session
+from pyspark_txnbridge import _garbage
 from pyspark_txnbridge._kept_bridges import connect, sessions
-from pyspark_txnbridge._recovery import recover
-from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._task import write_partition
+from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
+from pyspark_txnbridge._write.driver import with_session
+from pyspark_txnbridge._write.recovery import recover
+from pyspark_txnbridge._write.rows import Columns
+from pyspark_txnbridge._write.task import write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write

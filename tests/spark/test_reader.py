@@ -11,8 +11,10 @@ from typing import Any
 import confluent_kafka.admin
 import pyarrow as pa
 import pytest
-from pyspark_txnbridge import _fetch, _offset_ranges, offsets_behind
-from pyspark_txnbridge._source_options import SourceOptions
+from pyspark_txnbridge import offsets_behind
+from pyspark_txnbridge._read import fetch as _fetch
+from pyspark_txnbridge._read import offset_ranges as _offset_ranges
+from pyspark_txnbridge._read.source_options import SourceOptions
 from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.client.schema import OFFSET_BITS
 
@@ -25,8 +27,8 @@ from txnbridge.spi import NO_HEADERS
 pytest.importorskip("pyspark.sql", reason="needs PySpark")
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable
-from pyspark_txnbridge._reader import BatchReader
-from pyspark_txnbridge._stream_reader import StreamReader
+from pyspark_txnbridge._read.reader import BatchReader
+from pyspark_txnbridge._read.stream_reader import StreamReader
 
 
 @pytest.fixture(autouse=True)

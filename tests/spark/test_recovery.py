@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from click.testing import CliRunner
-from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
+from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
 
 import txnbridge
 from tests.log_contract import place_of

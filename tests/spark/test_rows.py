@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
-from pyspark_txnbridge._rows import Columns, _warn_of_ignored_timestamps  # noqa: E402
+from pyspark_txnbridge._write.rows import Columns, _warn_of_ignored_timestamps  # noqa: E402
 
 from txnbridge import InvalidOption  # noqa: E402
 

@@ -18,7 +18,7 @@ import pytest
 import sqlalchemy as sa
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Pulsar, RocketMQ
-from txnbridge_conformance.run import official
+from txnbridge_conformance.run import official_readers as official
 from txnbridge_conformance.run.bodies import Bodies
 from txnbridge_conformance.run.client import text_of
 from txnbridge_conformance.run.plan import Plan

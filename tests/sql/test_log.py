@@ -34,9 +34,9 @@ from txnbridge.errors import (
     StorageFailed,
 )
 from txnbridge.spi import Deadline
-from txnbridge.sql import log as sql_log
+from txnbridge.sql import decision_log as sql_log
 from txnbridge.sql._database import within as run_within
-from txnbridge.sql.log import SqlLogs
+from txnbridge.sql.decision_log import SqlLogs
 
 _numbers = itertools.count(1)
 _KILLED_SERVER_IS_BACK = 60.0  # it takes a second to read its log again, and some on a busy machine

@@ -23,7 +23,7 @@ from txnbridge.cli import main
 from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidOption, InvalidState, OutcomeUnknown
 from txnbridge.spi import Deadline
 from txnbridge.sql import Outbox
-from txnbridge.sql.log import SqlLogs
+from txnbridge.sql.decision_log import SqlLogs
 from txnbridge.sql.relay import OutboxStore
 from txnbridge.testing import Child
 

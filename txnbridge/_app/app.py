@@ -14,7 +14,7 @@ from txnbridge._app.lifespans import Lifespan, LifespanFunction
 from txnbridge._app.router import Router
 from txnbridge._app.served_processor import ServedProcessor
 from txnbridge._base.deadline import check_seconds
-from txnbridge._base.loop_shutdown import Shutdown, StopNow
+from txnbridge._base.service_stop import Shutdown, StopNow
 from txnbridge._bridge import Bridge, connect
 from txnbridge._process.processor import ProcessorStats
 from txnbridge.errors import InvalidOption, InvalidState

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.outgoing import UnfitResult
-from txnbridge._base.loop_shutdown import StopNow, leaving_seconds
+from txnbridge._base.service_stop import StopNow, leaving_seconds
 from txnbridge._bridge import Bridge
 from txnbridge._process.processor import Processor
 

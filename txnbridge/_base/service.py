@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from txnbridge._base.connection import Connection, ConnectionUser
 from txnbridge._base.deadline import Deadline, check_seconds
-from txnbridge._base.loop_shutdown import Shutdown, StopNow
+from txnbridge._base.service_stop import Shutdown, StopNow
 from txnbridge.errors import InvalidState
 
 _log = logging.getLogger("txnbridge")

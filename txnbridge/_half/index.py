@@ -24,7 +24,7 @@ from txnbridge._half.records import (
     topics_of,
 )
 from txnbridge._read.consumer import RawConsumer
-from txnbridge._read.consumers import Consumers
+from txnbridge._read.open_consumers import Consumers
 from txnbridge.errors import PositionLost
 from txnbridge.spi import Half, HalfMessage
 

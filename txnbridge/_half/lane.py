@@ -27,7 +27,7 @@ from txnbridge._decisions.logs import DecisionLogs
 from txnbridge._half.common import RefusedHalf
 from txnbridge._half.index import LaneIndex
 from txnbridge._half.records import Beat, HalfDone, HalfParked, Record, Refusal, half_records, places_of
-from txnbridge._read.consumers import Consumers
+from txnbridge._read.open_consumers import Consumers
 from txnbridge._write.group_commit import GroupCommit
 from txnbridge._write.transaction import Transaction
 from txnbridge._write.writers import Writers

@@ -27,7 +27,7 @@ from txnbridge._base.token import Decision, Outcome
 from txnbridge._decisions.logs import DecisionLogs
 from txnbridge._half.index import LaneIndex
 from txnbridge._half.lane import Lane, is_lost
-from txnbridge._read.consumers import Consumers
+from txnbridge._read.open_consumers import Consumers
 from txnbridge.errors import EvidenceLost, Fenced, InvalidOption, NotFound, PositionLost, TxnBridgeError
 from txnbridge.spi import Advice, Half, HalfMessage, HalfStore, Identity, LedgerValue, TopicRules
 

@@ -12,8 +12,8 @@ from txnbridge._base.messages import Message, Position
 from txnbridge._base.topic import Topic
 from txnbridge._process.retries import retry_group, seconds_until_due
 from txnbridge._read.consumer import RawConsumer, one_call
-from txnbridge._read.consumers import Consumers
 from txnbridge._read.deliveries import Assignment
+from txnbridge._read.open_consumers import Consumers
 from txnbridge.spi import Partition
 
 # The interval at which messages are looked for that have become due: delays are much longer, and on some brokers each

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 from txnbridge import errors
 from txnbridge._base.connection import ConnectionUser
 from txnbridge._base.deadline import check_seconds
-from txnbridge._base.loop_shutdown import Shutdown, StopNow
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.plugins import plugins
+from txnbridge._base.service_stop import Shutdown, StopNow
 from txnbridge._base.state import State
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._process.dead_letters import DeadLetters
@@ -34,7 +34,7 @@ from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, Pas
 from txnbridge._process.polled_batch import PolledBatch
 from txnbridge._process.retries import Retries
 from txnbridge._read.consumer import topic_list
-from txnbridge._read.consumers import Consumers
+from txnbridge._read.open_consumers import Consumers
 from txnbridge.capabilities import Capability
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from txnbridge._base.connection import ConnectionUser, never_ran
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Batch, Message, MessageColumns, Position, as_messages, columns_of, milliseconds
 from txnbridge._base.topic import Topic, as_topic
-from txnbridge._read.consumers import Consumers
 from txnbridge._read.deliveries import Assignment, Deliveries
+from txnbridge._read.open_consumers import Consumers
 from txnbridge.capabilities import Capability
 from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, TxnBridgeError, UsageError
 from txnbridge.spi import Partition, Subscription

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import txnbridge
-from txnbridge._base.loop_shutdown import leaving_seconds
 from txnbridge._base.messages import Batch, Message
+from txnbridge._base.service_stop import leaving_seconds
 from txnbridge._process.processor import ProcessorStats
 from txnbridge.aio._calls import Call, Threads
 from txnbridge.aio._loop_functions import LoopFunctions, require_async

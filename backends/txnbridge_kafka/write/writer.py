@@ -37,7 +37,7 @@ from txnbridge_kafka.write.acks import KafkaAckContext, check_topics
 from txnbridge_kafka.write.failures import ENDED, ends_producer, failure
 from txnbridge_kafka.write.owner import KafkaOwner, evidence_key
 from txnbridge_kafka.write.producer import TransactionalProducer
-from txnbridge_kafka.write.producer_session import ProducerSession
+from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
 _log = logging.getLogger("txnbridge")
 

@@ -17,8 +17,8 @@ compressions.
 
 from __future__ import annotations
 
-from .address import full_topic_name, partition_name, partition_of
-from .authentication import (
+from txnbridge_pulsar.client.connecting.address import full_topic_name, partition_name, partition_of
+from txnbridge_pulsar.client.connecting.authentication import (
     Authentication,
     BasicAuthentication,
     NoAuthentication,
@@ -27,10 +27,14 @@ from .authentication import (
     tls_context,
     token_file,
 )
+from txnbridge_pulsar.client.connecting.pending_response import Response
+from txnbridge_pulsar.client.format.compression import Compression
+from txnbridge_pulsar.client.format.entry_contents import MessageBatch, Single
+from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId, TxnId
+from txnbridge_pulsar.client.format.received_entries import ReceivedEntry, ReceivedMessage
+
 from .client import PulsarClient
-from .compression import Compression
 from .consumer import PulsarConsumer, SubscriptionType
-from .entry_contents import MessageBatch, Single
 from .errors import (
     BrokerConnectionLost,
     Closed,
@@ -60,12 +64,9 @@ from .errors import (
     TransactionConflict,
     TransactionNotFound,
 )
-from .ids import EARLIEST, LATEST, MessageId, TxnId
 from .inbox import Inbox
-from .pending_response import Response
 from .pending_sends import Receipt, Send
 from .producer import AccessMode, PulsarProducer
-from .received_entries import ReceivedEntry, ReceivedMessage
 from .transactions import Transactions
 
 __all__ = [

@@ -7,16 +7,17 @@ import ssl
 import threading
 import uuid
 
-from .address import full_topic_name, service_url
-from .authentication import Authentication, NoAuthentication, tls_context
-from .compression import Compression
-from .connection import KEEPALIVE_SECONDS, ConnectionOptions
-from .connection_pool import ConnectionPool
+from txnbridge_pulsar.client.connecting.address import full_topic_name, service_url
+from txnbridge_pulsar.client.connecting.authentication import Authentication, NoAuthentication, tls_context
+from txnbridge_pulsar.client.connecting.connection import KEEPALIVE_SECONDS, ConnectionOptions
+from txnbridge_pulsar.client.connecting.connection_pool import ConnectionPool
+from txnbridge_pulsar.client.connecting.lookup import Lookup
+from txnbridge_pulsar.client.format.compression import Compression
+from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId
+
 from .consumer import ConsumerOptions, PulsarConsumer, SubscriptionType
 from .deadline import ClientDeadline
-from .ids import EARLIEST, LATEST, MessageId
 from .inbox import Inbox
-from .lookup import Lookup
 from .pending_sends import Budget
 from .producer import AccessMode, ProducerOptions, PulsarProducer
 from .transactions import Transactions

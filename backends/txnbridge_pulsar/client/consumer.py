@@ -14,13 +14,13 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from .chunks import Chunks
-from .codec import Fields
-from .connection import BrokerConnection
-from .deadline import ClientDeadline
-from .errors import BrokerConnectionLost, Closed, PulsarError
-from .frames import command
-from .ids import (
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection
+from txnbridge_pulsar.client.connecting.lookup import Lookup
+from txnbridge_pulsar.client.connecting.pending_response import Response
+from txnbridge_pulsar.client.format.chunks import Chunks
+from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.frames import command
+from txnbridge_pulsar.client.format.ids import (
     EARLIEST,
     MessageId,
     TxnId,
@@ -30,10 +30,11 @@ from .ids import (
     message_id,
     position_fields,
 )
+from txnbridge_pulsar.client.format.received_entries import ReceivedEntry
+
+from .deadline import ClientDeadline
+from .errors import BrokerConnectionLost, Closed, PulsarError
 from .inbox import Inbox
-from .lookup import Lookup
-from .pending_response import Response
-from .received_entries import ReceivedEntry
 from .retry import retry
 
 # Permits before the size of messages is known: so few that even the largest messages fit into memory.

@@ -6,9 +6,10 @@ import threading
 from collections import deque
 from typing import Protocol
 
-from .codec import Fields
+from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.received_entries import ReceivedEntry
+
 from .deadline import ClientDeadline
-from .received_entries import ReceivedEntry
 
 
 class EntryAcceptor(Protocol):

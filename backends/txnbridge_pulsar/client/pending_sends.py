@@ -8,10 +8,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple, Protocol
 
-from .codec import Fields
+from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.ids import MessageId, TxnId
+
 from .deadline import ClientDeadline
 from .errors import PulsarError, RequestTimedOut
-from .ids import MessageId, TxnId
 
 
 class Content(Protocol):

@@ -16,9 +16,13 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from .codec import Fields, encode
-from .compression import Compression, check_installed, compress
-from .connection import BrokerConnection
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection
+from txnbridge_pulsar.client.connecting.lookup import Lookup
+from txnbridge_pulsar.client.format.codec import Fields, encode
+from txnbridge_pulsar.client.format.compression import Compression, check_installed, compress
+from txnbridge_pulsar.client.format.frames import command, send_command
+from txnbridge_pulsar.client.format.ids import MessageId, TxnId, message_id
+
 from .deadline import ClientDeadline
 from .errors import (
     BrokerConnectionLost,
@@ -30,9 +34,6 @@ from .errors import (
     RequestTimedOut,
     server_error,
 )
-from .frames import command, send_command
-from .ids import MessageId, TxnId, message_id
-from .lookup import Lookup
 from .pending_sends import Budget, Content, Receipt, Send
 from .retry import retry
 

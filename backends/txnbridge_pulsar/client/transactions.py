@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .address import full_topic_name
-from .codec import Fields
-from .connection import TRANSACTIONS_SINCE, BrokerConnection
+from txnbridge_pulsar.client.connecting.address import full_topic_name
+from txnbridge_pulsar.client.connecting.connection import TRANSACTIONS_SINCE, BrokerConnection
+from txnbridge_pulsar.client.connecting.lookup import Lookup
+from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.ids import TxnId
+
 from .deadline import ClientDeadline
 from .errors import BrokerConnectionLost, NotAllowed, ProtocolError, PulsarError, RequestTimedOut, TopicNotFound
-from .ids import TxnId
-from .lookup import Lookup
 from .retry import backoff_pauses, retry
 
 ASSIGN_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"

@@ -22,9 +22,9 @@ from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state, end
 from txnbridge_pulsar.outcome.proof import remove
 from txnbridge_pulsar.write.fence import Fence
-from txnbridge_pulsar.write.fence_identity import FenceIdentity
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
 from txnbridge_pulsar.write.prepared import PreparedSlots, PulsarPreparedWriter
+from txnbridge_pulsar.write.renewed_fence_topic import FenceIdentity
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 _log = logging.getLogger("txnbridge")

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Outcome, Partition, Position, TopicInfo
 from txnbridge_rocketmq.admin import doctor, open_halves
-from txnbridge_rocketmq.client import administration, read_requests
+from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.names import is_system_topic

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
 from txnbridge_rocketmq.admin.open_halves import groups_of_open_halves
-from txnbridge_rocketmq.client.codes import ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.client.protocol.codes import ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig

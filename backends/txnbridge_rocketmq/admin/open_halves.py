@@ -11,12 +11,13 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
-from txnbridge_rocketmq.client import administration, groups, read_requests
-from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client import administration, groups
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.send_requests import HalfEnd, end
 from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
-from txnbridge_rocketmq.client.send_requests import HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import (

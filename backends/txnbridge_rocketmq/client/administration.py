@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, RequestCode, ResponseCode
-from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.records import OffsetId
-from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, as_body, document, fields, is_absent, nothing
-from txnbridge_rocketmq.client.send_requests import check_group, check_topic
+from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, RequestCode, ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.records import OffsetId
+from txnbridge_rocketmq.client.protocol.requests import (
+    OR_ABSENT,
+    RpcRequest,
+    as_body,
+    document,
+    fields,
+    is_absent,
+    nothing,
+)
+from txnbridge_rocketmq.client.protocol.send_requests import check_group, check_topic
 
 _READ_AND_WRITE = 6
 

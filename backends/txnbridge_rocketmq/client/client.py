@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, Unreachable
-from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
 from txnbridge_rocketmq.client.pool import BlockingPool, Exchange
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, check_back_of
 from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
-from txnbridge_rocketmq.client.send_requests import CheckBack, check_back_of
 from txnbridge_rocketmq.client.slots import Slots
 from txnbridge_rocketmq.client.transport import split
 

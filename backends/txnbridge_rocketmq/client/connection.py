@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
-from txnbridge_rocketmq.client.frames import ANSWER, FrameDecoder, RemotingCommand, encode
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import ANSWER, FrameDecoder, RemotingCommand, encode
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.slots import Slot, Slots
 from txnbridge_rocketmq.client.transport import RemotingTransport, connect
 

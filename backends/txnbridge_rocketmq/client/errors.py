@@ -5,7 +5,7 @@ Error texts contain codes, addresses, topics and the broker's remark. They never
 
 from __future__ import annotations
 
-from txnbridge_rocketmq.client.codes import WITHOUT_EFFECT, ResponseCode
+from txnbridge_rocketmq.client.protocol.codes import WITHOUT_EFFECT, ResponseCode
 
 
 class RemotingError(Exception):

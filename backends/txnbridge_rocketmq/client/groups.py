@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, as_body, document, fields, is_absent, nothing
+from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.requests import (
+    OR_ABSENT,
+    RpcRequest,
+    as_body,
+    document,
+    fields,
+    is_absent,
+    nothing,
+)
 
 _SUCCESS = int(ResponseCode.SUCCESS)
 # The responses to a request that the broker relays to a member: a member that does not know the request, a member that

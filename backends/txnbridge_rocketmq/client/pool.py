@@ -25,8 +25,8 @@ from weakref import WeakSet
 
 from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.errors import Disconnected, RemotingError, ResponseTimeout, Unreachable
-from txnbridge_rocketmq.client.frames import FrameDecoder, RemotingCommand
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import FrameDecoder, RemotingCommand
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.slots import Slot, Slots
 from txnbridge_rocketmq.client.transport import connect
 

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.errors import translate
 
 T = TypeVar("T")

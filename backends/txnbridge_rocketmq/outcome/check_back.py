@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from txnbridge.errors import EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
-from txnbridge_rocketmq.client import read_requests
-from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
-from txnbridge_rocketmq.client.read_requests import PullResult
-from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, Property
+from txnbridge_rocketmq.client.protocol.read_requests import PullResult
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
 from txnbridge_rocketmq.client.retry import retry_call
-from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, remember
 from txnbridge_rocketmq.outcome.outcome import PREPARE, was_published
 from txnbridge_rocketmq.outcome.producer_groups import described

@@ -11,10 +11,10 @@ from typing import Any
 
 from txnbridge import errors
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
-from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.send_requests import HalfAddress
+from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, PublishedMessageMissing
 from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since

@@ -14,8 +14,8 @@ from txnbridge_rocketmq.client.administration import Producer, producers
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
 from txnbridge_rocketmq.client.retry import retry
-from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.errors import translate
 
 _log = logging.getLogger("txnbridge")

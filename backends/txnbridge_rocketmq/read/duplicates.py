@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, slot_of
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from txnbridge.errors import BrokerUnavailable, NotSupported, PositionLost, TxnBridgeError
 from txnbridge.spi import Message, Partition
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.errors import CannotDecompress, ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.read_requests import PullResult, PullStatus
-from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.read_requests import PullResult, PullStatus
+from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.pull import LONG_POLL_SECONDS, NotIndexed, QueuePull, SameQueueCheck, Submit

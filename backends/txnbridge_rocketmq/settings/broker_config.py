@@ -11,7 +11,7 @@ from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.client.retry import retry, retry_call
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote, unquote
 
 from txnbridge.errors import InvalidOption
-from txnbridge_rocketmq.client.send_requests import check_group, check_topic
+from txnbridge_rocketmq.client.protocol.send_requests import check_group, check_topic
 
 # RocketMQ's system topics and groups.
 _SYSTEM = ("RMQ_SYS_", "SCHEDULE_TOPIC_", "%RETRY%", "%DLQ%", "rmq_sys_", "CID_RMQ_SYS_")

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client.errors import RemotingError, ResponseTimeout
-from txnbridge_rocketmq.client.send_requests import WireMessage
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage
 
 T = TypeVar("T")
 

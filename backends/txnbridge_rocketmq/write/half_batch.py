@@ -13,8 +13,8 @@ from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, NotDurable, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.send_requests import (
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.send_requests import (
     HalfAddress,
     SendResult,
     WireMessage,

@@ -12,9 +12,9 @@ from typing import Any
 
 from txnbridge.errors import InvalidOption, NotSupported
 from txnbridge.spi import NO_HEADERS, Headers, Message, RawHeaders
-from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.send_requests import WireMessage
+from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.records import MessageExt
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage
 
 # The prefix of the bridge's own properties. They are never shown among a user's headers.
 OWN = "txnbridge."

@@ -13,11 +13,11 @@ from typing import Any
 
 from txnbridge import errors
 from txnbridge.spi import Deadline, Publisher, RawHeaders
-from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import NotDurable, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.send_requests import SendResult, WireMessage, send
+from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.send_requests import SendResult, WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire

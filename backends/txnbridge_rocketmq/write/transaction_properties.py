@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.write.message_format import OWN
 
 _TRANSACTION, _NUMBER = f"{OWN}transaction", f"{OWN}number"

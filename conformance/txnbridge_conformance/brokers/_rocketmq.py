@@ -12,7 +12,7 @@ from typing import TypeVar
 from txnbridge_rocketmq.client import administration, routes
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
-from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 
 from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, wait_until
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, properties

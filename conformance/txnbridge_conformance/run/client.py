@@ -30,9 +30,9 @@ from txnbridge import (
 )
 from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall, Recorder, Result
-from txnbridge_conformance.run import raw_kafka
 from txnbridge_conformance.run.bodies import Bodies, value_of
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
+from txnbridge_conformance.run.raw import kafka as raw_kafka
 
 Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
 

@@ -23,7 +23,7 @@ from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
 from txnbridge_conformance.history import Recorder
-from txnbridge_conformance.run import official
+from txnbridge_conformance.run import official_readers as official
 from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import WORKLOADS, Plan

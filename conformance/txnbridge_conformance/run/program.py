@@ -20,10 +20,10 @@ import txnbridge
 from txnbridge import plugins
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.history import Recorder
-from txnbridge_conformance.run import raw_rocketmq
 from txnbridge_conformance.run.client import Client, KillAt, PauseAt
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import end_with
+from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 from txnbridge_conformance.run.workloads import WORK
 
 # The plain clients of raw runs, by the scheme of the broker's URL.
@@ -35,7 +35,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     end_with(plan.run)
     plan.register_plugins()
     if plan.raw and urlsplit(plan.url).scheme == "pulsar":
-        from txnbridge_conformance.run import raw_pulsar  # it imports all that starts brokers
+        from txnbridge_conformance.run.raw import pulsar as raw_pulsar  # it imports all that starts brokers
 
         raw_pulsar.become_java(plan, process)
     client_name = CLIENTS[urlsplit(plan.url).scheme] if plan.raw else f"txnbridge {txnbridge.__version__}"

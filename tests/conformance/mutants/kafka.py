@@ -13,7 +13,7 @@ from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.write import opening
 from txnbridge_kafka.write.owner import KafkaOwner
 from txnbridge_kafka.write.prepared import KafkaPreparedWriter
-from txnbridge_kafka.write.producer_session import ProducerSession
+from txnbridge_kafka.write.replaceable_producer import ProducerSession
 from txnbridge_kafka.write.writer import KafkaWriter
 
 from tests.conformance.mutants import Mutants, let_the_last_claim_win, nothing, replace, say_what_was_asked

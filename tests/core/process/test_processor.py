@@ -51,7 +51,7 @@ from txnbridge import (
     hookimpl,
     plugins,
 )
-from txnbridge._base.loop_shutdown import Shutdown
+from txnbridge._base.service_stop import Shutdown
 from txnbridge._process.processor import ProcessorSettings
 from txnbridge.spi import (
     Begin,

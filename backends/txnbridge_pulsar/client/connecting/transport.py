@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-from .deadline import ClientDeadline
+from txnbridge_pulsar.client.deadline import ClientDeadline
 
 _READ = select.POLLIN | select.POLLERR | select.POLLHUP
 _WRITE = select.POLLOUT | select.POLLERR | select.POLLHUP

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.errors import ErrorResponse, ProtocolViolation
-from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._batch_identity import BatchId, Written
 from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import (
     Claim,
@@ -23,10 +22,11 @@ from pyspark_txnbridge._kept_bridges import (
     connect,
     sessions,
 )
-from pyspark_txnbridge._rows import RowTotals
-from pyspark_txnbridge._sink_options import SinkOptions
-from pyspark_txnbridge._task import TASK_SHARE
-from pyspark_txnbridge._transaction_cleanup import (
+from pyspark_txnbridge._write.batch_identity import BatchId, Written
+from pyspark_txnbridge._write.rows import RowTotals
+from pyspark_txnbridge._write.sink_options import SinkOptions
+from pyspark_txnbridge._write.task import TASK_SHARE
+from pyspark_txnbridge._write.transaction_cleanup import (
     abort_open,
     ask_all,
     check_log,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyspark_txnbridge._batch_identity import BatchInDoubt
 from pyspark_txnbridge._kept_bridges import SinkSession
-from pyspark_txnbridge._sink_options import SinkOptions
-from pyspark_txnbridge._transaction_cleanup import (
+from pyspark_txnbridge._write.batch_identity import BatchInDoubt
+from pyspark_txnbridge._write.sink_options import SinkOptions
+from pyspark_txnbridge._write.transaction_cleanup import (
     abort_open,
     fence_older,
     finish,

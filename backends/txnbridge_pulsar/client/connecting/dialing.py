@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
+from txnbridge_pulsar.client.deadline import ClientDeadline
+
 from .address import Address
-from .deadline import ClientDeadline
 
 # A socket takes 0 for "do not wait".
 _MIN_TIMEOUT = 0.001

@@ -11,8 +11,7 @@ from typing import Any
 
 import txnbridge
 from pyspark_txnbridge._kept_bridges import ClientPool, connect_with_retry
-from pyspark_txnbridge._sink_options import as_keywords
-from pyspark_txnbridge._source_options import (
+from pyspark_txnbridge._read.source_options import (
     EARLIEST,
     LATEST,
     TOPIC_ID,
@@ -21,6 +20,7 @@ from pyspark_txnbridge._source_options import (
     SourceOptions,
     position_of,
 )
+from pyspark_txnbridge._write.sink_options import as_keywords
 from txnbridge import Bridge, InvalidOption, NotFound, NotSupported, Position, PositionLost
 from txnbridge.spi import Deadline, Partition
 

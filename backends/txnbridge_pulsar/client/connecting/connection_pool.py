@@ -6,10 +6,11 @@ import threading
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from txnbridge_pulsar.client.deadline import ClientDeadline
+from txnbridge_pulsar.client.errors import Closed, RequestTimedOut
+
 from .address import Address
 from .connection import BrokerConnection, ConnectionOptions
-from .deadline import ClientDeadline
-from .errors import Closed, RequestTimedOut
 
 
 class ConnectionTarget(NamedTuple):

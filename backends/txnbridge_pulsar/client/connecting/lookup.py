@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from txnbridge_pulsar.client.deadline import ClientDeadline
+from txnbridge_pulsar.client.errors import ProtocolError, PulsarError, ServiceNotReady, server_error
+from txnbridge_pulsar.client.retry import retry
+
 from .address import Address, ServiceUrl, full_topic_name, service_url
 from .connection import BrokerConnection
 from .connection_pool import ConnectionPool, ConnectionTarget
-from .deadline import ClientDeadline
-from .errors import ProtocolError, PulsarError, ServiceNotReady, server_error
-from .retry import retry
 
 T = TypeVar("T")
 

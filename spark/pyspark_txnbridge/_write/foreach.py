@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import BatchId, Written
-from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._sink_options import SinkOptions
+from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write.batch_identity import BatchId, Written
+from pyspark_txnbridge._write.rows import Columns
+from pyspark_txnbridge._write.sink_options import SinkOptions
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _writing(
         import pyarrow as pa
         from pyspark import TaskContext
 
-        from pyspark_txnbridge._task import write_partition
+        from pyspark_txnbridge._write.task import write_partition
 
         context = TaskContext.get()
         assert context is not None

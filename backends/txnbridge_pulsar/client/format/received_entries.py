@@ -6,9 +6,10 @@ import base64
 import binascii
 import struct
 
+from txnbridge_pulsar.client.errors import CorruptEntry, PulsarError
+
 from .codec import Fields, Malformed, decode, read_varint
 from .compression import decompress
-from .errors import CorruptEntry, PulsarError
 from .frames import split_entry
 from .ids import MessageId, TxnId, delivered_indexes, message_id
 

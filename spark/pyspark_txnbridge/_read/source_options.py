@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark_txnbridge._sink_options import Settings, check_names, flag, number, seconds, take_address
+from pyspark_txnbridge._write.sink_options import Settings, check_names, flag, number, seconds, take_address
 from txnbridge import InvalidOption, Position
 from txnbridge.spi import Partition
 

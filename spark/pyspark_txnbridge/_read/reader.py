@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from pyspark_txnbridge import _offset_ranges
-from pyspark_txnbridge._source_options import EARLIEST, SourceOptions
+from pyspark_txnbridge._read import offset_ranges as _offset_ranges
+from pyspark_txnbridge._read.source_options import EARLIEST, SourceOptions
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def tasks(ranges: Sequence[_offset_ranges.OffsetRange], options: SourceOptions) 
 
 def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
     """Return the rows of a task."""
-    from pyspark_txnbridge._fetch import read_range
+    from pyspark_txnbridge._read.fetch import read_range
 
     # If there is nothing to read, Spark makes one task without a range.
     return iter(()) if partition.value is None else read_range(options, partition.value)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from pyspark_txnbridge import _offset_ranges
-from pyspark_txnbridge._offset_ranges import Bounds, Offsets
-from pyspark_txnbridge._reader import read, tasks
-from pyspark_txnbridge._source_options import LATEST, SourceOptions
+from pyspark_txnbridge._read import offset_ranges as _offset_ranges
+from pyspark_txnbridge._read.offset_ranges import Bounds, Offsets
+from pyspark_txnbridge._read.reader import read, tasks
+from pyspark_txnbridge._read.source_options import LATEST, SourceOptions
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
-from .codec import Fields
-from .errors import PulsarError, RequestTimedOut
-from .schema import COMMANDS
+from txnbridge_pulsar.client.errors import PulsarError, RequestTimedOut
+from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.schema import COMMANDS
 
 
 def answer_to(name: str) -> str:

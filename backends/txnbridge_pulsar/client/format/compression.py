@@ -8,8 +8,9 @@ from enum import IntEnum
 from importlib import import_module
 from typing import Any
 
+from txnbridge_pulsar.client.errors import CorruptEntry, MissingLibrary
+
 from .codec import read_varint
-from .errors import CorruptEntry, MissingLibrary
 
 
 class Compression(IntEnum):

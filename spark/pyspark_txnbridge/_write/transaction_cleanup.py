@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 from pyspark_txnbridge._kept_bridges import Claim, Opening, SinkSession, close_logging_errors, connect
-from pyspark_txnbridge._sink_options import NAMELESS, SinkOptions
+from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
+from pyspark_txnbridge._write.sink_options import NAMELESS, SinkOptions
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,

@@ -6,9 +6,10 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from txnbridge_pulsar.client.errors import CorruptEntry, ProtocolError
+
 from .checksum import crc32c
 from .codec import Fields, Malformed, decode, encode, read_varint, varint
-from .errors import CorruptEntry, ProtocolError
 from .schema import COMMANDS, TYPES
 
 _TWO_SIZES = struct.Struct(">II")

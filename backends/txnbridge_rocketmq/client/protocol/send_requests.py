@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeVar
 
-from txnbridge_rocketmq.client.codes import STORED_NOT_DURABLE, Property, RequestCode, ResponseCode, SystemFlag
 from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
-from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.records import MessageExt, OffsetId, decode_records, pack_properties
-from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
+from txnbridge_rocketmq.client.protocol.codes import STORED_NOT_DURABLE, Property, RequestCode, ResponseCode, SystemFlag
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.records import MessageExt, OffsetId, decode_records, pack_properties
+from txnbridge_rocketmq.client.protocol.requests import RpcRequest, fields, nothing
 
 T = TypeVar("T")
 

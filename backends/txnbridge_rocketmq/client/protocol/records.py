@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from txnbridge_rocketmq.client.codes import Property, SystemFlag
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
+from txnbridge_rocketmq.client.protocol.codes import Property, SystemFlag
 
 # The magic number says whether the length of the topic takes one byte or two.
 _SHORT_TOPIC, _LONG_TOPIC = -626843481, -626843477

@@ -17,12 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .address import Address
-from .authentication import Authentication, NoAuthentication
-from .codec import Fields
-from .deadline import ClientDeadline
-from .dialing import dial
-from .errors import (
+from txnbridge_pulsar.client.deadline import ClientDeadline
+from txnbridge_pulsar.client.errors import (
     BrokerConnectionLost,
     Closed,
     ConnectFailed,
@@ -31,7 +27,19 @@ from .errors import (
     RequestTimedOut,
     server_error,
 )
-from .frames import DEFAULT_MAX_MESSAGE, FRAME_ALLOWANCE, Frame, FrameReader, command, parse
+from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.frames import (
+    DEFAULT_MAX_MESSAGE,
+    FRAME_ALLOWANCE,
+    Frame,
+    FrameReader,
+    command,
+    parse,
+)
+
+from .address import Address
+from .authentication import Authentication, NoAuthentication
+from .dialing import dial
 from .pending_response import Response, answer_to
 from .transport import NotWritten, Transport
 

@@ -1,0 +1,1 @@
+"""Connections to brokers: found by lookup, dialed, logged in, and pooled."""

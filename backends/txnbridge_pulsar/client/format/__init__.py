@@ -1,0 +1,1 @@
+"""The bytes of Pulsar's protocol: frames, entries, chunks, schemas and ids."""

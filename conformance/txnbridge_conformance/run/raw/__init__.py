@@ -1,0 +1,1 @@
+"""Clients of a run without txnbridge: each broker's official client, with the same interface."""

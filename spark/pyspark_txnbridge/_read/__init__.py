@@ -1,0 +1,1 @@
+"""Reading: the positions that a batch covers, and its messages."""

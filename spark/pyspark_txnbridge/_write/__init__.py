@@ -1,0 +1,1 @@
+"""Writing: the tasks' prepared transactions, and the driver's decision."""
