@@ -67,6 +67,7 @@ class World:
     def settle(self) -> Counter[str]:
         """Let a last resolver end what is left; return what is published, and how often."""
         bridge = self.bridge()
+        bridge.ensure_topics("orders")  # in some worlds nothing was committed
         last = Actor(self, bridge._connection.half_lanes().group("g"), "last", lambda _: None)  # type: ignore[attr-defined]
         last.free = True
         deadline = Deadline(60)
