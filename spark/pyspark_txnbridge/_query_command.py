@@ -66,11 +66,11 @@ def show_status(as_json: bool, **query: Any) -> None:
 @json_and_debug
 def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> None:
     """Publish every batch that is decided and not published. Safe to repeat, and while the query runs."""
-    from pyspark_txnbridge._write import recovery as _recovery
+    from pyspark_txnbridge._write import recovery
 
     with _opened(**query) as (session, options, path):
-        done = _recovery.recover(session, path, skip)
-        ended = _recovery.clear(session, options, path) if clear else []
+        done = recovery.recover(session, path, skip)
+        ended = recovery.clear(session, options, path) if clear else []
     if as_json:
         click.echo(json.dumps({"published": done.published, "skipped": done.skipped, "aborted": ended}))
         return

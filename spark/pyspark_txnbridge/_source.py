@@ -131,14 +131,14 @@ class BatchWriter(DataSourceArrowWriter):
             )
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        from pyspark_txnbridge._write import driver as _driver
+        from pyspark_txnbridge._write import driver
 
-        _driver.commit(self._options, _written(messages))
+        driver.commit(self._options, _written(messages))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        from pyspark_txnbridge._write import driver as _driver
+        from pyspark_txnbridge._write import driver
 
-        _driver.abort(self._options, _written(messages), self._identity)
+        driver.abort(self._options, _written(messages), self._identity)
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
@@ -155,14 +155,14 @@ class StreamWriter(DataSourceStreamArrowWriter):
         return TaskMessage(_write(_micro_batch(self._options), self._options, self._columns, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        from pyspark_txnbridge._write import driver as _driver
+        from pyspark_txnbridge._write import driver
 
-        _driver.commit(self._options, _of_batch(batchId, messages, self._options))
+        driver.commit(self._options, _of_batch(batchId, messages, self._options))
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        from pyspark_txnbridge._write import driver as _driver
+        from pyspark_txnbridge._write import driver
 
-        _driver.abort(self._options, _of_batch(batchId, messages, self._options))
+        driver.abort(self._options, _of_batch(batchId, messages, self._options))
 
 
 def _write(identity: BatchId, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:

@@ -93,7 +93,7 @@ class Completeness:
         self._digests = {}
 
     def renew(self, position: Position, record: Renewed) -> None:
-        """Make the reading complete by an operator's renewal, which replaces all records before it."""
+        """Note a record by which an operator has begun the log anew: no record before it is needed any more."""
         self.renewed = Renewal(position, record.at, record.host)
         self.log, self.born = record.log, position
         self.complete = self.knows_living = True

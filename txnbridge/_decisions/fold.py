@@ -286,7 +286,7 @@ class LogState:
                 self._judge_covered(position, record, claim)
 
     def _judge_covered(self, position: Position, record: _RecordOfId, claim: CountingClaim | None) -> None:
-        """Decide whether a record that the founding snapshot covers counts."""
+        """Decide whether a record counts that lies before the end of the snapshot with which the reading began."""
         if isinstance(record, Claimed) and record.begin is not None and claim is not None:
             return
         # A record that is void from the start and one that a newer opening followed look alike in the snapshot.
@@ -303,7 +303,7 @@ class LogState:
         return reading.complete and reading.knows_living and not doubtful
 
     def holds(self, begin: EvidenceBegin) -> bool:
-        """Return whether exactly this presence record was read, and therefore every record after it."""
+        """Return whether the record at which a transaction's evidence begins was read, and so every record after it."""
         presence = self.tokens.presences.get(begin.at)
         return presence is not None and presence.nonce == begin.id
 

@@ -38,7 +38,9 @@ class UnreadableRecord(ValueError):
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """The begin of the evidence about a transaction in the log: the position and nonce of a presence record."""
+    """Where the evidence about a transaction begins in the log: at a record with this position and nonce, by which the
+    process that began the transaction had announced itself.
+    """
 
     at: Position
     id: str

@@ -174,7 +174,7 @@ class LaneIndex:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read_until(self, nonce: str, deadline: Deadline) -> None:
-        """Read up to the beat with this nonce."""
+        """Read up to the record with this nonce, which the caller has just stored, and so all before it."""
         self._awaited = nonce
         while self._awaited:
             deadline.check(f"reading {self._partition[0]!r}")

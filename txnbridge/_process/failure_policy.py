@@ -142,7 +142,7 @@ class FailurePolicy:
 
 
 def require_not_ended(txn: PassTransaction) -> None:
-    """Raise the `InvalidState` that a handler got for ending its transaction: a retry would fail in the same way."""
+    """Raise `InvalidState` if the handler has tried to end the transaction itself, which a retry would do again."""
     if isinstance(txn._cause, errors.InvalidState):
         raise txn._cause
 

@@ -58,7 +58,7 @@ class PassTransaction(Protocol):
 
 
 class PassDatabase(Protocol):
-    """The database of a processor, in which its transactions are."""
+    """The database of a processor, of which each pass (a poll and its messages) is one transaction."""
 
     def open(self) -> None: ...
 

@@ -89,7 +89,7 @@ class Retries:
             check_topic_name(topic)
 
     def warn_of_unread_topics(self, connection: Connection) -> None:
-        """Log a warning for each topic that the group has read and in which messages wait for a delay not given now."""
+        """Log a warning for each retry topic with messages of the group whose delay is not set any more."""
         if not self.topics or not connection.capabilities[Capability.GROUP_ADMIN]:
             return
         try:

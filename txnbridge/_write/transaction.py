@@ -595,7 +595,7 @@ class Transaction(ConnectionUser):
         return bool(held)
 
     def _not_sent(self, error: BaseException) -> BaseException:
-        """Return the error of a `send` that has not got the entry of `_turn`: a refusal, or a signal handler's."""
+        """Return the error of a `send` that found another call at work, or that a signal handler interrupted."""
         if isinstance(error, IndexError):
             return self._busy("send")
         self._turn[:] = [None if self._slow else self._writer.quick]

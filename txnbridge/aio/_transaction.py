@@ -222,7 +222,7 @@ class Transaction:
         return sync._taken.is_committed
 
     def _end_behind(self, _: object) -> None:
-        """Abort what a cancelled call has not ended, and log the outcome; runs in a thread."""
+        """Abort the transaction if a cancelled call has left it open, and log the outcome; runs in a thread."""
         sync = self._sync
         if sync.state in (State.OPEN, State.FAILED):
             abort_quietly(sync)

@@ -291,7 +291,7 @@ class Barriers:
         return BarrierTable(database, place, group)
 
     def _resolver(self, barrier: BarrierTable) -> BarrierResolver:
-        """Return the running resolver of a group and database."""
+        """Return the resolver that answers check-backs from this table; start it at its first use."""
         with self._lock:
             if (resolver := self._resolvers.get(barrier.half_group)) is None:
                 resolver = self._resolvers[barrier.half_group] = BarrierResolver(self._connection, barrier)

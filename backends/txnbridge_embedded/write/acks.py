@@ -105,7 +105,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """Return the ranges that `abort_pending` has freed since `positions.rewinds` had the value `rewinds`."""
+    """Return the ranges that aborts have given back since the column `positions.rewinds` had this value."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),
@@ -127,7 +127,7 @@ def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, of
 
 
 class _Acks:
-    """Acknowledges or reserves messages of one partition for one member."""
+    """Acknowledges messages of one partition for one member, at once or at the end of a prepared transaction."""
 
     def __init__(self, connection: sqlite3.Connection, context: AckContext, partition: Partition) -> None:
         self._connection = connection

@@ -19,7 +19,7 @@ Report = tuple[KafkaError | None, int]
 
 
 class _Sent:
-    """A record that was sent. `wake` is set once it has a report, or once its thread has to poll."""
+    """A record that was sent. `wake` is set once it has a report, or once its thread has to poll for all."""
 
     def __init__(self) -> None:
         self.report: Report | None = None

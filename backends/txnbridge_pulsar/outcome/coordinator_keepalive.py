@@ -20,7 +20,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class CoordinatorKeepalive:
-    """A thread that connects to all coordinators at regular intervals until it is closed."""
+    """A thread that connects to all coordinators regularly: a restarted one aborts nothing until somebody connects."""
 
     def __init__(self, client: wire.PulsarClient, every: float = CONNECT_EVERY_SECONDS) -> None:
         self._client = client

@@ -220,7 +220,7 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _single(halves: Sequence[PendingHalf]) -> Sequence[PendingHalf]:
-    """Return the half that is perhaps the only one of its transaction, so that no decision is needed; none if not."""
+    """Return a half that may be all of its transaction, which then ends with it, without a decision; else nothing."""
     slot = slot_of(halves[0].record)
     return halves if len(halves) == 1 and slot is not None and slot.number == 0 else ()
 
@@ -239,7 +239,7 @@ def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, d
 
 
 def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
-    """Return the ledger that decides a transaction of a bridge, not of another client."""
+    """Return the part of the decision log that decides about a transaction; a bridge began it, no other client."""
     assert listed.origin is not None
     application = str(listed.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, listed.owner)

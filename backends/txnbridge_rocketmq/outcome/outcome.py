@@ -61,7 +61,7 @@ class PrepareRecord:
 
 
 def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the prepare record of a transaction; None if not all of its halves were stored."""
+    """Return the record that all halves of a prepared transaction were stored; None if they were not."""
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)

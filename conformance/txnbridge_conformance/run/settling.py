@@ -208,9 +208,10 @@ class Settling:
         }
 
     def _note_drained(self, group: str, failure: str | None) -> None:
-        """Record whether a group without members has read everything; record a finding if not.
+        """Record that a group without members has read everything, or a finding if it has not.
 
-        If `failure` is None, it is known to have read everything; else it has if a new member receives nothing.
+        Without a `failure` its positions have said so. With one they could not be compared, and a new member has to
+        receive nothing.
         """
         call = self._recorder.start("drained", group=group, topics=[self._plan.topic("source")])
         if failure is not None and not self._receives_nothing(group):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from pyspark_txnbridge._read import offset_ranges as _offset_ranges
+from pyspark_txnbridge._read import offset_ranges
 from pyspark_txnbridge._read.source_options import EARLIEST, SourceOptions
 from txnbridge import InvalidOption
 
@@ -24,24 +24,24 @@ class BatchReader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
-        start = _offset_ranges.resolve_start(self._options, EARLIEST, bounds)
-        end = _offset_ranges.resolve_end(self._options, bounds)
+        topic_ids, bounds = offset_ranges.topic_bounds(self._options)
+        start = offset_ranges.resolve_start(self._options, EARLIEST, bounds)
+        end = offset_ranges.resolve_end(self._options, bounds)
         for (topic, number), at in start.items():
             readable = bounds[topic, number][1]
             if end[topic, number] < at <= readable:
                 raise InvalidOption(
-                    f"the end of {topic}[{number}], {_offset_ranges.in_json(end[topic, number])}, lies before its"
-                    f" start, {_offset_ranges.in_json(at)}: endingOffsets is behind startingOffsets"
+                    f"the end of {topic}[{number}], {offset_ranges.in_json(end[topic, number])}, lies before its"
+                    f" start, {offset_ranges.in_json(at)}: endingOffsets is behind startingOffsets"
                 )
-        return tasks(_offset_ranges.ranges(start, end, bounds, self._options, topic_ids), self._options)
+        return tasks(offset_ranges.ranges(start, end, bounds, self._options, topic_ids), self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
 
-def tasks(ranges: Sequence[_offset_ranges.OffsetRange], options: SourceOptions) -> list[InputPartition]:
-    return [InputPartition(each) for each in _offset_ranges.divide(ranges, options)]
+def tasks(ranges: Sequence[offset_ranges.OffsetRange], options: SourceOptions) -> list[InputPartition]:
+    return [InputPartition(each) for each in offset_ranges.divide(ranges, options)]
 
 
 def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from pyspark_txnbridge._read import offset_ranges as _offset_ranges
+from pyspark_txnbridge._read import offset_ranges
 from pyspark_txnbridge._read.offset_ranges import Bounds, Offsets
 from pyspark_txnbridge._read.reader import read, tasks
 from pyspark_txnbridge._read.source_options import LATEST, SourceOptions
@@ -29,26 +29,26 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: Offsets | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
-        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
-        return _offset_ranges.to_json(_offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
+        topic_ids, bounds = offset_ranges.topic_bounds(self._options)
+        return offset_ranges.to_json(offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        _, bounds = _offset_ranges.topic_bounds(self._options)
+        _, bounds = offset_ranges.topic_bounds(self._options)
         self._last = {partition: end for partition, (_, end) in bounds.items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
+        topic_ids, bounds = offset_ranges.topic_bounds(self._options)
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
-        before = _offset_ranges.topic_ids_of(start)
-        position = _offset_ranges.without_recreated(_offset_ranges.from_json(start), before, topic_ids, self._options)
-        end = _offset_ranges.next_offsets(position, self._up_to_last(bounds), self._options)
+        before = offset_ranges.topic_ids_of(start)
+        position = offset_ranges.without_recreated(offset_ranges.from_json(start), before, topic_ids, self._options)
+        end = offset_ranges.next_offsets(position, self._up_to_last(bounds), self._options)
         if isinstance(limit, ReadMaxRows):
-            end = _offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
-        return _offset_ranges.to_json(end, topic_ids)
+            end = offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
+        return offset_ranges.to_json(end, topic_ids)
 
     def _up_to_last(self, bounds: Bounds) -> Bounds:
         if self._last is None:
@@ -57,22 +57,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {each: (first, max(first, last[each])) for each, (first, _) in bounds.items() if each in last}
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        return None if self._seen is None else _offset_ranges.to_json(self._seen)
+        return None if self._seen is None else offset_ranges.to_json(self._seen)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
-        planned, before = _offset_ranges.topic_ids_of(end), _offset_ranges.topic_ids_of(start)
+        topic_ids, bounds = offset_ranges.topic_bounds(self._options)
+        planned, before = offset_ranges.topic_ids_of(end), offset_ranges.topic_ids_of(start)
         # Partitions of a topic that was recreated before this batch have no rows in it; latestOffset reported the loss.
         begin = {
             partition: at
-            for partition, at in _offset_ranges.from_json(start).items()
-            if not _offset_ranges.is_recreated(before.get(partition[0]), planned.get(partition[0]))
+            for partition, at in offset_ranges.from_json(start).items()
+            if not offset_ranges.is_recreated(before.get(partition[0]), planned.get(partition[0]))
         }
-        until = _offset_ranges.without_recreated(_offset_ranges.from_json(end), planned, topic_ids, self._options)
-        return tasks(_offset_ranges.ranges(begin, until, bounds, self._options, planned), self._options)
+        until = offset_ranges.without_recreated(offset_ranges.from_json(end), planned, topic_ids, self._options)
+        return tasks(offset_ranges.ranges(begin, until, bounds, self._options, planned), self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
     def stop(self) -> None:
-        _offset_ranges.close_planner(self._options)
+        offset_ranges.close_planner(self._options)

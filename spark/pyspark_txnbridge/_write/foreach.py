@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write import driver
 from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.sink_options import SinkOptions
@@ -50,7 +50,7 @@ def write_exactly_once(
             " or txnAppId= (a name of yours)"
         )
     columns = Columns.of(df.schema, parsed.topic, parsed.timestamps)
-    _driver.check_broker(parsed, query)
+    driver.check_broker(parsed, query)
     number = (parsed.version or 0) + batch_id
     checkpoint = _property(df, _QUERY) or ""
     identity = BatchId(query, parsed.sink, number, run or _run_of(df, query_id), checkpoint=checkpoint)
@@ -67,14 +67,14 @@ def write_exactly_once(
 
 def _publish(call: _Call, columns: Columns) -> None:
     # Each call gets a new attempt number, so that late tasks of an earlier, failed call do not count.
-    identity = replace(call.identity, attempt=_driver.next_attempt(call.options, call.identity))
+    identity = replace(call.identity, attempt=driver.next_attempt(call.options, call.identity))
     written: list[Written | None] = []
     try:
         for row in call.frame.mapInArrow(_writing(identity, call.options, columns), "written string").collect():
             written.append(Written.from_json(row["written"]))
-        _driver.commit(call.options, written, identity)
+        driver.commit(call.options, written, identity)
     except BaseException:
-        _driver.abort(call.options, written, identity)
+        driver.abort(call.options, written, identity)
         raise
 
 

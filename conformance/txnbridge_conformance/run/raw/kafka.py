@@ -155,7 +155,7 @@ class _RawBridge:
                 self._consumer.behind = True
 
     def _commit(self) -> None:
-        """Commit, and repeat a request without an answer. Raise the errors of txnbridge that mean the same."""
+        """Commit, and repeat a request without an answer. Raise txnbridge's errors in the place of the client's."""
         from confluent_kafka import KafkaException
 
         until = time.monotonic() + self._timeout
