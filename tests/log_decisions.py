@@ -13,6 +13,7 @@ from collections import Counter
 
 import pytest
 
+from tests.core.conftest import clock  # noqa: F401
 from tests.core.decisions import test_decisions as core
 from tests.core.decisions.test_decisions import *  # noqa: F403
 from tests.core.decisions_kit import Chances, World
@@ -160,7 +161,7 @@ def log(mirror):
 
 
 @pytest.mark.full  # type: ignore[no-redef]  # ten thousand decisions take a minute or more here
-def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log):
+def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log):  # noqa: F811
     core.test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log)
 
 

@@ -82,6 +82,8 @@ class Rest:
             address = self._addresses[self._current % len(self._addresses)]
             try:
                 return self._send(method, address, path, Deadline(deadline.left() / left), body)
+            except TxnBridgeError:
+                raise  # `AccessDenied` is an `OSError`, too
             except _CONNECTION_ERRORS as error:
                 self._current += 1
                 deadline.check(f"asking {address}{path}")
