@@ -95,6 +95,16 @@ def test_it_goes_on_where_it_was_decided(unverified: brokers.Broker, bridge: Bri
     assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)  # what was forgotten there, too
 
 
+def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Broker, bridge: Bridge) -> None:  # noqa: F811
+    one = Still(unverified, bridge, True)
+    producer = producer_of(unverified, one.id)
+    with bridge.consumer(one.source, one.group) as consumer:
+        assert values(take(consumer, 1)) == [b"3"]
+    write(producer, one.target, b"later")
+    producer.commit_transaction(LONG)
+    assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind", b"later"], LONG)
+
+
 def test_one_that_was_not_ended_is_waited_for(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,

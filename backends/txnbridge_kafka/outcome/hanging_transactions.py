@@ -153,14 +153,24 @@ def _fence_and_write(
     decisions: Sequence[RecordedDecision],
     deadline: Deadline,
 ) -> list[str]:
-    """Fence the id of a hanging transaction, so that no producer begins another one, and write the missing markers."""
-    if unknown := open_in.keys() - last_decisions(open_in, decisions):
+    """Write the missing markers of a hanging transaction, and first fence its id unless it was opened again since.
+
+    A marker ends no transaction of a later epoch. So the fence is needed only against a producer of the same epoch, and
+    an owner that has opened the id again keeps it.
+    """
+    decided = last_decisions(open_in, decisions)
+    if unknown := open_in.keys() - decided:
         raise StorageFailed(f"no record has the outcome of the transaction of {ended.id} in {listed(unknown)} any more")
-    cluster.requests.fence(ended.id, ended.timeout, deadline)
-    partitions = sorted({partition for each in decisions if each.pid == ended.pid for partition in each.partitions})
+    epoch = ended.epoch  # the last one of which no producer can begin another transaction
+    if max(each.epoch for each in decided.values()) < epoch:
+        epoch -= 1
+    else:
+        cluster.requests.fence(ended.id, ended.timeout, deadline)
+    decisions = [each for each in decisions if each.pid == ended.pid and each.epoch <= epoch]
+    partitions = sorted({partition for each in decisions for partition in each.partitions})
     everywhere = _by_producer(cluster.requests.producers(partitions, deadline)).get(ended.pid, {})
     # The owner may have begun a newer transaction since.
-    old = {partition: active for partition, active in everywhere.items() if active.epoch <= ended.epoch}
+    old = {partition: active for partition, active in everywhere.items() if active.epoch <= epoch}
     written = _write_markers(cluster, ended, _as_markers(last_decisions(old, decisions)), deadline)
     return [f"{ended.id}: {each}" for each in written]
 
