@@ -106,7 +106,7 @@ def test_the_port_of_a_proxy_or_a_broker_is_no_name_server(rocketmq_broker, port
     address = rocketmq_broker.broker_address(1)
     if port == "proxy":
         address = f"127.0.0.1:{rocketmq_broker._proxy_remoting[1]}"
-    with pytest.raises(InvalidOption, match=f"{address} is a broker or a proxy"):
+    with pytest.raises(InvalidOption, match=f"a broker or a proxy answers at {address}"):
         cluster_for(f"rocketmq://{address}")
 
 
