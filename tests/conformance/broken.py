@@ -853,7 +853,7 @@ class ForgetsAcknowledgements(Broken):
 
 @caught_by(
     "test_acknowledgements_of_a_prepared_transaction_follow_its_token[commit]",
-    "test_what_a_prepared_transaction_acknowledges_comes_to_no_other_member_before_its_end",
+    "test_messages_of_a_prepared_transaction_come_to_nobody_before_its_end_and_are_not_skipped",
 )
 class ForgetsAcknowledgementsOfPreparedOnes(Broken):
     Preparing = around(ack=lambda inner, *args: None)

@@ -5,15 +5,19 @@
 | fetched      | `poll` returns it to the program                                  | out           |
 | out          | a transaction acknowledges it                                     | held          |
 | out          | `nack` of it, or of an earlier message of its ordered partition   | back          |
-| held         | the transaction committed, or was prepared                        | done          |
-| held         | the transaction aborted, or was garbage-collected unfinished      | back (1)      |
+| held         | the transaction committed                                         | done          |
+| held         | the transaction was prepared                                      | done (1)      |
+| held         | the transaction aborted, or was garbage-collected unfinished      | back (2)      |
 | held         | the transaction's outcome is unknown                              | held, unknown |
 | held, unknown| the transaction's outcome is known                                | done, or back |
 | back         | the reader has returned to its position without an error          | to be fetched |
 | fetched      | an earlier message of its ordered partition is redelivered        | to be fetched |
 | any of them  | its partition is revoked, or moved by `seek`                      | forgotten     |
 
-(1) Or to be fetched, if the reader has gone back to an earlier message, and so is about to read it again.
+(1) Back, if the broker only knows positions: a later acknowledgement would skip the message if the token is aborted. So
+the reader waits there until the transaction has ended, and goes on at the group's position.
+
+(2) Or to be fetched, if the reader has gone back to an earlier message, and so is about to read it again.
 
 Messages that are done or to be fetched are not remembered. A message that is back can't be acknowledged, and the
 reader fetches nothing new before it has returned to that message's position. It then fetches later messages that are
@@ -313,14 +317,16 @@ class Deliveries:
     def end(self, transaction: Holder, state: State, token: Token | None) -> None:
         """Apply a transaction's outcome to the messages that it holds.
 
-        Committed or prepared: forget them. Aborted: deliver them again. Unknown: keep them held until `found`.
+        Committed: forget them. Aborted: deliver them again. Unknown: keep them held until `found`. Prepared: forget
+        them, or have the reader wait there for the outcome.
         """
         with self.lock:
             if state is State.UNKNOWN and token is not None:
                 self.doubts[transaction.id] = token
                 self._forget_holder(transaction.id)
             else:
-                self._let_go(transaction.id, acknowledged=state is not State.ABORTED)
+                comes_back = {State.ABORTED} if self.individual else {State.ABORTED, State.PREPARED}
+                self._let_go(transaction.id, acknowledged=state not in comes_back)
 
     def found(self, transaction: str, outcome: Outcome) -> None:
         """Apply the outcome of a transaction, unknown until now, to the messages that it holds."""

@@ -35,12 +35,13 @@ from txnbridge import (
     TokenState,
     Topic,
     Transaction,
+    TransactionAborted,
     codecs,
 )
 from txnbridge.spi import NO_HEADERS, Deadline, Partition, Position, Subscription, absent
 
 PARTITIONS = [("t", 0), ("t", 1)]
-CALLS = ["poll", "seek", "nack", "ack_context", "ack", "commit", "abort", "status"]
+CALLS = ["poll", "seek", "nack", "ack_context", "ack", "prepare", "commit", "abort", "status"]
 
 
 class World:
@@ -54,6 +55,7 @@ class World:
         self.acked: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
         # Handed out, and not come back since; another set for each stay.
         self.given: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
+        self.prepared: dict[str, tuple[dict[Partition, set[int]], list[tuple[set[int], set[int]]]]] = {}
         self.failing: dict[str, bool] = {}  # the next call of that name fails; whether after its effect
         self.outcomes: dict[str, TokenState] = {}
         self.answers = True  # when asked for outcomes
@@ -100,6 +102,7 @@ class WorldReader(ToyReader):
         self.world = world
         self.coming = list(PARTITIONS)
         self.returned: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
+        self.looking_up: set[Partition] = set()  # where the group's position is asked for, which is then decided
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         for how, partitions in self.leaving:
@@ -110,6 +113,7 @@ class WorldReader(ToyReader):
             self.sources[partition] = self.listener.assigned(partition)
             self.next[partition] = 0
             self.returned[partition].clear()
+            self.looking_up.add(partition)
             self.world.leave(partition, floor=0)
         self.coming = []
         self.world.call("poll")
@@ -125,6 +129,9 @@ class WorldReader(ToyReader):
         return found
 
     def _read(self, partition: Partition, count: int) -> list[Message]:
+        if partition in self.looking_up and any(partition in acks for acks, _ in self.world.prepared.values()):
+            return []
+        self.looking_up.discard(partition)
         again = sorted(self.returned[partition] - self.world.acked[partition])[:count]
         self.returned[partition].difference_update(again)
         offsets = list(again)
@@ -149,6 +156,7 @@ class WorldReader(ToyReader):
         def move() -> None:
             for partition, (offset,) in positions.items():
                 self.next[partition] = offset
+                self.looking_up.add(partition)
                 self.returned[partition] = {each for each in self.returned[partition] if each < offset}
 
         self.world.call("seek", move)
@@ -205,7 +213,14 @@ class WorldWriter(ToyWriter):
                 self.come_back()
             raise OutcomeUnknown("no answer") from error
 
+    def prepare(self, deadline: Deadline) -> None:
+        def hold() -> None:
+            self.world.prepared[self.transaction] = self.acks, self.stays
+
+        self.world.call("prepare", hold)
+
     def abort(self, deadline: Deadline) -> None:
+        self.world.prepared.pop(self.transaction, None)
         self.come_back()
         self.world.call("abort")
 
@@ -382,15 +397,19 @@ class Program(RuleBasedStateMachine):
                 for partition in PARTITIONS:
                     if self.is_lost(partition):
                         self.seek(partition, self.world.first[partition])
-                quiet = 0 if self.take(lambda: self.consumer.poll(100, timeout=0)) else quiet + 1
-                with self.bridge.transaction() as txn:
-                    for message in self.delivered:
-                        if not message.source.ended:
-                            with suppress(InvalidState):
-                                txn.ack(message)
+                quiet = 0 if self.use_all() else quiet + 1
         for partition, acked in self.world.acked.items():
             missing = set(range(self.world.begin(partition), self.world.stored[partition])) - acked
             assert not missing, f"{missing} of {partition} never came"
+
+    def use_all(self) -> bool:
+        came = self.take(lambda: self.consumer.poll(100, timeout=0))
+        with self.bridge.transaction() as txn:
+            for message in self.delivered:
+                if not message.source.ended:
+                    with suppress(InvalidState):
+                        txn.ack(message)
+        return came
 
     def is_lost(self, partition: Partition) -> bool:
         """Whether the group would go on before what retention has left."""
@@ -402,6 +421,37 @@ class InOrder(Program):
     """A broker that knows positions only."""
 
     individual = False
+
+    @precondition(lambda self: self.transaction is None)
+    @rule(count=st.integers(1, 4))
+    def prepare(self, count: int) -> None:
+        """Leave messages to a transaction that is decided later, by another process."""
+        came = len(self.delivered)
+        if not self.take(lambda: self.consumer.poll(count, timeout=0)):
+            return
+        self.begin()
+        txn, self.transaction = self.transaction, None
+        assert txn is not None
+        txn._prepare = True
+        with suppress(OutcomeUnknown, BrokerUnavailable, TransactionAborted, InvalidState, Conflict), txn:
+            txn.ack(self.delivered[came:])
+
+    @precondition(lambda self: self.world.prepared)
+    @rule(commit=st.booleans())
+    def decide(self, commit: bool) -> None:
+        acks, stays = self.world.prepared.pop(next(iter(self.world.prepared)))
+        if commit:
+            self.world.commit(acks)
+        for stay, offsets in () if commit else stays:
+            stay -= offsets
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.failing.clear()
+            self.use_all()  # behind what is prepared nothing comes, or the aborted messages would be skipped
+            while self.world.prepared:
+                self.decide(commit=False)
+        super().teardown()
 
 
 class Shared(Program):
