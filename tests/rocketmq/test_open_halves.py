@@ -96,7 +96,7 @@ def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
                 txn.send(topic, b"late", partition=0)
     assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
     assert bodies(client, topic) == []
-    assert any(txn.id in each.subject and "does not end" in each.text for each in observer.check())
+    assert any(txn.id in each.subject and "does not end" in each.text for each in observer.doctor())
     assert observer.abort(txn.id) is Outcome.COMMITTED  # the true outcome, although ABORT was asked for
     assert gone(observer, txn.id)
     assert bodies(client, topic) == [b"late"]
@@ -248,7 +248,7 @@ def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
 ):
     name, token, application = prepare_and_go(open_bridge, topic)
     discard(observer, settings, name)
-    (advice,) = [each for each in observer.check() if name in each.subject]
+    (advice,) = [each for each in observer.doctor() if name in each.subject]
     assert (advice.level, "repair" in advice.remedy) == ("problem", True)
     if how == "token":
         assert open_bridge(application=application).commit(token) is Outcome.COMMITTED
@@ -276,7 +276,7 @@ def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge,
     observer = open_bridge(application="late observers").admin  # a bridge that has never read that log
     (found,) = listed(observer, name)
     assert found.state == "lost"
-    assert any(name in each.subject and "no process may end it" in each.text for each in observer.check())
+    assert any(name in each.subject and "no process may end it" in each.text for each in observer.doctor())
     with pytest.raises(EvidenceLost):
         observer.abort(name)
     newest = copies(client, topic, name)[-1]  # otherwise the broker would write it again in each round
