@@ -153,25 +153,6 @@ def selecting(folder: Path, messages: int, page_bytes: int, piece: int) -> Itera
 
 
 @contender
-def storing_a_position(folder: Path, messages: int, piece: int) -> Iterator[Lap]:
-    """A lap selects one piece and stores the position behind it in the same transaction."""
-    with plain(folder, OUR_PAGE_BYTES) as connection:
-        connection.execute("CREATE TABLE IF NOT EXISTS positions(id INTEGER PRIMARY KEY, next INTEGER)")
-        at = 1
-
-        def lap() -> int:
-            nonlocal at
-            connection.execute("BEGIN IMMEDIATE")
-            count = select(connection, at, at + piece - 1, piece)
-            at = at + count if at + count <= messages else 1
-            connection.execute("INSERT OR REPLACE INTO positions VALUES (1, ?)", (at,))
-            connection.execute("COMMIT")
-            return count
-
-        yield lap
-
-
-@contender
 def synchronising(settings: Settings) -> Iterator[Lap]:
     """A lap writes 4 KiB to an existing file and synchronises it."""
     with fresh(settings.folder) as folder:

@@ -33,9 +33,6 @@ def embedded(settings: Settings) -> None:
     for name, rounds in found.items():
         report.milliseconds(f"{name}: p50", rounds, 0.5)
         report.milliseconds(f"{name}: p99", rounds, 0.99)
-    ours = found["embedded, 1 message"]
-    report.ratio("commits a second of 1 message / fdatasyncs", ours, found["write 4 KiB, fdatasync"])
-    report.ratio("commits a second of 1 message / of plain SQLite", ours, found["plain SQLite, 1 row"])
 
 
 def pulsar(settings: Settings) -> None:

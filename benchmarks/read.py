@@ -1,10 +1,8 @@
 """Reading, beside each broker's own client.
 
 The embedded broker is read beside a bare SELECT of the same columns from a plain SQLite file, in pieces of 1,000. There
-are two files of the peer: one with SQLite's default page size, and one with the embedded broker's. "Acknowledged" is a
-group that acknowledges each piece in a transaction; its peer stores a position in a transaction of the same durability.
-The file is in the system's cache, so reading does not wait and is measured in processor time. Acknowledging waits for
-the disk and is measured in wall time.
+are two files of the peer: one with SQLite's default page size, and one with the embedded broker's. The file is in the
+system's cache, so reading does not wait and is measured in processor time.
 
 On Kafka and Pulsar nothing is acknowledged, and the peer is a loop on the official client that reads the same messages;
 Kafka's asks for as many messages at a time as `poll` does by default, with our settings for fetching. On RocketMQ the
@@ -14,7 +12,6 @@ each of its rounds reads the next part of the topic, and a round of ours begins 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,14 +38,13 @@ def measure(settings: Settings, broker: str) -> None:
 
 
 PIECE = 1000
-_names = itertools.count()
 
 
-def fill_files(folder: Path, messages: int, size: int) -> None:
+def fill_files(folder: Path, messages: int) -> None:
     """Write the same messages into a file of the embedded broker and into two plain SQLite files."""
     from benchmarks import _embedded as files
 
-    values = files.bodies(PIECE, size)
+    values = files.bodies(PIECE, files.KIB)
     ready = files.rows(values)
     with connect(files.url(folder)) as bridge:
         for _ in range(messages // PIECE):
@@ -66,7 +62,7 @@ def reading_all(url: str, messages: int, in_group: bool) -> Iterator[Lap]:
     with connect(url) as bridge:
 
         def lap() -> int:
-            group = f"group-{next(_names)}" if in_group else None
+            group = unique("group") if in_group else None
             left = messages
             with bridge.consumer("topic", group=group) as consumer:
                 while left:
@@ -78,59 +74,25 @@ def reading_all(url: str, messages: int, in_group: bool) -> Iterator[Lap]:
         yield lap
 
 
-@contender
-def acknowledging(url: str, messages: int) -> Iterator[Lap]:
-    """A lap reads and acknowledges one piece; after the last piece a new group begins."""
-    with connect(url) as bridge:
-        consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
-        left = messages
-
-        def lap() -> int:
-            nonlocal consumer, left
-            if not left:
-                consumer.close()
-                consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
-                left = messages
-            with bridge.transaction() as txn:
-                batch = consumer.poll(PIECE)
-                txn.ack(batch)
-            left -= len(batch)
-            return len(batch)
-
-        yield lap
-
-
 def embedded(settings: Settings) -> None:
     from benchmarks import _embedded as files
 
     messages = PIECE if settings.quick else 200 * PIECE
-    for name, size in {"1 KiB": 1024, "100 B": 100}.items():
-        with files.fresh(settings.folder) as folder:
-            fill_files(folder, messages, size)
-            url = files.url(folder)
-            report = Report(settings, f"Reading, {name}")
-            found = alternate(
-                settings,
-                {
-                    "alone": reading_all(url, messages, in_group=False),
-                    "SELECT": files.selecting(folder, messages, files.DEFAULT_PAGE_BYTES, PIECE),
-                    "SELECT, our pages": files.selecting(folder, messages, files.OUR_PAGE_BYTES, PIECE),
-                    "in a group": reading_all(url, messages, in_group=True),
-                },
-                PROCESSOR,
-            )
-            target = at_least(0.7) if size == 1024 else None
-            for ours in ("alone", "in a group"):
-                for peer in ("SELECT", "SELECT, our pages"):
-                    report.ratio(f"{ours} / {peer}", found[ours], found[peer], target)
-            acknowledged = {
-                "acknowledged": acknowledging(url, messages),
-                "SELECT, our pages, and a position": files.storing_a_position(folder, messages, PIECE),
-            }
-            found |= alternate(settings, acknowledged)
-            one, other = acknowledged
-            report.ratio(f"{one} / {other}", found[one], found[other])
-            report.each(found)
+    with files.fresh(settings.folder) as folder:
+        fill_files(folder, messages)
+        url = files.url(folder)
+        report = Report(settings, "Reading, 1 KiB")
+        contenders = {
+            "alone": reading_all(url, messages, in_group=False),
+            "SELECT": files.selecting(folder, messages, files.DEFAULT_PAGE_BYTES, PIECE),
+            "SELECT, our pages": files.selecting(folder, messages, files.OUR_PAGE_BYTES, PIECE),
+            "in a group": reading_all(url, messages, in_group=True),
+        }
+        found = alternate(settings, contenders, PROCESSOR)
+        for ours in ("alone", "in a group"):
+            for peer in ("SELECT", "SELECT, our pages"):
+                report.ratio(f"{ours} / {peer}", found[ours], found[peer], at_least(0.7))
+        report.each(found)
 
 
 BATCH = 10_000  # written in one transaction

@@ -162,7 +162,6 @@ def pulsar(settings: Settings) -> None:
 ROCKETMQ_SIZE = 1024
 # Transactions in flight, the target as a multiple of the official client's speed, transactions of each thread in a lap.
 ALONE = ((1, 2.5, 100), (16, 3, 20), (64, 3, 10))
-MANY = (10, 100, 1000)  # messages a transaction, which the official clients do not have
 
 
 @contender
@@ -187,7 +186,7 @@ def rocketmq(settings: Settings) -> None:
     from benchmarks import _rocketmq as rocketmq
 
     with rocketmq.broker() as address, connect(address.url) as bridge:
-        own, foreign, javas, many = (rocketmq.new_topic(address.url) for _ in range(4))
+        own, foreign, javas = (rocketmq.new_topic(address.url) for _ in range(3))
         committed = dict.fromkeys((own, foreign, javas), 0)
         with (
             rocketmq.official(settings, address, foreign) as client,
@@ -208,7 +207,6 @@ def rocketmq(settings: Settings) -> None:
                 report.rates(found, "transactions")
                 for topic, rounds in zip(committed, found.values(), strict=True):
                     committed[topic] += units(rounds, flying * each)
-        committed[many] = of_many_messages(settings, address.url, many)
         for topic, count in committed.items():
             rocketmq.tell_if_not_there(bridge, topic, count)
 
@@ -216,16 +214,3 @@ def rocketmq(settings: Settings) -> None:
 def units(rounds: list[Round], a_lap: int) -> int:
     """Return the units of these rounds, with the first lap of each, which is not measured."""
     return sum(each.units + a_lap for each in rounds)
-
-
-def of_many_messages(settings: Settings, url: str, topic: str) -> int:
-    """Measure transactions of many messages; return how many messages were committed."""
-    counts = MANY[:2] if settings.quick else MANY
-    contenders = {f"{count:,}": writing(url, topic, [bytes(ROCKETMQ_SIZE)] * count) for count in counts}
-    report = Report(settings, f"RocketMQ: transactions of many messages of {ROCKETMQ_SIZE} B, one after another")
-    found = alternate(settings, contenders)
-    for name, rounds in found.items():
-        report.rate(f"{name} a transaction, messages a second", rounds)
-        report.each({f"{name} a transaction": rounds})
-        report.milliseconds(f"{name} a transaction, p50", rounds, 0.5)
-    return sum(units(rounds, count) for rounds, count in zip(found.values(), counts, strict=True))
