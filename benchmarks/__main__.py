@@ -22,6 +22,15 @@ BROKERS = {
     "pulsar": "write read process commit group_commit half_messages memory spark_write",
     "rocketmq": "write read group_commit recover",
 }
+# The questions of each module that does not have only the one of its name. A question is a function of its module.
+MODULES = {
+    "databases": "outbox processor_db",
+    "overhead": "overhead telemetry",
+    "process": "process small",
+    "recovery": "tokens recover",
+    "small_transactions": "commit group_commit aio",
+    "spark": "spark_write spark_read spark_recover",
+}
 PAIRS = [(question, broker) for broker, questions in BROKERS.items() for question in questions.split()]
 
 
@@ -38,7 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with opened(options) as settings:
         print(machine(settings.folder))
         for question, broker in pairs:
-            import_module(f"benchmarks.{question}").measure(settings, broker)
+            getattr(import_module(f"benchmarks.{module_of(question)}"), question)(settings, broker)
+
+
+def module_of(question: str) -> str:
+    return next((name for name, questions in MODULES.items() if question in questions.split()), question)
 
 
 def questions() -> list[str]:

@@ -339,6 +339,19 @@ def unique(what: str) -> str:
 
 
 @contextmanager
+def background(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run a function in a thread during the block, whose end sets the event that the function gets."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
 def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """Run `target(pipe, *arguments)` in a new process; yield the other end of the pipe.
 

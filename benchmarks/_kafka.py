@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
+from confluent_kafka.cimpl import NewTopic
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java
 
@@ -50,7 +52,8 @@ def new_topic(url: str, partitions: int = 1) -> str:
         created.result(30)
     # The answer may come before the leader is ready. If the leader then refuses only the first batch of a plain
     # producer, the producer sends that batch again until its timeout, and the broker refuses it each time.
-    wanted = {TopicPartition(name, number): OffsetSpec.latest() for number in range(partitions)}
+    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+    wanted = {TopicPartition(name, number): latest for number in range(partitions)}
     deadline = time.monotonic() + 30
     while not all(answer.exception() is None for answer in admin.list_offsets(wanted).values()):
         if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from benchmarks._harness import Contender, Lap, Round, Settings, Turn, by_threads, contender, unique
-from txnbridge import Batch, Bridge, Processor, Transaction, connect
+from txnbridge import Batch, Bridge, HalfMessages, Processor, Transaction, connect
 
 AT_ONCE = 500  # the default of `poll`
 BODY = bytes(100)  # of a small transaction
@@ -101,7 +101,7 @@ def passing_on(url: str, source: str, target: str, count: int, batch: int) -> Tu
 
 
 @contender
-def small(bridge: Bridge, topic: str) -> Iterator[Lap]:
+def small(bridge: Bridge | HalfMessages, topic: str) -> Iterator[Lap]:
     def lap() -> int:
         with bridge.transaction() as txn:
             txn.send(topic, BODY)

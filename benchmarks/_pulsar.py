@@ -52,7 +52,7 @@ def new_topic(url: str, partitions: int = 1) -> str:
 
 
 def official(settings: Settings, url: str) -> AbstractContextManager[Peer]:
-    """Start the official client, with its defaults except for those that `_official.py` changes."""
+    """Start the official client, with its defaults except for `SENDING`."""
     return peer(sys.executable, PROGRAM, "pulsar", service(url), home=settings.folder)
 
 

@@ -62,7 +62,7 @@ def judge(pipe: Connection) -> None:
     pipe.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
-def measure(settings: Settings, broker: str) -> None:
+def checker(settings: Settings, broker: str) -> None:
     path = settings.folder / "history.jsonl"
     transactions = 1_000 if settings.quick else TRANSACTIONS
     write_history(path, transactions)

@@ -59,7 +59,7 @@ def transactions(url: str, threads: int) -> Iterator[Lap]:
 
 
 @contender
-def half_messages(url: str, threads: int) -> Iterator[Lap]:
+def published(url: str, threads: int) -> Iterator[Lap]:
     topic, group = unique("bench"), unique("shop")
     with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
         bridge.ensure_topics(topic)
@@ -112,13 +112,13 @@ def shares(count: int) -> list[int]:
     return [count // BACKLOG_THREADS] * BACKLOG_THREADS
 
 
-def measure(settings: Settings, broker: str) -> None:
+def half_messages(settings: Settings, broker: str) -> None:
     kit = helper(broker)
     with kit.broker(settings) as url:
         report = Report(settings, f"{kit.NAME}: half messages of one message")
         for threads in (1, THREADS):
             found = alternate(
-                settings, {"transactions": transactions(url, threads), "half messages": half_messages(url, threads)}
+                settings, {"transactions": transactions(url, threads), "half messages": published(url, threads)}
             )
             halves, plain = found["half messages"], found["transactions"]
             report.ratio(f"half messages / transactions, {threads} threads", halves, plain, at_least(0.5))

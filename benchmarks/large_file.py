@@ -88,7 +88,7 @@ def into_empty(settings: Settings, topics: int, write: Write) -> Iterator[Lap]:
             yield writing(bridge, write)
 
 
-def measure(settings: Settings, broker: str) -> None:
+def large_file(settings: Settings, broker: str) -> None:
     topics, messages = (10, 10_000) if settings.quick else (TOPICS, 10_000_000)
     with fresh(settings.folder) as folder:
         load(folder, topics, messages)

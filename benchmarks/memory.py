@@ -83,7 +83,7 @@ def watch(pipe: Connection, name: str, url: str, messages: int) -> None:
     pipe.send(seen[::LOOK_EVERY])
 
 
-def measure(settings: Settings, broker: str) -> None:
+def memory(settings: Settings, broker: str) -> None:
     kit = helper(broker)
     messages = 20 * PIECE if settings.quick else 1_000_000
     with kit.broker(settings) as small, ExitStack() as stack:

@@ -1,8 +1,4 @@
-"""What the interface itself costs: the time of `send` and `send_many` beyond the writer's own, and that of the import.
-
-The writer belongs to a backend that does nothing at all, so that everything measured is the interface's own: processor
-time, as nothing here waits. The import is measured by whole processes with and without it.
-"""
+"""The cost of the interface itself, and of its metrics and traces."""
 
 from __future__ import annotations
 
@@ -14,8 +10,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import txnbridge
-from benchmarks._embedded import bodies
-from benchmarks._harness import PROCESSOR, Lap, Report, Settings, alternate, at_most, contender, excess, per_unit
+from benchmarks import _embedded, _ours
+from benchmarks._harness import (
+    PROCESSOR,
+    Contender,
+    Lap,
+    Report,
+    Settings,
+    alternate,
+    at_least,
+    at_most,
+    contender,
+    excess,
+    per_unit,
+)
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
 from txnbridge.spi import Broker, RawHeaders, Url, Writer
 
@@ -106,9 +114,14 @@ def process(statement: str) -> Iterator[Lap]:
     yield lap
 
 
-def measure(settings: Settings, broker: str) -> None:
+def overhead(settings: Settings, broker: str) -> None:
+    """Measure the time of `send` and `send_many` above the writer's own, and that of the import.
+
+    The writer belongs to a backend that does nothing at all, so that everything measured is the interface's own:
+    processor time, as nothing here waits. The import is measured by whole processes with and without it.
+    """
     report = Report(settings, "Sending, above the writer's own call")
-    values = bodies(MESSAGES, 100)
+    values = _embedded.bodies(MESSAGES, 100)
     few = values[:10]
     found = alternate(
         settings,
@@ -136,3 +149,64 @@ def measure(settings: Settings, broker: str) -> None:
     above = excess(found["import"], found["bare"], 1e3)
     report.figure("`import txnbridge` above bare Python", above, "ms", at_most(80))
     report.figure("yardstick: bare Python", per_unit(found["bare"], 1e3), "ms")
+
+
+MANY = 1000
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    from txnbridge import metrics
+
+    with txnbridge.plugins.registered(metrics.Metrics()):
+        yield
+
+
+@contextmanager
+def traced(send_spans: bool = True) -> Iterator[None]:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from txnbridge import opentelemetry
+
+    tracers = TracerProvider(shutdown_on_exit=False)
+    found = opentelemetry.instrument(tracers, MeterProvider(shutdown_on_exit=False), send_spans=send_spans)
+    try:
+        with tracers.get_tracer("benchmark").start_as_current_span("request"):
+            yield
+    finally:
+        found.remove()
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "off": nullcontext,
+    "metrics": measured,
+    "traces": traced,
+    "traces without spans of sends": lambda: traced(send_spans=False),
+}
+
+
+@contender
+def sending_while(way: str, write: Contender) -> Iterator[Lap]:
+    with WAYS[way](), write() as lap:
+        yield lap
+
+
+def telemetry(settings: Settings, broker: str) -> None:
+    """Measure transactions of one message and of many with metrics and traces, and without.
+
+    Spans are made and sampled, and not exported: an exporter works in a thread of its own.
+    """
+    kit = _ours.helper(broker)
+    with kit.broker(settings) as url:
+        topic = kit.new_topic(url)
+        report = Report(settings, "Speed with metrics and traces / without")
+        for count in (1, MANY):
+            values = [b"x" * 100] * count
+            # On the embedded broker each round has a file of its own.
+            write = _embedded.writing(settings, values) if broker == "embedded" else _ours.writing(url, topic, values)
+            found = alternate(settings, {way: sending_while(way, write) for way in WAYS})
+            for way in list(WAYS)[1:]:
+                target = None if count == MANY and way != "metrics" else at_least(0.95)
+                name = broker if broker == "embedded" else kit.NAME
+                report.ratio(f"{name}, {count} messages a transaction: {way}", found[way], found["off"], target)

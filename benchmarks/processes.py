@@ -24,7 +24,7 @@ from benchmarks._embedded import KIB, bodies, fresh, url
 from benchmarks._harness import Report, Round, Settings, at_least, at_most, child, estimate, quantile
 
 
-def measure(settings: Settings, broker: str) -> None:
+def processes(settings: Settings, broker: str) -> None:
     with ExitStack() as stack:
         pipes = [stack.enter_context(child(work)) for _ in range(WRITERS)]
         for name, count in SIZES.items():

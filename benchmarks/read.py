@@ -33,7 +33,7 @@ from benchmarks._ours import AT_ONCE, fill, reading
 from txnbridge import connect
 
 
-def measure(settings: Settings, broker: str) -> None:
+def read(settings: Settings, broker: str) -> None:
     {"embedded": embedded, "kafka": kafka, "pulsar": pulsar, "rocketmq": rocketmq}[broker](settings)
 
 

@@ -32,7 +32,7 @@ from benchmarks._ours import writing
 from txnbridge import connect
 
 
-def measure(settings: Settings, broker: str) -> None:
+def write(settings: Settings, broker: str) -> None:
     {"embedded": embedded, "kafka": kafka, "pulsar": pulsar, "rocketmq": rocketmq}[broker](settings)
 
 

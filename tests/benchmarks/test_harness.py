@@ -16,6 +16,7 @@ from benchmarks._harness import (
     alternate,
     at_least,
     at_most,
+    background,
     by_threads,
     child,
     estimate,
@@ -157,3 +158,14 @@ def test_a_child_talks_through_its_pipe_and_is_waited_for():
     with child(echo, "a") as pipe:
         pipe.send("b")
         assert pipe.recv() == "ab"
+
+
+def test_work_in_the_background_is_stopped_at_the_end_of_the_block_and_waited_for():
+    ended = []
+
+    def work(stop):
+        ended.append(stop.wait(10))
+
+    with background(work):
+        assert ended == []
+    assert ended == [True]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks.__main__ import BROKERS, PAIRS, main
+from benchmarks.__main__ import BROKERS, PAIRS, main, module_of, questions
 from tests.house.rooms import ROOT
 from tests.pulsar.kit import url_of as pulsar_url
 from tests.sql.postgres import Postgres
@@ -45,12 +46,19 @@ def environment_of(broker: str, request: pytest.FixtureRequest) -> dict[str, str
 def test_without_arguments_each_question_is_listed_with_its_brokers(capsys):
     main([])
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    modules = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
-    assert {question for question, *_ in listed} == modules
     assert {(question, broker) for question, *brokers in listed for broker in brokers} == set(PAIRS)
     assert {broker: set(questions) for broker, questions in TARGETS.items()} == {
         broker: set(questions.split()) for broker, questions in BROKERS.items()
     }
+
+
+def test_each_question_is_a_function_of_its_module_and_each_module_has_one():
+    modules = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
+    assert {module_of(question) for question in questions()} == modules.keys()
+    for question in questions():
+        assert question in {
+            node.name for node in modules[module_of(question)].body if isinstance(node, ast.FunctionDef)
+        }
 
 
 @pytest.mark.parametrize(

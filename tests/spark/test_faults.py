@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import txnbridge
-from benchmarks._spark import connector_jars
+from benchmarks.spark import connector_jars
 from tests.spark import faults, kit
 from tests.spark.faults import Fault
 

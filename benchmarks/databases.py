@@ -1,23 +1,22 @@
-"""An outbox on PostgreSQL whose relay publishes to Kafka, beside an outbox and a relay written by hand.
-
-By hand there is a table, an INSERT into it in the program's transaction, and a loop with confluent-kafka that publishes
-at least once: select 1,000 rows, produce, flush, delete, commit; a sleep of one second when the table was empty.
-"""
+"""Kafka with a database: an outbox with its relay, and a processor with `db=`, beside what programs write by hand."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from typing import Any
 
 import confluent_kafka
+import psycopg
 import sqlalchemy as sa
 from confluent_kafka import TopicPartition
 from sqlalchemy import orm
@@ -30,6 +29,7 @@ from benchmarks._harness import (
     Turn,
     alternate,
     at_least,
+    background,
     child,
     contender,
     estimate,
@@ -39,9 +39,12 @@ from benchmarks._harness import (
 )
 from benchmarks._kafka import FETCHING, idempotent_producer, new_topic, plain_consumer
 from benchmarks._kafka import broker as kafka
+from benchmarks._ours import AT_ONCE, fill
 from tests.sql.postgres import Postgres
-from txnbridge import Bridge, connect
+from txnbridge import Batch, Bridge, Processor, connect
 from txnbridge.sql import Outbox
+
+# --- outbox ----------------------------------------------------------------------------------------------------------
 
 BATCH = 1000  # rows; also the relay's default
 BACKLOG = 20_000  # rows
@@ -75,7 +78,7 @@ class Message(Base):
 
 
 OUTBOX = Outbox("shop", Base.metadata)
-ORDERS, MESSAGES = sa.inspect(Order).local_table, sa.inspect(Message).local_table
+ORDERS, MESSAGES = Base.metadata.tables["orders"], Base.metadata.tables["messages"]
 
 Store = Callable[[sa.Engine, str, str], None]  # one database transaction with an order and a message
 
@@ -141,7 +144,7 @@ def measure_storing(settings: Settings, engine: sa.Engine) -> None:
                 report.rate(f"{name}: {whose}, transactions a second", rounds)
 
 
-def fill(engine: sa.Engine, topic: str, count: int) -> None:
+def fill_outboxes(engine: sa.Engine, topic: str, count: int) -> None:
     """Insert the same number of rows into both outboxes."""
     empty(engine)
     rows = "FROM generate_series(1, :count) AS n"
@@ -183,22 +186,10 @@ class RelayByHand:
                 connection.execute(self._DELETE, {"ids": [row.id for row in rows]})
         return len(rows)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        stop = threading.Event()
-
-        def loop() -> None:
-            while not stop.is_set():
-                if not self.publish():
-                    stop.wait(1)
-
-        thread = threading.Thread(target=loop)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            if not self.publish():
+                stop.wait(1)
 
 
 def publishing(settings: Settings, engine: sa.Engine, topic: str, publish: Callable[[int], None]) -> Turn:
@@ -206,7 +197,7 @@ def publishing(settings: Settings, engine: sa.Engine, topic: str, publish: Calla
     count = BATCH if settings.quick else BACKLOG
 
     def lap() -> float:
-        fill(engine, topic, count)
+        fill_outboxes(engine, topic, count)
         begin = time.perf_counter()
         publish(count)
         return time.perf_counter() - begin
@@ -230,7 +221,7 @@ def measure_publishing(settings: Settings, engine: sa.Engine, url: str) -> None:
     report = Report(settings, f"From PostgreSQL to Kafka: a backlog of {BACKLOG:,} x 100 B, {BATCH:,} a batch")
     topic = new_topic(url)
     with connect(url, transactional_id=unique("relay"), hold=HOLD) as bridge:
-        ways = {
+        ways: dict[str, Callable[[int], None]] = {
             "ours": partial(publish_ours, bridge, engine, BATCH),
             "ours, 10 times as many a batch": partial(publish_ours, bridge, engine, 10 * BATCH),
             "by hand": RelayByHand(engine, url).publish_all,
@@ -282,10 +273,10 @@ def measure_waiting(settings: Settings, engine: sa.Engine, url: str) -> None:
         reader.recv()
         turns = {
             "ours": partial(turn, "ours", core_ours, lambda: bridge.relay(OUTBOX, engine)),
-            "by hand": partial(turn, "by hand", core_by_hand, by_hand.running),
+            "by hand": partial(turn, "by hand", core_by_hand, lambda: background(by_hand.run)),
         }
         found = in_turn(turns, settings.rounds)
-        with by_hand.running(), engine.begin() as connection:
+        with background(by_hand.run), engine.begin() as connection:
             connection.execute(sa.insert(MESSAGES), {"topic": topic, "value": b"stop"})
     pairs = list(zip(found["ours"], found["by hand"], strict=True))
     for part in (0.5, 0.99):
@@ -297,7 +288,13 @@ def measure_waiting(settings: Settings, engine: sa.Engine, url: str) -> None:
         report.single(f"{name}, p99 of all", 1e3 * of_all, "ms")
 
 
-def measure(settings: Settings, broker: str) -> None:
+def outbox(settings: Settings, broker: str) -> None:
+    """Measure an outbox on PostgreSQL whose relay publishes to Kafka, beside an outbox and a relay written by hand.
+
+    By hand there is a table, an INSERT into it in the program's transaction, and a loop with confluent-kafka that
+    publishes at least once: select 1,000 rows, produce, flush, delete, commit; a sleep of one second when the table
+    was empty.
+    """
     with Postgres() as postgres, kafka(settings) as url:
         engine = sa.create_engine(postgres.new_database(), pool_size=16)
         Base.metadata.create_all(engine)
@@ -309,3 +306,124 @@ def measure(settings: Settings, broker: str) -> None:
         measure_publishing(settings, engine, url)
         measure_waiting(settings, engine, url)
         engine.dispose()
+
+
+# --- processor -------------------------------------------------------------------------------------------------------
+
+SIZE = 100
+SHIPPED, ONE_BY_ONE = 100_000, 1000  # messages of a round, 500 a transaction and one by one
+INSERTS = {
+    "postgresql": "INSERT INTO shipments (value) VALUES (%s)",
+    "sqlite": "INSERT INTO shipments (value) VALUES (?)",
+}
+
+SHIPMENTS = sa.Table(
+    "shipments",
+    sa.MetaData(),
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("value", sa.LargeBinary, nullable=False),
+)
+
+
+class Stopwatch:
+    """Measures from the first batch to the first one behind `wanted` messages, both before they are handled."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._handled: list[int] = []
+        self._began = self._ended = 0.0
+
+    def handle(self, messages: Sequence[object]) -> None:
+        self._ended = time.perf_counter()
+        self._began = self._began or self._ended
+        self._handled.append(len(messages))
+
+    @property
+    def done(self) -> bool:
+        return sum(self._handled[:-1]) >= self._wanted
+
+    def round(self, engine: sa.Engine) -> Round:
+        """Return what was measured. Every message that was handled has to have its row."""
+        with engine.begin() as connection:
+            stored = connection.scalar(sa.select(sa.func.count()).select_from(SHIPMENTS))
+            connection.execute(sa.delete(SHIPMENTS))
+        assert stored == sum(self._handled)
+        return Round([self._ended - self._began], sum(self._handled[:-1]))
+
+
+def ship_ours(url: str, topic: str, engine: sa.Engine, wanted: int, at_once: int) -> Round:
+    watch, insert = Stopwatch(wanted), INSERTS[engine.dialect.name]
+
+    def ship(messages: Batch, db: sa.Connection) -> None:
+        watch.handle(messages)
+        db.exec_driver_sql(insert, [(message.value,) for message in messages])
+        if watch.done:
+            processor.stop()
+
+    with connect(url) as bridge:
+        processor: Processor = bridge.processor(
+            topic, group=unique("ours"), batch=ship, db=engine, max_messages=at_once
+        )
+        processor.run()
+    return watch.round(engine)
+
+
+def ship_by_hand(url: str, topic: str, engine: sa.Engine, wanted: int, at_once: int) -> Round:
+    watch, insert = Stopwatch(wanted), INSERTS[engine.dialect.name]
+    consumer = plain_consumer(url, unique("plain"), FETCHING)
+    consumer.subscribe([topic])
+    with closing(driver(engine)) as connection:
+        cursor = connection.cursor()
+        while not watch.done:
+            if messages := consumer.consume(at_once, 1):
+                watch.handle(messages)
+                cursor.executemany(insert, [(message.value(),) for message in messages])
+                connection.commit()
+                consumer.commit(asynchronous=False)
+    consumer.close()
+    return watch.round(engine)
+
+
+def driver(engine: sa.Engine) -> Any:
+    """Return a connection of the database's own driver."""
+    if engine.dialect.name == "sqlite":
+        return sqlite3.connect(str(engine.url.database))
+    return psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(hide_password=False))
+
+
+Way = Callable[[str, str, sa.Engine, int, int], Round]
+WAYS: dict[str, Way] = {"by hand": ship_by_hand, "ours": ship_ours}
+
+
+def measure_shipping(settings: Settings, url: str, topic: str, engine: sa.Engine, wanted: int, at_once: int) -> None:
+    report = Report(settings, f"From Kafka to {engine.dialect.name}: {wanted:,} x {SIZE} B, {at_once:,} a transaction")
+    turns: dict[str, Turn] = {name: partial(way, url, topic, engine, wanted, at_once) for name, way in WAYS.items()}
+    found = in_turn(turns, settings.rounds)
+    report.ratio("processor / loop by hand", found["ours"], found["by hand"])
+    report.rates(found, "messages")
+
+
+def sqlite(settings: Settings) -> sa.Engine:
+    engine = sa.create_engine(f"sqlite:///{settings.folder / 'shipments.db'}")
+    with engine.begin() as connection:
+        connection.exec_driver_sql("PRAGMA journal_mode = WAL")  # the file keeps it; each commit reaches the disk
+    return engine
+
+
+def processor_db(settings: Settings, broker: str) -> None:
+    """Measure a processor on Kafka that writes to a database (`db=`), beside the loop that programs have by hand.
+
+    By hand there is a loop with confluent-kafka and the database's driver, which does everything at least once:
+    consume, insert a row for each message, commit the rows, commit the offsets. The handler of the processor inserts by
+    the same statement. Both are members of a group that has never read, and are measured once they receive messages.
+    """
+    count, few = (2 * AT_ONCE, 5) if settings.quick else (SHIPPED, ONE_BY_ONE)
+    with Postgres() as postgres, kafka(settings) as url:
+        topic = new_topic(url)
+        fill(url, topic, SIZE, count + 10 * AT_ONCE, AT_ONCE)
+        print(f"psycopg {version('psycopg')}, SQLAlchemy {sa.__version__}, SQLite {sqlite3.sqlite_version}")
+        for engine in (sa.create_engine(postgres.new_database()), sqlite(settings)):
+            SHIPMENTS.metadata.create_all(engine)
+            measure_shipping(settings, url, topic, engine, count, AT_ONCE)
+            measure_shipping(settings, url, topic, engine, few, 1)
+            engine.dispose()
