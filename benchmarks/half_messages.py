@@ -96,15 +96,13 @@ def backlog(settings: Settings, url: str, report: Report) -> None:
                 return read / (time.monotonic() - began)
 
             before = publish()
-            memory, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             list(pool.map(partial(sell, sales, topic, Decision.UNDECIDED), shares(count)))
-            stored = sum(shares(count)) / (time.monotonic() - began)
             behind = publish()
             grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     what = f"{BACKLOG_THREADS} threads, {count:,} undecided ones"
     report.single(f"{what}: published a second", behind, "", at_least(1000))
     report.single("the same before they were stored", before)
-    report.single("stored a second", stored)
     report.single(f"{what}: growth of memory", grown, "MiB", at_most(300))
 
 
