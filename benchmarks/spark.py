@@ -210,11 +210,7 @@ def write_to_pulsar(settings: Settings) -> None:
         topic = pulsar.new_topic(url)
         return timed(lambda: write(topic), count)()
 
-    with (
-        pulsar.broker(settings) as url,
-        pulsar.official(settings, url) as client,
-        spark(with_sink=False) as session,
-    ):
+    with pulsar.broker(settings) as url, pulsar.official(settings, url) as client, spark(with_sink=False) as session:
         for size, wanted in PULSAR_ROWS.items():
             count = 1_000 if settings.quick else wanted
             frame = rows(session, size, count)

@@ -206,11 +206,7 @@ def rocketmq(settings: Settings) -> None:
                 report.ratio("half, decision, end / that for Java", us, those)
                 report.rates(found, "transactions")
                 for topic, rounds in zip(committed, found.values(), strict=True):
-                    committed[topic] += units(rounds, flying * each)
+                    first_laps = len(rounds) * flying * each  # they are not measured
+                    committed[topic] += first_laps + sum(done.units for done in rounds)
         for topic, count in committed.items():
             rocketmq.tell_if_not_there(bridge, topic, count)
-
-
-def units(rounds: list[Round], a_lap: int) -> int:
-    """Return the units of these rounds, with the first lap of each, which is not measured."""
-    return sum(each.units + a_lap for each in rounds)
