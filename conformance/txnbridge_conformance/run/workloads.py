@@ -28,8 +28,10 @@ _LONGEST_PAUSE = 2.0
 # The share of tokens that the role "finish" puts off, and for how many seconds at most.
 _LATE_SHARE, _LATEST = 0.2, 8.0
 # The share of prepared transactions whose member leaves its group before they are decided, and the longest time until
-# anybody can decide them.
+# anybody can decide them; and the share of those behind which the member reads on, with the chance of each poll to be
+# the last one before the decision.
 _LEAVING_SHARE = 0.25
+_READING_ON_SHARE, _DECIDING_SHARE = 0.3, 0.3
 _LATE_SECONDS = 6.0
 # The deadline of transactions that oversleep it, in seconds.
 _SHORT_DEADLINE = 1.0
@@ -125,7 +127,7 @@ def copy(client: Client) -> None:
 
     A transaction that was prepared is ended by its token. If it is then not committed, return: the program calls this
     again, and the new consumer gets the messages again. Sometimes the member leaves its group before that, so that the
-    next member meets acknowledgements that are not decided yet.
+    next member meets acknowledgements that are not decided yet, and sometimes the member itself reads on before.
     """
     plan = client.plan
     with client.bridge(writers=1) as bridge:
@@ -139,8 +141,13 @@ def copy(client: Client) -> None:
 def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) -> Transaction | None:
     """Copy messages until a prepared transaction is not committed. Return it if nobody knows its token yet."""
     plan = client.plan
+    undecided: Transaction | None = None
     while not client.stop.is_set():
-        if messages := consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2):
+        messages = consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2)
+        if undecided is not None and client.random.random() < _DECIDING_SHARE:
+            _end_prepared(client, bridge, undecided)
+            undecided = None
+        if messages:
             sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
             for message in messages:
                 sends[plan.topic("target"), message.partition] += client.values(1)
@@ -154,7 +161,9 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
                 if client.random.random() < _LEAVING_SHARE:
                     return txn
                 client.publish_token(txn)
-                if not _end_prepared(client, bridge, txn):
+                if undecided is None and client.random.random() < _READING_ON_SHARE:
+                    undecided = txn
+                elif not _end_prepared(client, bridge, txn):
                     return None
     return None
 
