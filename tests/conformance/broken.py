@@ -853,7 +853,7 @@ class ForgetsAcknowledgements(Broken):
 
 @caught_by(
     "test_acknowledgements_of_a_prepared_transaction_follow_its_token[commit]",
-    "test_messages_of_a_prepared_transaction_come_to_nobody_before_its_end_and_are_not_skipped",
+    "test_a_message_acknowledged_in_a_prepared_transaction_stays_reserved_until_its_end",
 )
 class ForgetsAcknowledgementsOfPreparedOnes(Broken):
     Preparing = around(ack=lambda inner, *args: None)

@@ -231,7 +231,7 @@ def test_acknowledgements_of_a_prepared_transaction_follow_its_token(
 @needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.ATOMIC_ACK)
 @pytest.mark.parametrize("reader", ["same", "other"])
 @pytest.mark.parametrize("decision", ["commit", "abort"])
-def test_messages_of_a_prepared_transaction_come_to_nobody_before_its_end_and_are_not_skipped(
+def test_a_message_acknowledged_in_a_prepared_transaction_stays_reserved_until_its_end(
     connect: Connect, bridge: Bridge, topic: str, group: str, decision: str, reader: str
 ) -> None:
     send(bridge, topic, b"1", b"2")
