@@ -5,7 +5,8 @@
             txn.send("orders", b"...", key="42")
             txn.send("audit", b"...")
 
-Every public name is listed here.
+A bridge is one open connection to one broker. A transaction may be prepared instead of committed: it is then durable
+and invisible, and any process that has its token ends it, or asks for its outcome. Every public name is listed here.
 """
 
 import typing as _typing

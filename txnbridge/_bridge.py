@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from txnbridge._decisions.decisions import Decisions
     from txnbridge._half.half_messages import Execute, HalfMessages
-    from txnbridge._half.lanes import LaneStore
     from txnbridge._half.resolver import Check, Resolver
+    from txnbridge._half.topic_half_store import LaneStore
     from txnbridge._process.processor import Each, OnBatch, Processor, ProcessorSettings
     from txnbridge.sql import Outbox, Relay
     from txnbridge.sql.barrier import Barriers, BarrierTransaction, SessionOrEngine
@@ -360,7 +360,7 @@ class Bridge:
         return Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
 
     def _begin_from_loop(self, timeout: float | None) -> Transaction | None:
-        """Begin a gathered transaction if that needs memory only, so that an event loop may call this."""
+        """Begin a transaction that needs no request yet, or return None, so that an event loop may call this."""
         connection = self._connection
         observed = connection.events.wants("transaction.begin")
         if self._group_commit is None or observed or connection.closed or connection.forked:
@@ -494,7 +494,7 @@ class Bridge:
         return HalfMessages(self._connection, group, execute, check)
 
     def _open_half_lanes(self) -> LaneStore:
-        from txnbridge._half.lanes import LaneStore
+        from txnbridge._half.topic_half_store import LaneStore
 
         with self._guard:
             if self._half_lanes is None:

@@ -1,4 +1,4 @@
-"""What is counted and measured, and how Prometheus reads it."""
+"""The metrics: definitions of what is counted and measured, their collection, and their form for Prometheus."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class Broker(ABC):
     group_commit: bool = False
     # True if several writers together commit no more transactions a second than one writer, because they take turns.
     commits_in_turn: bool = False
-    # True if a reader may, for a moment, read on in a topic that was deleted and made anew, before it notices this.
+    # True if a reader may, for a moment, read on in a topic that was deleted and created again, before it notices this.
     notices_renewed_topics_late: bool = False
     # For the core's own half store: the pause before a half's second check-back, after which the pauses double, and the
     # number of check-backs after which a half is parked.
@@ -794,7 +794,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LedgerClaim:
-    """The counting claim on a transaction. `opening` is the name of the opening under which an owner made the claim."""
+    """The claim that decides a transaction. `opening` names the owner's opening under which it was made, if any."""
 
     decision: Decision
     data: Mapping[str, Any]
@@ -828,11 +828,11 @@ class Ledger(ABC):
 
     @abstractmethod
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
-        """Append a record about a transaction of this owner. Raise `Fenced` if a newer opening precedes the record."""
+        """Append a record about a transaction of this owner. Raise `Fenced` if a newer owner opened the id before."""
 
     @abstractmethod
     def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
-        """Return the counting records about a transaction, oldest first.
+        """Return the records about a transaction that are not void, oldest first.
 
         With `log`, the transaction's `Evidence.log`, only the log's records after that place are read, else the whole
         log. Raise `EvidenceLost` if some of these records are gone.
@@ -840,7 +840,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
-        """Return the counting records of one kind, oldest first, without those of expired transactions."""
+        """Return the records of one kind that are not void, oldest first, without those of expired transactions."""
 
     @abstractmethod
     def claim(
@@ -940,7 +940,7 @@ class LedgerValue:
 
 
 class HalfMessage(NamedTuple):
-    """One message of a half, with the parameters of `Writer.send` as fields."""
+    """One half message, with the parameters of `Writer.send` as fields."""
 
     topic: str
     value: bytes | None
@@ -970,11 +970,11 @@ class HalfStore(ABC):
     """The store of half messages of a broker that supports them. Any thread may call it."""
 
     def ready(self, group: str, deadline: Deadline) -> None:
-        """Prepare for halves of a group, before the time of a transaction begins."""
+        """Prepare to store half messages of a group, before the deadline of their transaction begins to run."""
 
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
-        """Store all messages of a half, or none that could be published; return the half with `how` for `end`.
+        """Store all half messages of a transaction, or none that could be published; return them with `how` for `end`.
 
         A second call with the same transaction changes nothing. Raise `DeliveryFailed` if the half certainly is not
         stored.
@@ -996,7 +996,7 @@ class HalfStore(ABC):
         """
 
     def tend(self, group: str, deadline: Deadline) -> None:
-        """Do what `checks` does besides, while this process can take no more check-backs."""
+        """Do the regular work that `checks` also does, while this process can take no more check-backs."""
 
     def leave(self, group: str, deadline: Deadline) -> None:
         """Note that this process no longer calls `checks` for a group, so that the broker asks other processes."""

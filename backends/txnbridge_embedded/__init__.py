@@ -9,7 +9,7 @@ How one file keeps the guarantees:
   before its first message. The decision about the transaction is one small write: `outcome.outcome`.
 - Opening a transactional id raises its epoch, which every write checks: this fences older owners. Each writer stores
   the number of its last commit, which proves the outcome if SQLite failed during a commit: `write.owner`.
-- No process runs in the background. Readers and administrators abort transactions whose deadline has passed.
+- No process runs in the background. Readers and administrators abort expired transactions, whose deadline has passed.
 - Members of a group have leases, which background threads renew, and the group's partitions are divided among them:
   `read.group_assignments`, `read.assignor`. A member reads its partitions in order (`read.ordered`). With
   `sharing="message"` each message is leased to one member (`read.shared`).

@@ -1,4 +1,4 @@
-"""Profiles of other brokers: with `like=kafka` the embedded broker refuses what Kafka would refuse.
+"""The capabilities that other brokers lack: with `like=kafka` the embedded broker refuses what Kafka would refuse.
 
 A program that passes its tests with a profile uses no feature that the other broker lacks. A profile only removes
 capabilities; it does not imitate the other broker's timing and faults.

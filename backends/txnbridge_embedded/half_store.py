@@ -24,10 +24,7 @@ _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 
 
 class EmbeddedHalves(HalfStore):
-    """Stores half messages in the file, and publishes them later.
-
-    A half message is stored in one write transaction, and published in another one.
-    """
+    """Stores half messages in tables of the file, and publishes or drops them later, each in one write transaction."""
 
     def __init__(self, session: SharedConnection) -> None:
         self._session = session

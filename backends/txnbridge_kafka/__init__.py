@@ -12,14 +12,14 @@ The parts of Kafka's model on which the guarantees of this backend depend:
   `read_committed`, as all of ours are, waits in a partition until the marker is written. A broker that is killed before
   it has written a marker may never write it, and the producer's next transaction in that partition would include the
   messages of the last one. So a writer begins a transaction only when the last one is certainly complete
-  (`client.coordinator_session`), and hanging transactions are found and ended (`outcome.hanging_transactions`,
-  `outcome.hanging_transaction_monitor`).
+  (`client.coordinator_session`), and hanging transactions, which have ended at their coordinator and lack a marker in
+  a partition, are found and ended (`outcome.hanging_transactions`, `outcome.hanging_transaction_monitor`).
 - Any process that has the producer id and epoch of a transactional id may end its transaction. So a writer prepares a
   transaction by leaving it open and freeing its producer. Until the transaction is ended, no other transaction uses its
   transactional id: `write.prepared`.
-- The coordinator forgets a transaction when its id is opened again. If a token's holder may still ask for its outcome,
-  the outcome is first recorded in the decision log (`write.owner`). The topic __transaction_state is the last evidence
-  (`outcome.transaction_state_log`).
+- The coordinator forgets a transaction when its id is opened again. If somebody with its token may still ask for its
+  outcome, the outcome is first recorded in the id's ledger, a part of the application's decision log (`write.owner`).
+  The topic __transaction_state is the last evidence (`outcome.transaction_state_log`).
 - Acknowledgements are committed offsets of a group, written in the transaction with the member's id and generation:
   `write.acks`.
 

@@ -1,4 +1,4 @@
-"""The backend that the core loads for `kafka://` URLs. It declares its capabilities and opens connections."""
+"""The backend that the core loads for `kafka://` URLs: opens a bridge's connection, with its options and limits."""
 
 from __future__ import annotations
 

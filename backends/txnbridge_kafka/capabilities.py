@@ -1,4 +1,4 @@
-"""The capabilities that this backend declares, and the limits from the settings of the cluster and the client."""
+"""The guarantees (capabilities) that this backend declares, and the limits by settings of cluster and client."""
 
 from __future__ import annotations
 

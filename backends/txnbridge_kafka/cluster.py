@@ -14,7 +14,7 @@ from txnbridge_kafka.topics import KafkaTopics
 
 @dataclass(frozen=True)
 class KafkaCluster:
-    """The settings for one cluster, and the clients that send requests to it."""
+    """The settings for one cluster, and the clients that all parts of a bridge use to send requests to it."""
 
     settings: KafkaSettings
     requests: Requests

@@ -145,10 +145,7 @@ class KafkaDecisionLog(DecisionLog):
         return report
 
     def _take_producer(self, deadline: Deadline) -> SharedProducer:
-        """Return the producer. If there is none, check broker and topic, and make one.
-
-        After an error nothing was sent.
-        """
+        """Return the producer; without one, check broker and topic, and make it. After an error nothing was sent."""
         with self._lock:
             producer = self._producer
         if producer is not None:
@@ -210,7 +207,7 @@ class KafkaDecisionLog(DecisionLog):
                     break
 
     def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
-        """Return the next records or errors; an empty list if `late` passes first.
+        """Return the next records or errors from a reader; an empty list if none came until the time `late`.
 
         Raise `DeadlineExceeded` at `deadline`.
         """

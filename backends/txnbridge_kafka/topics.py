@@ -183,7 +183,7 @@ class KafkaTopics:
             raise InvalidOption(f"topic {name!r} has {count} partitions and must have 1: another program created it")
 
     def require_keeping(self, name: str, deadline: Deadline) -> bool:
-        """Return whether this user may see an internal topic's settings.
+        """Check that an internal topic keeps its records; return whether this user may see the topic's settings.
 
         Raise `InvalidOption` if they would lose records or their order (hazard H26).
         """
@@ -330,10 +330,7 @@ class KafkaTopics:
 
 
 def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
-    """Return the longest transaction time-out that all these brokers allow.
-
-    A broker that does not answer in time is not counted.
-    """
+    """Return the longest transaction time-out that these brokers all allow, without those that do not answer."""
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 

@@ -10,15 +10,16 @@ Pulsar's model, as far as our promises rest on it:
   again on its topic. So a commit waits for every receipt, and brokers are made to refuse late messages:
   `outcome/late_writes`.
 - A coordinator forgets a transaction that has ended. Then it gives the same answer for committed, aborted and never
-  begun transactions. So each transaction sends a proof message to a proof topic, from which the outcome is read later:
-  `outcome/proof`, `outcome/outcome`; `outcome/in_doubt` keeps transactions whose proof cannot be read.
-- Brokers know no owner of a transaction. Our owner of a transactional id holds a fence topic and names each
-  transaction there before its first message, so that the next owner can end open transactions: `write/owner`,
-  `write/fence`, `write/fence_records`. A record in the decision log shows whether a fence topic was deleted:
-  `write/renewed_fence_topic`.
+  begun transactions. So each transaction sends a proof message to a proof topic, from which the outcome is read later;
+  by a presence record before it a reader notices that records were lost: `outcome/proof`, `outcome/outcome`.
+  `outcome/in_doubt` keeps transactions whose proof cannot be read.
+- Brokers know no owner of a transaction. The process that opened a transactional id last, its owner, holds the id's
+  fence topic, an internal topic, exclusively, and names each transaction there before its first message, so that the
+  next owner can end open transactions: `write/owner`, `write/fence`, `write/fence_records`. A record in the decision
+  log shows whether a fence topic was deleted and created again: `write/recreated_fence_topic`.
 - A subscription keeps a transaction's acknowledgements as pending acks until the transaction's end arrives; after an
-  abort the broker redelivers the messages. The end may miss a topic that is being unloaded, so it is sent there again:
-  `outcome/end_delivery`.
+  abort the broker redelivers the messages. The end may miss one of the transaction's participants (its topics and
+  subscriptions) that is being unloaded, so it is sent there again: `outcome/end_delivery`.
 - After the death of its process a transaction may be open on a topic, although its coordinator has forgotten it. A
   reader of the topic finds its outcome and ends it there: `outcome/held_topics`.
 - After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.

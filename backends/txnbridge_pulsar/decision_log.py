@@ -154,7 +154,7 @@ class PulsarLog(DecisionLog):
         raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
 
     def _next(self, reader: wire.PulsarConsumer, deadline: Deadline) -> wire.ReceivedEntry:
-        """Return the reader's next entry. The caller knows that there is a next entry."""
+        """Return the reader's next entry, of which the caller knows that it is stored."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
             entries = self._retry(lambda: self._receive(reader, deadline), "reading it", deadline)

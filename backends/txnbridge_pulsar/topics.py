@@ -37,7 +37,7 @@ class PulsarTopics:
     # --- finding ---------------------------------------------------------------------------------------------------
 
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
-        """Return the concrete topics of a topic. Create a missing topic if `create` and the settings allow it.
+        """Return the full names of a topic's partitions. Create a missing topic if `create` and the settings allow it.
 
         The names may be up to one second old, but not if there are fewer than `at_least`. Raise `NotFound` if the topic
         does not exist and is not created, `InvalidOption` if the name is invalid.
@@ -50,7 +50,7 @@ class PulsarTopics:
         return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return a topic's concrete topics, to send to one of its partitions (any, if `partition` is None).
+        """Return the full names of a topic's partitions, to send to the partition `partition`, or to any for None.
 
         Raise `NotFound` if the topic or the partition is missing.
         """
@@ -62,7 +62,7 @@ class PulsarTopics:
         return names
 
     def check_may_send(self, concrete: str, deadline: Deadline) -> None:
-        """Open a producer on a concrete topic and close it.
+        """Open a producer on a topic or partition, and close it.
 
         Raise `AccessDenied` without the right to send, and the broker's refusal of a terminated topic. A topic that has
         its most producers is no refusal: one of them may be this bridge's own.
@@ -75,7 +75,7 @@ class PulsarTopics:
         retry_translated(open_and_close, lambda error: translate(error, f"sending to topic {concrete}"), deadline)
 
     def existing(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the concrete topics that a topic has now; none for a missing topic, which is not created."""
+        """Return the full names of a topic's partitions; none for a missing topic, which is not created."""
         full = self._settings.namespace.full_name(topic)
         what = f"looking up topic {topic!r}"
 
@@ -98,7 +98,7 @@ class PulsarTopics:
             return 0
 
     def all_concrete(self, deadline: Deadline) -> list[str]:
-        """Return the full names of all persistent concrete topics of the namespace."""
+        """Return the full names of all persistent partitions, and topics without partitions, of the namespace."""
         namespace = str(self._settings.namespace)
         words = "listing topics"
         return retry_translated(
@@ -116,7 +116,7 @@ class PulsarTopics:
         return counts
 
     def partition_of(self, concrete: str) -> Partition:
-        """Return a concrete topic as a partition: the short name of its topic, and its number."""
+        """Return the short name of the topic, and the partition's number, for a partition's full name."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
@@ -228,7 +228,7 @@ class PulsarTopics:
         return full
 
     def keep(self, full: str, deadline: Deadline) -> None:
-        """Create an internal topic and its subscription again, if they were deleted since `internal` returned."""
+        """Create an internal topic and its subscription again if they were deleted since `internal` returned it."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
         retry_translated(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 

@@ -37,7 +37,7 @@ _VISIBLE_POLL_SECONDS = 0.0005
 # The number of pull requests that `read` sends ahead. Each response has 256 KB at most.
 _PULLS_AHEAD = 8
 # An append reads the records since the last one that was read if they are fewer. For so many seconds, `read` takes
-# them from there: later the log may have been made anew.
+# them from there: later the log may have been created again.
 _LONGEST_TAIL, _TAIL_SECONDS = 256, 1.0
 # For this long, a broker that has just started may report an end that is lower than the offsets of stored records.
 _RESTARTED_BROKER_SECONDS = 2.0
@@ -149,7 +149,7 @@ class RocketMQDecisionLog(DecisionLog):
         """Wait until a stored record can be read: until then `read` would end before it.
 
         Keep all records since the last one that was read, for the thread that reads next. It compares the last one with
-        what it has read, because the log may have been made anew.
+        what it has read, because the log may have been created again.
         """
         at = first = self._read_up_to if 0 <= offset - self._read_up_to < _LONGEST_TAIL else offset
         records: list[MessageExt] = []

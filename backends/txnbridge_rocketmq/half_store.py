@@ -144,7 +144,7 @@ class RocketMQHalfStore(HalfStore):
     def _half_logged(
         self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
     ) -> Half | None:
-        """Return the result of `_half`; if it raises an error, log a warning and return None."""
+        """Return the half message that `_half` returns; if it raises an error, log a warning and return None."""
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
@@ -272,7 +272,7 @@ class RocketMQHalfStore(HalfStore):
         return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
-        """Return the half message whose halves are `parked`; None if not all of its halves were stored."""
+        """Return the half message whose discarded halves are `parked`; None if not all of its halves were stored."""
         record, origin = parked.halves[0].record, parked.origin
         if origin is None:
             return None

@@ -1,4 +1,4 @@
-"""The plug-in that adds commands. Every bridge loads this module, so commands import other modules when they run."""
+"""The plug-in that adds the suite's commands. Every bridge loads it, so commands import other modules when they run."""
 
 from __future__ import annotations
 

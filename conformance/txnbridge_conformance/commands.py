@@ -28,7 +28,7 @@ from txnbridge_conformance.run.processes import RunFailed
 from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 
 if TYPE_CHECKING:
-    from txnbridge_conformance.contract import ContractResult
+    from txnbridge_conformance.contract_run import ContractResult
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
 _COULD_NOT_RUN = 3
@@ -184,7 +184,7 @@ def run(
 
 
 def _check_raw(scheme: str, grpc: bool) -> None:
-    """Raise `BadParameter` if processes cannot use the plain client of this broker. `grpc`: its proxy is known."""
+    """Raise `BadParameter` if processes cannot use this broker's plain client. `grpc`: a proxy's address is given."""
     if scheme not in RAW_ROLES:
         raise click.BadParameter(
             "it is for Kafka, Pulsar and RocketMQ, which have plain clients with transactions", param_hint="--through"
@@ -306,7 +306,7 @@ def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> No
 
 
 def _contract_results(url: str, only: str = "") -> list[ContractResult]:
-    from txnbridge_conformance.contract import run_contract  # pytest would double the time of every other command
+    from txnbridge_conformance.contract_run import run_contract  # pytest would double the time of every other command
 
     try:
         return run_contract(url, only)

@@ -1,4 +1,4 @@
-"""Marks that name the capabilities on which a test of the suite depends."""
+"""The capabilities that a test of the suite promises to prove or needs: marks for pytest."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _calls = count(1)
 
 
 def begin_call() -> None:
-    """Exclude from collections what this worker has kept from its first call: its modules, and open connections.
+    """Let garbage collection leave out the modules and open connections that a Spark worker keeps between calls.
 
     Spark's workers call this at the begin of each call. At the begin of the second one, Spark has just collected all
     garbage, so none is excluded.

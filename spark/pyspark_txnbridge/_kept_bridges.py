@@ -1,4 +1,4 @@
-"""Connections that are kept after a task or a commit, because Spark mostly reuses its Python processes."""
+"""Connections that a Spark process keeps after a task or a commit, because Spark mostly reuses its Python processes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _Kept = TypeVar("_Kept", bound=Any)
 
 
 class ClientPool(Generic[_Kept]):
-    """A few idle clients that are kept for reuse. A child process never uses the clients of its parent."""
+    """Idle clients that a process keeps for reuse. A child process never uses the clients of its parent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -81,7 +81,7 @@ class DefaultSource(DataSource):
 
 
 def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: str | None = None) -> Columns:
-    """Check schema, options and broker before the first row is written."""
+    """Check a job's or stream's schema, options and broker before the first row is written."""
     from pyspark_txnbridge._garbage import begin_call
     from pyspark_txnbridge._write.driver import check_broker
     from pyspark_txnbridge._write.rows import Columns
@@ -99,7 +99,7 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: s
 
 
 class BatchWriter(DataSourceArrowWriter):
-    """The writer of one job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
+    """Writes one batch job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
         from pyspark_txnbridge._write.batch_identity import BatchId
@@ -142,7 +142,7 @@ class BatchWriter(DataSourceArrowWriter):
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
-    """The writer of one micro-batch.
+    """Writes one micro-batch of a streaming query.
 
     Spark calls `commit` on another copy of the writer, so the tasks' reports hold all the data that `commit` needs.
     """

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 from click.testing import CliRunner
 from txnbridge_conformance.checker import MEANINGS, check
-from txnbridge_conformance.contract import ContractResult
+from txnbridge_conformance.contract_run import ContractResult
 from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report

@@ -20,7 +20,7 @@ from tests.core.half.test_half_lanes import check_wherever_a_seller_dies
 from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
 from txnbridge._base.connection import Connection
-from txnbridge._half.lanes import LaneGroup
+from txnbridge._half.topic_half_store import LaneGroup
 
 COMMIT, UNDECIDED = Decision.COMMIT, Decision.UNDECIDED
 

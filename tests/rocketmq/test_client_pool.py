@@ -190,7 +190,7 @@ def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
             client._masters["b"] = broker.address
             ask(client)
             pool = client._pools[broker.address]
-            where = interrupted_at(lambda: ask(client), number, ("client/pool.py", "client/slots.py"))  # noqa: B023
+            where = interrupted_at(lambda: ask(client), number, ("client/pool.py", "client/signal_safe_locks.py"))  # noqa: B023
             assert pool._slots.left == MOST_CONNECTIONS, f"a slot is lost by an interrupt at {where}"
             assert len(pool._connections) == len(pool._idle), f"a connection is lost by an interrupt at {where}"
             assert ask(client) == [""]
@@ -202,7 +202,7 @@ def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
 
 
 def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_connection():
-    files = ("client.py", "connection.py", "transport.py", "slots.py")
+    files = ("client.py", "connection.py", "transport.py", "signal_safe_locks.py")
 
     def ask() -> str:
         return client.submit("b", echo(), LONG).result()

@@ -1,1 +1,1 @@
-"""What all rooms use: connections, messages, topics, tokens, deadlines and events."""
+"""The parts that all rooms of the core use: connections, messages, topics, tokens, deadlines and events."""

@@ -137,7 +137,7 @@ class Connection:
             threading.Event().wait(self.timeout)
 
     def forget_parent(self) -> None:
-        """Refuse all calls in the child of a fork, which must not use, close or garbage-collect the parent's broker."""
+        """Refuse all calls in a forked child, which must not use, close or garbage-collect the parent's broker."""
         self.forked = True
         _parents.append(self._broker)
 

@@ -56,7 +56,7 @@ class FairSemaphore:
             return len(self._inside)
 
     def place(self) -> Place:
-        """Return a handle of this thread, whose `enter` acquires a place."""
+        """Return an object for this thread, whose `enter` acquires a place of the semaphore and `leave` releases it."""
         return Place(self)
 
     def _enter(self, ticket: _Ticket) -> bool:

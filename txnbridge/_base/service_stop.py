@@ -71,7 +71,7 @@ class Shutdown:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the loop as a block. If it does not end by a stop's deadline, raise `StopNow` in it or call `give_up`."""
+        """Run the loop in this block. Beyond a stop's deadline, raise `StopNow` in the loop or call `give_up`."""
         watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._name} stop", daemon=True)
         watcher.start()
         try:

@@ -1,4 +1,4 @@
-"""Decides whether a reading of a decision log knows every decision since the log's birth record."""
+"""Judges whether a process that reads a decision log knows every decision since the log's first record."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from txnbridge._decisions.records import Birth, LogRecord, Renewed, Snapshot, di
 
 
 class Completeness:
-    """Decides whether one reading of the log is complete: it began with the birth record, or with a valid snapshot.
+    """Judges whether one reading of a decision log misses no earlier record, so that its conclusions are proven.
 
-    `origin` is the position that the first record of every log has, if the log's store has such a fixed position: a
-    birth record elsewhere was not the first record. `own_log` is this log's id, if an earlier reading has found it.
+    It misses none if it began with the birth record (the log's first one), or with a valid snapshot. `origin` is the
+    position that the first record of every log has, if the log's store has such a fixed position: a birth record
+    elsewhere was not the first record. `own_log` is this log's id, if an earlier reading has found it.
     """
 
     def __init__(self, origin: Position | None, trusts_birth: bool = True, own_log: str | None = None) -> None:
@@ -34,7 +35,7 @@ class Completeness:
         self._digests: dict[Position, str] = {}  # the hashes of the records before the founding snapshot
 
     def begin(self, position: Position, record: LogRecord) -> None:
-        """Take the first record of the reading: it is complete from here if this is the log's birth record."""
+        """Note the first record that was read: the reading is complete if this is the log's birth record."""
         if not isinstance(record, Birth):
             self.incomplete_because = (
                 "its first record is not its birth record, and no snapshot covers what was dropped before it"
@@ -83,7 +84,7 @@ class Completeness:
             self._refute_birth()
 
     def complete_with(self, snapshot: Snapshot, body: Mapping[str, Any]) -> None:
-        """Make the reading complete by a snapshot. Raise ValueError, TypeError or KeyError if its body is damaged."""
+        """Let a snapshot replace all earlier records. Raise ValueError, TypeError or KeyError if it is damaged."""
         self.renewed = body.get("renewed") and Renewal.from_json(body["renewed"])
         self.log, self.born = str(body["log"]), snapshot.born
         self.complete, self.incomplete_because = True, ""
@@ -115,7 +116,7 @@ class Completeness:
 
     @property
     def took_foreign_records(self) -> bool:
-        """True if this reading has folded another log's records, because only a later snapshot named this log's id.
+        """True if records of another log of this name were taken for this log's, until a snapshot named this log's id.
 
         A reader that knew this log's id from the start has ignored these records, and comes to other conclusions.
         """

@@ -1,4 +1,4 @@
-"""The results of folding a decision log: counting claims, counting entries, unfinished commits."""
+"""The conclusions from a decision log: claims that decide, backends' valid entries, and commits to be carried out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txnbridge._decisions.records import (
 
 @dataclass(frozen=True)
 class CountingClaim:
-    """The first counting claim on an id. `body`, its data, is None if a part of the data is gone from the log."""
+    """The claim that decides an id, its first valid one. `body`, its data, is None if a part of the data is gone."""
 
     position: Position
     nonce: str
@@ -36,7 +36,7 @@ class CountingClaim:
 class UnfinishedCommit:
     """A commit that the log has decided and that its author may not have carried out at the broker yet.
 
-    `certain` is True if the log was read from the transaction's presence on, so that no earlier claim was missed.
+    `certain` is True if the log was read from the begin of the transaction's evidence on: no earlier claim was missed.
     """
 
     id: IdPath
@@ -59,7 +59,7 @@ class UnfinishedCommit:
 
 @dataclass(frozen=True)
 class CountingEntry:
-    """One ledger entry that counts, that is, no newer opening of its owner's id precedes it."""
+    """A backend's entry in a decision log that counts: no newer owner had opened the id before it was appended."""
 
     position: Position
     nonce: str
@@ -70,7 +70,7 @@ class CountingEntry:
 
 @dataclass(frozen=True)
 class PartitionHold:
-    """The undecided prepared transaction that acknowledges on a partition of a group, so that nobody else may there.
+    """The undecided prepared transaction that acknowledges on a partition of a group; meanwhile no other one may.
 
     `expires_at` (ms since 1970) is the time from which any process may abort it.
     """
@@ -90,7 +90,7 @@ class PartitionHold:
 
 @dataclass(frozen=True)
 class Renewal:
-    """An operator's renewal of the log: its position, its time (ms since 1970) and the operator's host."""
+    """An operator's record that began the log anew: its position, its time (ms since 1970), and the operator's host."""
 
     position: Position
     at: int

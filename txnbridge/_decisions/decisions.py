@@ -46,7 +46,7 @@ _CHECKS_BETWEEN_SNAPSHOTS = 6
 
 @dataclass(frozen=True)
 class Claim:
-    """The counting claim on an id. `mine` is True if this very `Decisions` object made the claim."""
+    """The claim that decides an id: its first valid one. `mine` is True if this very `Decisions` object made it."""
 
     id: Id
     decision: Decision
@@ -59,7 +59,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Opening:
-    """One opening of an id: its name and number, its position in the log, its owner's host and data."""
+    """The record by which a process became an id's owner: its name, number and position, the owner's host and data."""
 
     id: Id
     name: str
@@ -86,7 +86,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class IncompleteLog:
-    """An incomplete decision log, which proves nothing about ids that no token carries.
+    """The state of a log that lacks earlier records, so that it proves nothing about ids that no token carries.
 
     `reason` says why it is incomplete. `ids` and `positions` are what the log still contains, perhaps out of date;
     `decided` is the number of transactions with tokens that the log still decides.
@@ -238,7 +238,7 @@ class Decisions:
     def read_all(
         self, asked: Sequence[tuple[Id, Mapping[str, Any]]], *, timeout: float | Deadline | None = None
     ) -> list[Claim | EvidenceLost | None]:
-        """Return the counting claims on ids that tokens carry, each given with its token's `log`; read the log once.
+        """Return the claims that decide ids which tokens carry, each given with its token's `log`; read the log once.
 
         An id without a counting claim has None, an id whose evidence is gone the error.
         """
@@ -330,7 +330,7 @@ class Decisions:
             )
 
     def renew(self, *, timeout: float | Deadline | None = None) -> Position:
-        """Renew a log whose evidence is gone for good; return the position of the renewal, where the log begins now.
+        """Begin a log anew whose evidence is gone for good; return the position of the renewal, where it begins now.
 
         All earlier decisions are forgotten: an earlier token is UNKNOWN for ever, and an id without a token counts as
         never claimed, opened or done. A process that used the log before gets `EvidenceLost` from each call.
@@ -340,7 +340,7 @@ class Decisions:
         return self._engine.renew(self._deadline(timeout))
 
     def ledger(self, id: str, begin: Mapping[str, Any] | None = None, *, made_up: bool = False) -> Ledger:
-        """Return the ledger of one transactional id in this log, for backends.
+        """Return a ledger, for a backend: the part of this log about one transactional id.
 
         `begin` is the `log` of a token about whose transaction the ledger will be asked. `made_up` is True if this
         process has made the id up for itself, so that no other process opens the id.

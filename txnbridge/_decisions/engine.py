@@ -1,4 +1,4 @@
-"""`Engine`: makes claims and appends records in one decision log, for applications (`decisions`) and `ledger`."""
+"""`Engine`: makes claims and appends records in one decision log, for applications and for backends' ledgers."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Engine:
             return state.ids.openings.get(path)
 
     def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Append an opening; return whether it counts: no other opening took its number first."""
+        """Append an opening record; return whether it counts: no other process took the opening's number first."""
         fields = {"under": under, "named": named, "host": self.host, "data": data}
         return bool(self.append(Opened, fields, deadline)[1])
 
@@ -193,10 +193,10 @@ class Engine:
         return None if fields is None else (fields["under"].name, fields["data"])
 
     def _repeat_opening(self, under: OpeningRef, presence: EvidenceBegin, deadline: Deadline) -> None:
-        """Append the opening of a made-up id again after the presence that its owner is about to use.
+        """Append the opening of a made-up id again, after the presence record that its owner is about to use.
 
-        Then snapshots keep the opening until the presence expires. A version of txnbridge without made-up ids counts
-        the owner's records only if the log still has the opening.
+        Then snapshots keep the opening until the presence record expires. A version of txnbridge without made-up ids
+        counts the owner's records only if the log still has the opening.
         """
         with self.follower.looking(deadline) as state:
             known = state.ids.openings.get(under.id)
@@ -260,7 +260,7 @@ class Engine:
 
     @property
     def has_written(self) -> bool:
-        """True if this process has opened an id or written a presence in this log, and does not only read it."""
+        """True if this process has opened an id or written a presence record in this log, and does not only read it."""
         return bool(self.owned) or self._presence is not None
 
     def is_own(self, nonce: str) -> bool:
@@ -278,7 +278,7 @@ class Engine:
         acks: Sequence[Ack],
         deadline: Deadline,
     ) -> CountingClaim:
-        """Return the counting claim on the query's id; append a claim if there is none. See `Decisions.claim`."""
+        """Return the claim that decides the query's id; append a claim if there is none. See `Decisions.claim`."""
         follower = self.follower_of(query.begin, deadline)
         if known := self.known(query, follower, deadline):
             return known
@@ -332,7 +332,7 @@ class Engine:
             return ClaimAcks(state.cursor[0], ranges)
 
     def counting_claim(self, query: Query, deadline: Deadline) -> CountingClaim | None:
-        """Read to the log's end; return the counting claim on the query's id, or None. Append nothing."""
+        """Read to the log's end; return the claim that decides the query's id, or None. Append nothing."""
         with self.follower_of(query.begin, deadline).following(deadline, may_create=query.begin is None) as state:
             return self.answer(query, state)
 
@@ -349,7 +349,7 @@ class Engine:
             return self.answer(query, state)
 
     def answer(self, query: Query, state: LogState) -> CountingClaim | None:
-        """Return the counting claim on the query's id by the records read so far, or None."""
+        """Return the claim that decides the query's id by the records read so far, or None."""
         claim = query.claim(state)
         if claim is None:
             require_readable(state)  # a claim before an unreadable record counts; the lack of a claim proves nothing
@@ -379,7 +379,7 @@ class Engine:
         return before
 
     def renew(self, deadline: Deadline) -> Position:
-        """Renew a log whose evidence is gone; return the renewal's position. See `Decisions.renew`."""
+        """Begin a log anew whose evidence is gone; return the position where it begins now. See `Decisions.renew`."""
         while True:
             with self.follower.following(deadline, may_create=False) as state:
                 require_readable(state)
@@ -420,7 +420,7 @@ class Engine:
     # --- appending --------------------------------------------------------------------------------------------------
 
     def _be_present(self, seconds: float, deadline: Deadline) -> EvidenceBegin:
-        """Return a presence of this process that is valid for `seconds` more; append one if there is none."""
+        """Return a presence record, where evidence begins, that is valid for `seconds` more; append one if needed."""
         held: list[bool] = []
         try:
             if not deadline.acquire(self._presence_lock, held):
@@ -469,7 +469,7 @@ class Engine:
     def _append_support(
         self, kind: Callable[..., LogRecord], fields: Mapping[str, Any], deadline: Deadline
     ) -> Position:
-        """Append a presence, body part or snapshot; return its position.
+        """Append a presence record, body part or snapshot; return its position.
 
         Raise `OutcomeUnknown` if another process has trimmed the record already.
         """

@@ -13,7 +13,6 @@ from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
 from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
-from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import (
     Birth,
@@ -37,6 +36,7 @@ from txnbridge._decisions.records import (
     read_position,
 )
 from txnbridge._decisions.token_fold import TokenFold, TokenTransaction
+from txnbridge._decisions.tokenless_fold import IdFold
 
 _HOUR = 3_600_000
 
@@ -44,7 +44,7 @@ _RecordOfId = Opened | EntryRecord | Claimed | Done
 
 
 class LogState:
-    """The conclusions from all records between the first one read (`start`) and the last one read (`cursor`).
+    """The conclusions from the records of a decision log, from the first one read (`start`) to the last (`cursor`).
 
     `report` is called with each record's nonce, its position and whether it counts (None: it can no longer be known),
     as soon as this is judged.
@@ -325,7 +325,7 @@ class LogState:
         return ids
 
     def oldest_living(self, now: int) -> Position | None:
-        """Return the first position that a process which may still live has said it needs; None without one."""
+        """Return the position of the oldest presence record that has not expired at `now`; None without one."""
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:
@@ -344,9 +344,9 @@ class LogState:
         return body if renewed is None else {**body, "renewed": renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
-        """Return for a snapshot the presences that are still needed.
+        """Return for a snapshot the presence records that are still needed.
 
-        Of presences that end in the same hour only the oldest is listed, because it decides which records are kept.
+        Of those that end in the same hour only the oldest is listed, because it decides which records are kept.
         """
         living: list[list[Any]] = []
         for at, until in sorted(self._living.items()):
@@ -359,7 +359,7 @@ class LogState:
         return living
 
     def forget(self, before: Position, oldest_living: Position) -> None:
-        """Drop from memory records before the position `before`, and presences before `oldest_living`."""
+        """Drop from memory records before the position `before`, and presence records before `oldest_living`."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
         self.ids.forget(oldest_living)

@@ -1,7 +1,7 @@
 """`Follower`: appends records to a decision log and reads it; each read continues where the last one ended.
 
 Each read begins with the last record that was read before, and compares its bytes. So a log that was truncated,
-trimmed or created anew is detected, and never taken for the log that was read before.
+trimmed or created again is detected, and never taken for the log that was read before.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _too_long(deadline: Deadline) -> errors.DeadlineExceeded:
 
 
 class Follower:
-    """Reads one log, keeps the conclusions from it (`LogState`), and appends to it. Any thread may use it.
+    """Reads one decision log, keeps the conclusions from it (`LogState`), and appends to it. Any thread may use it.
 
-    The reading begins with the newest snapshot near the log's end, or else with the log's first record. With `first`
-    it begins at this position, that of a presence before the newest snapshot, or at the log's first record if the
-    presence is gone.
+    The reading begins with the newest snapshot near the log's end, or else with the log's first record. With `first` it
+    begins at this position, that of a presence record before the newest snapshot, or at the log's first record if the
+    presence record is gone.
 
     One thread at a time reads the log, for all that wait: up to the last record that this process has stored. While it
     waits for the store, other threads look at the conclusions from the records before. They never see the conclusions
@@ -122,7 +122,7 @@ class Follower:
     def _may_read(self, deadline: Deadline, up_to: Position | None) -> bool:
         """Wait for this thread's turn to read; return False if another thread has read enough for it meanwhile.
 
-        That is up to the position, or else to an end for which the other thread has asked since this one waits.
+        Enough is up to `up_to`, or without it up to an end for which the other thread has asked since this one waits.
         """
         begun = self._begun
         while not (self._state.completeness.complete and self._has_read(up_to, begun)):
@@ -248,7 +248,7 @@ class Follower:
             self._state = state
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
-        """Fold the records up to a position."""
+        """Read the records up to a position, and draw the conclusions from them."""
         unfinished = True
         while unfinished:
             cursor = self._state.cursor
@@ -269,7 +269,7 @@ class Follower:
     def _fetch(
         self, first: Position | None, up_to: Position, deadline: Deadline
     ) -> tuple[list[tuple[Position, bytes]] | None, bool]:
-        """Return records, None if one is gone, and whether there may be more of them up to the position."""
+        """Return records up to a position (None if one is gone), and whether there may be more of them."""
         records, size = [], 0
         try:
             for position, raw in self._log.read(first, up_to, deadline):
@@ -282,7 +282,7 @@ class Follower:
         return records, False
 
     def _take(self, cursor: tuple[Position, bytes] | None, records: Sequence[tuple[Position, bytes]]) -> bool:
-        """Fold records, of which the first is the last known one; return False if that one is another now."""
+        """Fold records, the first of which is the last one read before; return False if its bytes differ now."""
         if cursor is not None and records and records[0] != cursor:
             return False
         for position, raw in records if cursor is None else records[1:]:

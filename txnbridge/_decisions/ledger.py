@@ -10,7 +10,6 @@ from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
 from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit
 from txnbridge._decisions.engine import Engine
-from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.queries import (
     Query,
     begin_of,
@@ -21,6 +20,7 @@ from txnbridge._decisions.queries import (
     require_readable,
 )
 from txnbridge._decisions.records import EntryRecord, EvidenceBegin, OpeningRef, check_data
+from txnbridge._decisions.tokenless_fold import IdFold
 from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown
 from txnbridge.spi import Ack, Held, Ledger, LedgerClaim, LedgerEntry, Partition
 
@@ -157,7 +157,7 @@ class LogLedger(Ledger):
     def _counts(self, commit: UnfinishedCommit, deadline: Deadline) -> bool:
         """Return whether a commit is the first counting claim on its transaction.
 
-        A process whose reading began after the transaction's presence reads the earlier records with a second follower.
+        A process that began to read after the transaction's presence record reads earlier records by a second follower.
         """
         if commit.certain:
             return True

@@ -40,7 +40,7 @@ class DecisionLogs:
         self._closed = False
 
     def own_ledger(self) -> Ledger:
-        """Return the ledger of this bridge's transactional id in the decision log of its application."""
+        """Return this bridge's ledger: the records of its transactional id in its application's decision log."""
         identity = self._connection.identity
         return self.ledger(identity.application, identity.name, made_up=not identity.owned)
 
@@ -48,7 +48,7 @@ class DecisionLogs:
         return LazyLedger(lambda deadline: self.shared(application, deadline).ledger(id, made_up=made_up))
 
     def ledger_of(self, token: Token) -> Ledger:
-        """Return the ledger of a token's transactional id, in the decision log that the token names."""
+        """Return the ledger of a token's transaction: its id's records in the decision log that the token names."""
         owner = token.transaction.rsplit("/", 2)[0]
         evidence = token.log or {}
 
@@ -110,12 +110,12 @@ class DecisionLogs:
                 self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
-        """Return the id, as in tokens, of the store of decision logs; None if they are on the bridge's broker."""
+        """Return the id of the database or other broker that has the decision logs; None if the bridge's broker has."""
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)
 
 
 class LazyLedger(Ledger):
-    """Forwards all calls to a ledger; the first call gets the ledger by `find_ledger`, within this call's deadline."""
+    """A ledger, a part of a decision log, which `find_ledger` opens within the deadline of the first call on it."""
 
     def __init__(self, find_ledger: Callable[[Deadline], Ledger]) -> None:
         self._find_ledger = find_ledger

@@ -12,7 +12,7 @@ from txnbridge._decisions.records import IdPath, OpeningRef
 
 @dataclass(frozen=True)
 class KnownOpening:
-    """One opening of an id: its name and number, its position in the log, its owner's host and data."""
+    """The record by which a process became an id's owner: its name, number and position, the owner's host and data."""
 
     under: OpeningRef
     position: Position
@@ -41,7 +41,7 @@ class Openings(dict[IdPath, KnownOpening]):
         return under.made_up if newest is None else newest.under == under
 
     def is_void(self, under: OpeningRef) -> bool:
-        """Return whether a newer opening makes records void that the owner under `under` appends now."""
+        """Return whether a newer owner makes void all that the owner with the opening `under` appends now."""
         newest = self.get(under.id)
         # Two processes may append openings with the same number. Only the process whose opening counts uses it.
         return newest is not None and newest.under.number > under.number
@@ -49,8 +49,8 @@ class Openings(dict[IdPath, KnownOpening]):
     def kept(self, since: Position | None) -> Openings:
         """Return the openings to keep in memory and in snapshots: without those of made-up ids before `since`.
 
-        `since` is the position of the oldest presence that is still needed. An owner repeats the opening of a made-up
-        id after each of its presences, so an opening before `since` has no living owner.
+        `since` is the position of the oldest presence record that is still needed. An owner repeats the opening of a
+        made-up id after each of its presence records, so an opening before `since` has no living owner.
         """
         return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
 

@@ -1,4 +1,4 @@
-"""Queries about ids, and the evidence that the log must contain before a query is answered."""
+"""Queries about ids, and the records of the log that a process must have read to answer them: the evidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_ID = 1_000
 
 @dataclass(frozen=True)
 class Query:
-    """A query: an id, and where in the log the evidence about this id begins (None: at the log's birth record)."""
+    """A query about an id's decision. `begin`: where its evidence begins in the log (None: at the first record)."""
 
     id: Id
     path: IdPath
@@ -35,7 +35,7 @@ class Query:
         return state.completeness.complete if self.begin is None else state.holds(self.begin)
 
     def claim(self, state: LogState) -> CountingClaim | None:
-        """Return the counting claim on the id by the records that `state` has read; None if there is none.
+        """Return the claim that decides the id by the records that `state` has read; None if there is none.
 
         Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if the log cannot be read, `InvalidState` for an
         id that is marked done.

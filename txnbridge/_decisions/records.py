@@ -48,7 +48,7 @@ class EvidenceBegin:
 
 @dataclass(frozen=True)
 class OpeningRef:
-    """Identifies the opening under which an owner appends a record. The opening of a made-up id has the number 0."""
+    """Names the opening by which a record's author owns the id. The opening of a made-up id has the number 0."""
 
     id: IdPath
     name: str
@@ -121,7 +121,7 @@ class Birth(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Presence(LogRecord):
-    """Marks where the evidence about a process's transactions begins; not needed after `until` (ms since 1970)."""
+    """Only records after this one decide its process's next transactions. Needed until `until` (ms since 1970)."""
 
     kind: ClassVar[str] = "presence"
     until: int
@@ -143,7 +143,7 @@ class Opened(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EntryRecord(LogRecord):
-    """A backend's ledger entry about a transaction of an owner (see `txnbridge.spi.Ledger.record`)."""
+    """An entry of a backend about one of an owner's transactions (see `txnbridge.spi.Ledger.record`)."""
 
     kind: ClassVar[str] = "entry"
     under: OpeningRef

@@ -1,4 +1,4 @@
-"""The fold over records of transactions with tokens; a token says where in the log the evidence begins."""
+"""The conclusions about transactions with tokens, from a decision log's records; a token says where to begin."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TokenTransaction = tuple[IdPath, EvidenceBegin]
 
 @dataclass
 class AckHistory:
-    """The last claim with acknowledgements on one partition of a group, and the last one by any other transaction.
+    """The last two claims that acknowledge on one partition of a group, of two different transactions.
 
     A prepare record with acknowledgements is kept as a claim is. Claims are kept here whether or not they count. Of
     consecutive claims by one transaction (copies, repeated attempts) only the last is kept: these two claims suffice to
@@ -54,10 +54,10 @@ class AckHistory:
 
 @dataclass
 class TokenFold:
-    """The state of transactions with tokens, by the records that were read.
+    """The decisions and entries about transactions with tokens, by the records that were read.
 
-    Records before the first one read are not needed: an owner uses a presence only after it has read the whole log up
-    to this presence and found its own opening to be the newest. So only an opening with a higher number can be newer.
+    Records before the first one read are not needed: an owner uses a presence record only after it has read the whole
+    log up to it and found its own opening to be the newest. So only an opening with a higher number can be newer.
     """
 
     openings: Openings = field(default_factory=Openings)
@@ -79,7 +79,7 @@ class TokenFold:
             known.append(CountingEntry(position, record.nonce, record.about, record.data, record.under))
 
     def remove_entry(self, position: Position, record: EntryRecord) -> None:
-        """Remove an entry that is void because of an opening before the first record that was read."""
+        """Remove a backend's entry that is void: its owner had been replaced before the first record that was read."""
         known = self.entries.get((record.under.id, record.transaction), [])
         known[:] = [entry for entry in known if entry.position != position]
 
@@ -99,8 +99,8 @@ class TokenFold:
         """Remove an earlier claim that this fold counts, if the author of `record` knew that claim to be void.
 
         The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting claim
-        on its transaction. A reader that began after the transaction's presence may not know the snapshot that made the
-        earlier claim void.
+        on its transaction. A reader that began after the transaction's presence record may not know the snapshot that
+        made the earlier claim void.
         """
         known = self.claims.get(record.id, {})
         if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:
@@ -122,7 +122,7 @@ class TokenFold:
         return counts
 
     def hold(self, position: Position, record: EntryRecord) -> None:
-        """Note where a prepared transaction acknowledges, so that a claim whose author did not know of it is void.
+        """Note where a prepared transaction acknowledges: a claim of an author that did not know of it is void.
 
         As with claims, it does not matter whether the record counts.
         """

@@ -1,4 +1,4 @@
-"""Functions that `_half.half_messages` (sending) and `_half.resolver` (answering check-backs) share."""
+"""Functions for half messages that both sending them (`half_messages`) and answering check-backs (`resolver`) need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
 
 
 class RefusedHalf(OutcomeUnknown):
-    """A half is decided, and its messages are refused. Repeating the call at once will not help."""
+    """Raised if half messages are decided and a topic refuses them. Repeating the call at once will not help."""
 
 
 def half_store(connection: Connection) -> HalfStore:
@@ -39,9 +39,9 @@ def check_decision(what: str, decision: object) -> None:
 
 
 def end_half(connection: Connection, store: HalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a half by a decision, repeated until the broker answers; return the outcome.
+    """Publish or drop the half messages of a transaction, by a decision; return the outcome.
 
-    Raise the last error at the deadline.
+    The request is repeated until the broker answers. Raise the last error at the deadline.
     """
     pause = _FIRST_PAUSE
     with connection.events.step("half.end", half.transaction, decision=decision.value) as found:

@@ -1,4 +1,4 @@
-"""`LaneIndex`: which half messages of a lane are not done, by the records of the lane's topic.
+"""`LaneIndex`: which half messages of a lane, a topic of ours, are not published or dropped yet.
 
 The index has no bodies: they are read again at their positions when `check` or a publication needs them.
 """
@@ -36,7 +36,7 @@ _MOST_OUTCOMES = 100_000
 
 
 class UndoneHalf:
-    """A half that is not done. Times are milliseconds since 1970. About 200 bytes."""
+    """The state of a half that is neither published nor dropped. Times are milliseconds since 1970. About 200 bytes."""
 
     __slots__ = ("check_at", "checks", "deadline_at", "first", "parked", "parts", "rank", "size")
 
@@ -52,7 +52,7 @@ class UndoneHalf:
 
 
 class LaneIndex:
-    """The half messages of one lane. One thread at a time reads; any thread looks and notes."""
+    """Knows which half messages in a topic of half messages, a lane, have not ended. One thread at a time reads it."""
 
     def __init__(self, consumers: Consumers, topic: str, outcomes: OrderedDict[str, Outcome]) -> None:
         self.undone: dict[str, UndoneHalf] = {}
@@ -76,20 +76,20 @@ class LaneIndex:
             consumer.close()
 
     def rest(self) -> None:
-        """Close the consumer if it was not used lately: it would fetch everything that is stored in the lane."""
+        """Close the consumer if it was not used lately: it would fetch all that is stored in the lane's topic."""
         if self._consumer is not None and time.monotonic() - self._used_at > _REST_SECONDS:
             self.close()
 
     # --- noting -----------------------------------------------------------------------------------------------------
 
     def add(self, half: Half) -> None:
-        """Note a half that is about to be stored."""
+        """Add a half (a transaction's half messages) that is about to be stored."""
         with self.lock:
             parts = len(half.messages)
             self.undone[half.transaction] = UndoneHalf(half.check_at, half.deadline_at, half.checks, parts)
 
     def end(self, transaction: str, outcome: Outcome) -> None:
-        """Note that a half is done."""
+        """Note that a half, the half messages of a transaction, is published or dropped."""
         with self.lock:
             self._end(transaction, outcome)
 
@@ -101,7 +101,7 @@ class LaneIndex:
             self.outcomes.popitem(last=False)
 
     def park(self, transaction: str, reason: str, refusal: Refusal | None) -> None:
-        """Note that a half is parked, or without a reason that its check-backs begin again."""
+        """Note that a half's check-backs have stopped for a `reason`; that they begin again if it is empty."""
         with self.lock:
             self._park(transaction, reason, refusal)
 
@@ -115,14 +115,14 @@ class LaneIndex:
             each.checks, each.check_at = 0, 0
 
     def refused_since(self, transaction: str) -> int:
-        """Return the time that a half is refused since, which is later than that of those that were refused before."""
+        """Return since when a half is refused: later than any half that was refused before it (ms since 1970)."""
         with self.lock:
             if (known := self.refused.get(transaction)) is not None:
                 return known.since
             return max([int(time.time() * 1000), *(each.since + 1 for each in self.refused.values())])
 
     def freed(self) -> list[tuple[str, Refusal]]:
-        """Return parked halves that waited for one that is done, and that wait for none now."""
+        """Return the refused halves that waited for another half with the same keys, and need not wait any more."""
         with self.lock:
             return [
                 (id, each._replace(behind=""))
@@ -131,7 +131,7 @@ class LaneIndex:
             ]
 
     def waits_for(self, transaction: str, messages: Sequence[HalfMessage]) -> str:
-        """Return the last refused half that was committed before this one and has a key of it; empty without one."""
+        """Return the last half that was refused before this one and has one of its keys; "" if there is none."""
         with self.lock:
             own = self.refused.get(transaction)
             keys = own.keys if own is not None else places_of(messages)
@@ -181,7 +181,7 @@ class LaneIndex:
             self._read_some(deadline)
 
     def read_all(self, deadline: Deadline) -> None:
-        """Read everything that is decided now."""
+        """Read the lane's topic up to its present readable end."""
         consumer = self._at_position()
         while self._read_some(deadline) or any(consumer.lag().values()):
             deadline.check(f"reading {self._partition[0]!r}")
@@ -197,19 +197,19 @@ class LaneIndex:
         return len(messages)
 
     def skip_to(self, position: Position) -> None:
-        """Leave out the records before a position, of halves that are all done."""
+        """Read on at a position: all halves in the records before it are published or dropped."""
         if position > self.position:
             self.position, self._elsewhere = position, True
 
     def oldest(self) -> tuple[Position, int]:
-        """Return the position before which all halves are done, and how many records were read since."""
+        """Return the position of the oldest half that is not ended, and how many records were read since."""
         with self.lock:
             known = [(each.first, each.rank) for each in self.undone.values() if each.first is not None]
         first, rank = min(known, default=(self.position, self.read))
         return first, self.read - rank
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
-        """Return the messages of undone halves that were read; those are left out whose records are gone."""
+        """Return the messages of halves in the index, by transaction, except halves whose records are gone."""
         found: dict[str, dict[int, HalfMessage]] = {}
         places = sorted((e.first, e.rank, e.parts, t) for t in transactions if (e := self.undone.get(t)) and e.first)
         for chunk in _near(places):
@@ -228,7 +228,7 @@ class LaneIndex:
     def _read_bodies(
         self, start: Position, left: dict[str, int], found: dict[str, dict[int, HalfMessage]], deadline: Deadline
     ) -> None:
-        """Read from a position until all parts are found, or the end of what was read before."""
+        """Read the messages of the transactions in `left`, from a position on, into `found`."""
         consumer, self._elsewhere = self._reader(), True
         consumer.seek({self._partition: start})
         while left:
@@ -261,7 +261,7 @@ class LaneIndex:
 
 
 def _near(places: Sequence[tuple[Position, int, int, str]]) -> Iterator[list[tuple[Position, int, int, str]]]:
-    """Divide places into those that are read in one go."""
+    """Divide the places of halves, in order, into groups: those of one group are read in one go."""
     chunk: list[tuple[Position, int, int, str]] = []
     for place in places:
         if chunk and place[1] - chunk[-1][1] > _READ_ON_RECORDS:

@@ -1,4 +1,4 @@
-"""`Lane`: a lane of half messages that this process holds: its transactional id, and the index of what is not done.
+"""`Lane`: stores half messages in a topic of ours, a lane, on brokers that have none, and publishes or drops them.
 
 Each lane is a transactional id with a topic of the same name. A holder's transactions store halves there, and end them:
 the transaction that publishes a half's messages has the record that it is done. Opening the id fences the holder before
@@ -51,7 +51,10 @@ Send = tuple[str, Record, int | None, int | None]
 
 
 class Lane:
-    """A lane that this process has opened. Any thread stores and ends halves; one thread at a time tends the lane."""
+    """Stores half messages in the topic of a lane that this process has opened, and publishes or drops them.
+
+    Any thread may do so. One thread at a time tends the lane: it finds due check-backs and removes old records.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Lane:
         self._trim_at = 0.0
 
     def open(self, deadline: Deadline) -> str:
-        """Fence the holder before this one, and learn what is not done; return the nonce of this holder's beat."""
+        """Fence the lane's former holder, and read which halves are not ended; return the nonce of a heartbeat."""
         with self._connection.events.step("half.open", None, lane=self.topic) as found:
             self._writers.open(deadline)
             nonce = self.read(deadline)
@@ -95,7 +98,7 @@ class Lane:
         return nonce
 
     def read(self, deadline: Deadline) -> str:
-        """Read everything that was stored before this call, up to a new beat; return its nonce."""
+        """Store a heartbeat, and read everything that was stored before it; return its nonce."""
         nonce = random_name(8)
         self.beat(0.0, deadline, nonce)
         self.index.read_until(nonce, deadline)
@@ -114,7 +117,7 @@ class Lane:
         return Begin(name, Deadline(deadline.left()), False, None)
 
     def _commit(self, sends: Iterable[Send], deadline: Deadline) -> None:
-        """Commit messages in one transaction of the lane, which threads share."""
+        """Send messages in one transaction under the lane's transactional id, perhaps shared with other threads."""
         deadline.check("a transaction of half messages")
         try:
             with self._transaction(self._begin(deadline)) as txn:
@@ -145,7 +148,7 @@ class Lane:
         self._append([Beat(nonce, seconds).record()], deadline)
 
     def _announce(self, messages: Sequence[HalfMessage], deadline: Deadline) -> None:
-        """Say before a large transaction how long it may take, so that nobody takes the holder for dead meanwhile."""
+        """Store how long a large transaction may take, so that nobody takes this process for dead meanwhile."""
         size = sum(len(message.value or b"") for message in messages)
         if len(messages) > _LARGE_MESSAGES or size > _LARGE_BYTES:
             self.beat(deadline.left(), deadline)
@@ -153,7 +156,7 @@ class Lane:
     # --- halves -----------------------------------------------------------------------------------------------------
 
     def store(self, half: Half, deadline: Deadline) -> None:
-        """Store a half. It stays in the index if it may be stored."""
+        """Store the half messages of a transaction. The index keeps them unless they certainly are not stored."""
         if half.transaction in self.index.undone:  # the answer to the last call was lost
             return
         self._announce(half.messages, deadline)
@@ -168,7 +171,7 @@ class Lane:
             self._ask_at(half.transaction, half.check_at)
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a half by a decision, unless it is done; return the outcome."""
+        """Publish or drop a transaction's half messages by a decision, unless they have ended; return the outcome."""
         id = half.transaction
         with self._alone(id, deadline):
             if (outcome := self.index.outcomes.get(id)) is not None:
@@ -201,7 +204,7 @@ class Lane:
 
     @contextmanager
     def _alone(self, transaction: str, deadline: Deadline) -> Iterator[None]:
-        """Keep other threads from ending this half, or storing it again, at the same time."""
+        """During the block, let no other thread end a transaction's half messages or store them again."""
         with self._changed:
             while transaction in self.ending:
                 deadline.check(f"the end of half messages of {transaction} by another thread")
@@ -227,7 +230,7 @@ class Lane:
     def _refused(
         self, id: str, messages: Sequence[HalfMessage], error: errors.TxnBridgeError, deadline: Deadline
     ) -> errors.TxnBridgeError:
-        """Return the error for the caller, after parking a half whose messages are refused for good."""
+        """Return the error for a half whose messages are refused; stop its check-backs if they are refused for good."""
         each = self.index.undone.get(id)
         text = f"the half messages of {id} are decided, and cannot be published: {error}"
         if isinstance(error, errors.TransactionAborted):
@@ -245,7 +248,7 @@ class Lane:
         self.park(id, reason, deadline, refusal)
 
     def park(self, id: str, reason: str, deadline: Deadline, refusal: Refusal | None = None) -> None:
-        """Park a half, or with an empty reason start its check-backs again."""
+        """Stop a half's check-backs for a `reason`, until an administrator acts; restart them if it is empty."""
         with self._connection.events.step("half.park", id, lane=self.topic, reason=reason):
             self._append([HalfParked(id, reason, refusal).record()], deadline)
         self.index.park(id, reason, refusal)
@@ -261,7 +264,7 @@ class Lane:
             heapq.heappush(self._due, (check_at, transaction))
 
     def next_halves(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        """Return half messages whose sender has to be asked for a decision now. Only the tending thread calls this."""
+        """Return up to `limit` halves whose check-back is due. Only the thread that tends the lane calls this."""
         if limit and not self._fetched:
             self._fetch(deadline)
         halves: list[Half] = []
@@ -311,7 +314,7 @@ class Lane:
         return list(ids)
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
-        """Return the messages of undone halves. Call it on the thread that tends the lane."""
+        """Return the messages of halves that are not ended, by transaction. Only the tending thread calls this."""
         undone = self.index.undone
         if any((each := undone.get(id)) and each.first is None for id in transactions):
             self.read(deadline)
@@ -321,12 +324,12 @@ class Lane:
 
     @property
     def waits(self) -> bool:
-        """Whether a half is not done and not parked, so that others must know that the holder lives."""
+        """Whether a half waits for its end and is not parked, so that other processes must know that this one lives."""
         undone = self.index.undone
         return any(not each.parked for each in list(undone.values())[:_BATCH]) or len(undone) > _BATCH
 
     def tend(self, deadline: Deadline) -> None:
-        """Give a sign of life if that is due, and remove the records of done halves."""
+        """Store a heartbeat if it is due, and remove the records of halves that are published or dropped."""
         now, timing = time.monotonic(), self._connection.timing
         idle = now - self._committed_at
         self.index.rest()
@@ -337,9 +340,9 @@ class Lane:
         self.remove_old(deadline)
 
     def remove_old(self, deadline: Deadline) -> None:
-        """Remove records in front of a mark once all halves there are done, else those in front of the oldest half.
+        """Remove old records of the lane's topic, at intervals: those before the oldest half that is not ended.
 
-        So a holder whose halves end soon reads nothing of what it stores. Do so at intervals only.
+        Nothing is read for that if all halves that were there at the last call are ended by now.
         """
         if (now := time.monotonic()) <= self._trim_at:
             return
@@ -371,7 +374,7 @@ class Lane:
             _log.warning("records of done half messages in %r could not be deleted: %s", self.topic, error)
 
     def _store_again(self, deadline: Deadline) -> None:
-        """Store the oldest undone halves again, behind the newer records."""
+        """Store the oldest halves that have not ended at the topic's end again, so that old records can be removed."""
         known = sorted((each.first, id, each.size) for id, each in list(self.index.undone.items()) if each.first)
         sizes = accumulate(size for *_, size in known)
         ids = [id for (_, id, size), total in zip(known[:_BATCH], sizes, strict=False) if total - size < _BATCH_BYTES]

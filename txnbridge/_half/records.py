@@ -1,4 +1,4 @@
-"""Records of a lane's topic: half messages with their place in the protocol, and the records of the lane's holder.
+"""The records of a lane's topic: half messages with the data of their check-backs, and their ends.
 
 A half is stored as one record for each of its messages, in one transaction. Each record has the message's value, key
 and headers, and one header more with JSON (`_HEADER`), which says everything else.
@@ -32,7 +32,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class HalfPart:
-    """One message of a half, as it was read: the message `number` of `of`. Times are milliseconds since 1970."""
+    """One message of a half, read from a lane's topic: the message `number` of `of`. Times are ms since 1970."""
 
     transaction: str
     number: int
@@ -45,7 +45,7 @@ class HalfPart:
 
 @dataclass(frozen=True)
 class HalfDone:
-    """The end of a half. If it is committed, the same transaction has published the half's messages."""
+    """The record that a half is published or dropped. The transaction that publishes the messages also stores it."""
 
     transaction: str
     outcome: Outcome
@@ -55,7 +55,7 @@ class HalfDone:
 
 
 class Refusal(NamedTuple):
-    """A committed half that its targets refuse, or that waits behind such a one because it has the same keys."""
+    """A committed half whose topics refuse its messages, or which waits behind such a half with equal keys."""
 
     since: int  # milliseconds since 1970
     keys: frozenset[str]  # of its messages, as `places_of` returns them
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class HalfParked:
-    """A half is parked for a reason; without a reason its check-backs begin again."""
+    """The record that a half's check-backs have stopped for a reason; without a reason they begin again."""
 
     transaction: str
     reason: str
@@ -77,9 +77,9 @@ class HalfParked:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life of the lane's holder, whose next one comes within `seconds`.
+    """A heartbeat of the process that has the lane open, which promises its next record within `seconds`.
 
-    It is also the record by which a holder notices that it has read everything that was stored before.
+    When it has read its own heartbeat, the process has also read everything that was stored before.
     """
 
     nonce: str
@@ -90,7 +90,7 @@ class Beat:
 
 
 def half_records(half: Half) -> list[Record]:
-    """Return the records of a half, in the order of its messages."""
+    """Return the records that store a half, one for each of its messages, in their order."""
     times, of = [half.check_at, half.deadline_at, half.checks], len(half.messages)
     records: list[Record] = []
     begins: dict[tuple[Any, ...], bytes] = {}
@@ -103,7 +103,7 @@ def half_records(half: Half) -> list[Record]:
 
 
 def read_record(message: Message) -> HalfPart | HalfDone | HalfParked | Beat | None:
-    """Return what a record of a lane says; None for a record that is not txnbridge's, or is damaged.
+    """Return the content of a record in a lane's topic; None for a record that is not txnbridge's, or is damaged.
 
     Raise `NotSupported` for a record of a newer version, behind which nothing may be concluded.
     """
@@ -136,7 +136,7 @@ def read_record(message: Message) -> HalfPart | HalfDone | HalfParked | Beat | N
 
 
 def places_of(messages: Sequence[HalfMessage]) -> frozenset[str]:
-    """Return short names of the keys of messages in their topics; of the topics alone if there are many keys."""
+    """Return a short name for each topic and key of these messages; only of the topics if there are many keys."""
     places = {(message.topic, message.key) for message in messages if message.key is not None}
     return topics_of(messages) if len(places) > _MOST_KEYS else frozenset(map(_place, places))
 

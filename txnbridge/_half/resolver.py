@@ -124,7 +124,7 @@ class Resolver(Service):
             return self._store.checks(self._group, limit, Deadline(_WAIT_SECONDS))
 
     def _tend(self) -> list[Half]:
-        """Wait for a running check to end, and let the store work meanwhile; return no half."""
+        """Wait for a running check to end, and let the half store do its regular work meanwhile; return no half."""
         with self._connection.call():
             self._store.tend(self._group, self._connection.deadline())
         with self._changed:
@@ -191,7 +191,7 @@ class Resolver(Service):
             return Decision.UNDECIDED
 
     def _decide(self, half: Half) -> Decision:
-        """Return the decision about a half; a subclass may look further than into `check`."""
+        """Return the decision about a half by the application's `check`; a subclass may look further."""
         return self._check(half.transaction, [_shown(half, number) for number in range(len(half.messages))])
 
     def _note_end(self, half: Half, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""Classifies errors of a processor's pass: poison message, pass to be retried, or error that ends the processor.
+"""Classifies errors of a processor: a bad (poison) message, a batch to try again, or an error that ends the processor.
 
 A pass is one poll and the processing of its messages (see `_process.processor`).
 """
@@ -45,7 +45,7 @@ class FailurePolicy:
         self._ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
 
     def forget_errors(self) -> None:
-        """Note that a pass succeeded: forget the last error of the handler."""
+        """Forget the last error of the handler, because a batch was processed since."""
         self._of_handler = None
 
     def forget_attempts(self, messages: Iterable[Message]) -> None:
@@ -61,7 +61,7 @@ class FailurePolicy:
         return error is self._ends_loop
 
     def is_temporary(self, error: BaseException) -> bool:
-        """Return whether a pass that failed with this error should be retried."""
+        """Return whether to poll and process once more after this error."""
         if isinstance(error, _FINAL) or error is self._ends_loop:
             return False
         return error is self._of_handler or isinstance(error, _PASSING)
@@ -121,7 +121,7 @@ class FailurePolicy:
         sleep: Callable[[float], None],
         before_sleep: Callable[[BaseException, float], None],
     ) -> Retrying:
-        """Return a callable that runs a pass and retries it by these settings.
+        """Return a callable that runs a function, one pass of the processor, and retries it by these settings.
 
         Before each wait it calls `before_sleep` with the error and the seconds until the next attempt.
         """
@@ -155,7 +155,7 @@ def _error_of(state: RetryCallState) -> BaseException:
 
 
 def _is_plain_abort(state: RetryCallState) -> bool:
-    """Return whether the first attempt of a pass was aborted without a conflict: it is retried without a wait.
+    """Return whether an attempt was the first, and was aborted without a conflict: it is retried without a wait.
 
     After a `Conflict` another process may still be working on the same messages, so the retry waits.
     """

@@ -26,7 +26,7 @@ MakeContext = Callable[[Sequence[Message], str], AbstractContextManager[object]]
 def call_inside(
     makers: Sequence[MakeContext], messages: Sequence[Message], group: str, handler: Callable[..., object], *args: Any
 ) -> None:
-    """Call the handler. An error of a plug-in is logged, and neither raised nor able to hide one of the handler."""
+    """Call a handler of messages inside the context managers that plug-ins make; only log errors of plug-ins."""
     entered: list[AbstractContextManager[object]] = []
     for make in makers:
         try:

@@ -79,11 +79,11 @@ class ProcessorInputs:
 
     @property
     def awaits_failed(self) -> bool:
-        """True if the next `take` waits for the messages of a failed attempt."""
+        """True if the next `take` first waits for the messages whose processing has failed."""
         return self._polls_for_failed > 0
 
     def _take_failed(self, max_messages: int, timeout: float) -> list[Message]:
-        """Return the messages of a failed attempt first.
+        """Return messages whose processing has failed, before all others.
 
         Others, if they succeed, would end the growing waits between failed attempts.
         """

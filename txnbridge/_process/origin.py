@@ -1,4 +1,4 @@
-"""`Origin`: the headers that name a message's original place, on dead letters and on messages that wait for a retry."""
+"""`Origin`: the headers that say from where, and why, a dead letter or a message that waits for a retry has come."""
 
 from __future__ import annotations
 

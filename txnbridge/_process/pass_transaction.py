@@ -1,4 +1,4 @@
-"""`PassTransaction`: the part of a transaction that a processor uses, for transactions of a broker or of a database."""
+"""`PassTransaction`: the methods that a processor calls on its transaction, which is a broker's or a database's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PolledBatch`: the messages that a processor has polled and is processing, with those that it cannot process."""
+"""`PolledBatch`: the messages of a processor's poll, with marks for those that its handler cannot process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from txnbridge.errors import Poison
 
 
 class SetAside(NamedTuple):
-    """The mark of a message that the handler cannot process.
-
-    A delayed message is sent to a retry topic, any other is poison.
-    """
+    """The mark of a message that the handler cannot process: poison, or `delayed`, to be sent to a retry topic."""
 
     error: Exception
     delayed: bool
@@ -84,7 +81,7 @@ class PolledBatch:
         return index < len(self) and self._set_aside[index].delayed is delayed
 
     def good(self) -> Sequence[int]:
-        """Return the indexes of the messages that are not marked."""
+        """Return the indexes of the messages that are not marked, which the handler can process as far as is known."""
         if not self._set_aside:
             return range(len(self))
         return [index for index in range(len(self)) if index not in self._set_aside]

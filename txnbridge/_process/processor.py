@@ -485,7 +485,7 @@ class Processor(ConnectionUser):
         self._inputs.take_back(failed)
 
     def _is_handled(self, error: BaseException, progress: bool) -> bool:
-        """Return whether a failed pass ends here: in a stop, or because it has committed a part of its messages.
+        """Return whether a failed pass needs no retry: a stop was asked for, or a part of its messages is committed.
 
         The next pass begins after that part. It is not a repetition of this one, so it is not made to wait: otherwise
         the waits would grow for a handler that fails now and then, although its group advances.
@@ -553,7 +553,7 @@ class Processor(ConnectionUser):
             self._lag_at = time.monotonic()
 
     def _process(self, items: PolledBatch) -> None:
-        """Process a batch in order: in one transaction, or in several to find what to set aside or in time.
+        """Process a batch in order: in one transaction, or in several if messages are set aside or time is short.
 
         Raise `_TimeToPoll` if a part is processed, and the rest would take too long.
         """
@@ -575,7 +575,7 @@ class Processor(ConnectionUser):
                 raise _TimeToPoll
 
     def _transact(self, items: PolledBatch) -> int:
-        """Process messages from the first on in one transaction; return how many messages were acknowledged."""
+        """Process messages from the first on in one transaction; return how many messages it has acknowledged."""
         items = self._dead_letters.without_fatal_poison(items)
         in_a_row = 0
         if not self._failures:

@@ -1,4 +1,4 @@
-"""`Redrive`: sends dead letters back to the topics in which they were originally."""
+"""`Redrive`: sends dead letters back to the topics that the messages came from, to be processed once more."""
 
 from __future__ import annotations
 

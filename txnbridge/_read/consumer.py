@@ -39,8 +39,8 @@ def one_call(
 ) -> Callable[[Callable[Concatenate[_Kind, _Parameters], _Result]], Callable[Concatenate[_Kind, _Parameters], _Result]]:
     """Decorate a method that is a call on a consumer, with the call's name for error texts.
 
-    It is refused while another call runs. An exception of another library, as of a signal handler, closes the consumer:
-    its messages may have been taken from the broker and not returned.
+    A call is refused while another one runs. An exception of another library, as of a signal handler, closes the
+    consumer: its messages may have been taken from the broker and not returned.
     """
 
     def decorate(
@@ -132,7 +132,7 @@ class Consumer(ConnectionUser):
         return self._hand_out(max_messages)
 
     def _received(self) -> None:
-        """Note that the program has the messages of the last call; takes no lock."""
+        """Note that the program has the messages that the last `_poll` returned; takes no lock."""
         self._deliveries.on_the_way = None
 
     @one_call("poll")
@@ -192,7 +192,7 @@ class Consumer(ConnectionUser):
         return self._hand_out(1)
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
-        """Poll the reader unless a message (with `full`, `most` messages) is ready for the program."""
+        """Get messages from the broker's reader, unless one is ready already (with `full`: unless `most` are)."""
         _check_limits(most, timeout)
         most = min(most, self._connection.timing.unacked_messages)
         self._settle(timeout)
@@ -392,7 +392,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Ask for unknown outcomes of transactions, for `timeout` seconds at most; redeliver messages that are back."""
+        """Look up unknown outcomes of transactions, for `timeout` seconds at most; then redeliver what has to be."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))
@@ -421,7 +421,7 @@ class Consumer(ConnectionUser):
             self._deliveries.found(transaction, outcome)
 
     def _begin(self, call: str) -> None:
-        """Raise an error if the consumer cannot be used (any more), and take back messages that no task has received.
+        """Raise an error if the consumer cannot be used now, and take back messages that no task has received.
 
         The caller must hold `_guard`; `call` is the caller's name for error texts.
         """
@@ -462,7 +462,7 @@ class RawConsumer(Consumer):
         self._fetch(len(self._deliveries.fetched()) + 1, 0.0, full=True)
 
     def take_back(self) -> list[Assignment]:
-        """Mark all messages for redelivery that were handed out and not acknowledged; return their assignments."""
+        """Have the messages delivered again that were handed out and not acknowledged; return their assignments."""
         return self._deliveries.take_back()
 
     def group_lag(self, timeout: float) -> int | None:

@@ -59,7 +59,7 @@ class Holder(Protocol):
 
 
 class Assignment:
-    """One assignment of a partition to a consumer, with its messages that are out, held or back."""
+    """The time in which a partition belongs to a consumer, and the unfinished messages delivered in it."""
 
     __slots__ = ("_fresh", "_out", "_passed_over", "back", "context", "deliveries", "ended", "held", "partition")
 
@@ -82,7 +82,7 @@ class Assignment:
 
     @property
     def out(self) -> dict[Position, None]:
-        """The positions of messages that are out, in the order of their delivery."""
+        """The positions of messages that the program has and has not acknowledged, in the order of their delivery."""
         for positions in self._fresh:
             self._out.update(dict.fromkeys(positions))
         self._fresh.clear()
@@ -115,7 +115,7 @@ class Assignment:
             self.out.pop(position, None)
 
     def go_back(self) -> None:
-        """Mark all messages that are out as back: the reader re-reads everything after the first one that is back."""
+        """Mark the messages that the program has for redelivery: the reader reads again from the first of them on."""
         self.take_back(list(self.out))
         first = min(self.back)
         for positions in self.held.values():
@@ -126,13 +126,13 @@ class Assignment:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Return these messages without those that the reader reads again although a transaction holds or held them."""
+        """Return these messages without those that are read once more although a transaction acknowledges them."""
         if not self._passed_over:
             return messages
         return [message for message in messages if not self._passed_over.get(message.position)]
 
     def has_come_to(self, last: Position) -> None:
-        """Note that the reader has passed the position `last`: held messages before it are not fetched once more."""
+        """Note that the reader has passed a position: acknowledged messages before it are not fetched once more."""
         self._passed_over = {position: over for position, over in self._passed_over.items() if position > last}
 
     def forget(self) -> None:
@@ -191,7 +191,7 @@ class Deliveries:
         return min(room, wanted)
 
     def fetch(self, messages: list[Message]) -> None:
-        """Add messages of the reader to the fetched ones, except those that a transaction holds."""
+        """Add messages of the reader to the fetched ones, except those that a transaction acknowledges already."""
         with self.lock:
             self._most += len(messages)
             passed: dict[Assignment, Position] = {}
@@ -211,7 +211,7 @@ class Deliveries:
         return self._fetched
 
     def hand_out(self, most: int) -> list[Message]:
-        """Return the first `most` fetched messages for the program, and mark them as out.
+        """Return the first `most` fetched messages for the program, which may acknowledge them from now on.
 
         They stay in `on_the_way` until the caller sets this attribute to None. If it does not, because its task was
         cancelled, the next call returns the messages again.
@@ -263,7 +263,7 @@ class Deliveries:
         self.set_aside(dict.fromkeys(partitions, ()))
 
     def set_aside(self, since: Mapping[Partition, Position]) -> None:
-        """Set the fetched messages aside that are at or behind the given positions of their partitions."""
+        """Keep fetched messages from the program: in these partitions, those from the given position on."""
 
         def is_chosen(message: Message) -> bool:
             at = since.get((message.topic, message.partition))
@@ -274,7 +274,7 @@ class Deliveries:
             self._fetched = [m for m in self._fetched if not is_chosen(m)]
 
     def first_set_aside(self) -> dict[Partition, Message]:
-        """Return, for each partition of which messages were set aside, the first of them."""
+        """Return, for each partition with messages that `set_aside` keeps from the program, the first of them."""
         return {(m.topic, m.partition): m for m in reversed(self._set_aside)}
 
     def resume(self, partitions: Iterable[Partition]) -> None:
@@ -358,7 +358,7 @@ class Deliveries:
             return [assignment for assignment in self.assignments.values() if assignment.back]
 
     def give_back(self, messages: Iterable[Message]) -> dict[Assignment, list[Position]]:
-        """Mark the messages of a `nack` as back; return the positions that the reader has to deliver again.
+        """Mark the messages of a `nack` for redelivery; return the positions that the reader has to deliver again.
 
         Raise `InvalidState` unless this consumer has delivered all of them and none is acknowledged or given back.
         """
@@ -403,7 +403,7 @@ class Deliveries:
     def going_back(self) -> dict[Assignment, list[Position]]:
         """Return, for each assignment, the positions that the reader has to deliver again.
 
-        The messages there stay in the state back until `gone_back` is called. On an ordered partition the reader reads
+        The messages there cannot be acknowledged until `gone_back` is called. On an ordered partition the reader reads
         all messages after the first of these positions again, in order.
         """
         if not self._any_back:
@@ -471,10 +471,10 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 def hold(
     transaction: Holder, connection: Connection, messages: Sequence[Message], up_to: bool
 ) -> list[tuple[object, dict[Partition, list[Position]]]]:
-    """Check that a transaction of this connection may acknowledge these messages, and hold them for this transaction.
+    """Check that a transaction may acknowledge these messages, and let no other one do so before its end.
 
     Return pairs of a reader's `ack_context()` and the positions delivered under it, for `Writer.ack`. If a check fails,
-    raise its error before any message is held.
+    raise its error before any message is changed.
     """
     wanted: dict[Assignment, list[Position]] = {}
     for _, run in groupby(messages, _source_of):  # in runs of one assignment, because there may be a million messages
@@ -511,8 +511,8 @@ def _check(
 ) -> object:
     """Check that the transaction may acknowledge the wanted positions of one consumer; return this consumer.
 
-    With `up_to`, first add all earlier positions of the partition that are out. Raise `Conflict` if an assignment has
-    ended, `InvalidState` if a position cannot be acknowledged.
+    With `up_to`, first add all earlier positions of the partition that the program has. Raise `Conflict` if an
+    assignment has ended, `InvalidState` if a position cannot be acknowledged.
     """
     consumer = deliveries.consumer()
     for assignment in wanted:

@@ -29,7 +29,7 @@ class ClosableConsumer(Protocol):
 
 
 class Consumers:
-    """The open consumers of a bridge, and the bridge's objects by which they learn outcomes of transactions."""
+    """A bridge's open consumers, which are closed with the bridge, and its objects that look outcomes up for them."""
 
     def __init__(self, connection: Connection, outcomes: Outcomes, writers: Writers) -> None:
         self.connection = connection
@@ -58,10 +58,7 @@ class Consumers:
         weakref.finalize(self, self._dropped.put, None).atexit = False
 
     def drop(self, reader: Reader) -> None:
-        """Have a thread close the reader of a garbage-collected consumer.
-
-        The garbage collector calls this, so it takes no lock.
-        """
+        """Have a thread close a garbage-collected consumer's reader. The collector calls this, so it takes no lock."""
         self._dropped.put(reader)
 
     def close_reader(self, reader: Reader, deadline: Deadline) -> None:

@@ -94,7 +94,7 @@ class GroupCommit:
         self._taken_at: dict[tuple[str, int | None], float] = {}  # when a writer took a message for a topic's partition
 
     def take(self, parameters: Begin) -> TakenWriter:
-        """Return a gathered transaction, or take a writer if few transactions are open."""
+        """Return a new transaction's writer: one that gathers messages, or a broker's if few are open."""
         self.writers.clear_abandoned()
         transactions = self.writers.open_transactions
         try:
@@ -107,7 +107,7 @@ class GroupCommit:
             raise
 
     def gather(self, parameters: Begin) -> Member | None:
-        """Return a gathered transaction if that needs memory only, and few others are open; otherwise None."""
+        """Return a writer that gathers messages, if that needs memory only and few transactions are open; else None."""
         transactions = self.writers.open_transactions
         if self.writers.has_abandoned or len(transactions) < self._beyond:
             return None
@@ -119,13 +119,13 @@ class GroupCommit:
             raise
 
     def close(self) -> None:
-        """Ask the thread to end after the batches of members that have joined."""
+        """Ask the committing thread to end, after the batches of transactions that wait for their commit."""
         self._joined.put(None)
 
     # --- topics ---------------------------------------------------------------------------------------------------
 
     def takes(self, topic: str, partition: int | None) -> bool:
-        """Return whether a writer has taken a message for this topic and partition lately."""
+        """Return whether a writer has sent to this topic and partition lately: then messages for it can be gathered."""
         return time.monotonic() - self._taken_at.get((topic, partition), 0.0) < _TOPIC_SECONDS
 
     def note(self, places: Iterable[tuple[str, int | None]]) -> None:
@@ -141,7 +141,7 @@ class GroupCommit:
         return not self._role
 
     def join(self, member: Member) -> None:
-        """Make a transaction a member of the next batch; start the thread if there is none."""
+        """Let a transaction be committed with the next batch; start the thread that commits if there is none."""
         self._joined.put(member)
         if self._role:
             # The new thread takes the role itself: a signal handler's exception may end this call at any point.
@@ -153,7 +153,7 @@ class GroupCommit:
             ).start()
 
     def commit_batch(self, first: Member) -> None:
-        """Commit a batch that begins with the member `first`, and tell its members the outcome."""
+        """Commit the waiting transactions from `first` on in one transaction of the broker; tell them the outcome."""
         members: list[Member] = []
         shared: SharedTransaction | None = None
         error: BaseException | None = None
@@ -188,7 +188,7 @@ class GroupCommit:
                 member.end(shared, error)
 
     def _gather(self, first: Member, members: list[Member]) -> None:
-        """Add members that have joined, in their order, while there is room for another one."""
+        """Add transactions that wait for their commit to a batch, in their order, while there is room."""
         messages, size = self._batch_messages, self._batch_bytes
         member: Member | None = first
         with suppress(Empty):
@@ -215,7 +215,7 @@ class GroupCommit:
 
 
 def _commit_batches(reference: weakref.ref[GroupCommit], joined: SimpleQueue[Member | None], role: list[None]) -> None:
-    """Commit batches until the bridge is closed or idle, unless another thread does."""
+    """Commit batches until the bridge is closed or idle, unless another thread does that already."""
     while True:
         try:
             role.pop()
@@ -268,7 +268,7 @@ class SharedTransaction(Transaction):
         return self._events.step("group.commit", self.id, members=self._members)
 
     def _settle(self, error: errors.OutcomeUnknown) -> None:
-        """Leave an unknown outcome to the members: each asks for it by its own deadline, and no batch waits."""
+        """Leave an unknown outcome to the batch's members: each asks by its own deadline, and no batch waits."""
         self._end_unknown()
         raise error
 
@@ -293,7 +293,10 @@ class _Quick(dict[Any, Callable[..., object]]):
 
 
 class Member(TakenWriter, Writer):
-    """A gathered transaction, as the writer that is lent to it. `writer` is None until its promotion."""
+    """The writer of a transaction that shares its commit with others: it gathers the messages in memory.
+
+    `writer`, a writer at the broker, is None until the transaction needs one of its own (it is promoted).
+    """
 
     def __init__(self, group: GroupCommit, parameters: Begin) -> None:
         super().__init__(group.writers, parameters, None)
@@ -400,7 +403,7 @@ class Member(TakenWriter, Writer):
         pass
 
     def _promoted(self) -> Writer:
-        """Return the transaction's own writer. Take it and send the messages from memory if there is none yet."""
+        """Return the transaction's own writer at the broker; first take one and send what is in memory, if needed."""
         if self.writer is not None:
             return self.writer
         try:
@@ -431,10 +434,10 @@ class Member(TakenWriter, Writer):
     # --- as the writer taken by a transaction -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Send no request: the transaction begins at the broker with its batch, or when it is promoted."""
+        """Send no request: the transaction begins at the broker with its batch, or when it gets its own writer."""
 
     def commit(self, deadline: Deadline) -> None:
-        """Commit the transaction in a batch; alone if it is promoted, or if the shared transaction was aborted."""
+        """Commit the transaction in a batch; alone if it has its own writer, or if the batch was aborted."""
         if self.writer is None:
             if deadline.expired and not self._joined:
                 raise errors.TransactionTimedOut(
@@ -511,7 +514,7 @@ class Member(TakenWriter, Writer):
         return self._claimed_by.setdefault(None, claimant) is claimant
 
     def end(self, shared: SharedTransaction | None, error: BaseException | None) -> None:
-        """Note the end of the batch, and wake the member's thread."""
+        """Note how the transaction's batch has ended: in a shared transaction, or by an error; wake its thread."""
         self._shared, self._error = shared, error
         if shared is not None and shared.in_doubt:
             self.token = shared.token

@@ -1,4 +1,4 @@
-"""`Outcomes`: makes the tokens of transactions, ends transactions by token, and finds outcomes by token."""
+"""`Outcomes`: makes tokens, which name transactions for any process; by them ends transactions and finds outcomes."""
 
 from __future__ import annotations
 

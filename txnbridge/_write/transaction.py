@@ -175,7 +175,7 @@ class Transaction(ConnectionUser):
 
     @property
     def _has_writer(self) -> bool:
-        """Whether the transaction has a writer; the calls of a gathered one may wait for a writer."""
+        """Whether the transaction has a writer of its own at the broker; else its calls may wait for one."""
         return self._taken.writer is not None
 
     # --- sending --------------------------------------------------------------------------------------------------
@@ -507,7 +507,7 @@ class Transaction(ConnectionUser):
             self._end(State.COMMITTED)
 
     def _commit_step(self) -> AbstractContextManager[object]:
-        """Return the event step of the commit."""
+        """Return the context manager that emits the events before and after the commit."""
         return self._events.step("commit", self.id)
 
     def _settle(self, error: errors.OutcomeUnknown) -> None:
@@ -585,7 +585,7 @@ class Transaction(ConnectionUser):
     # --- guards ---------------------------------------------------------------------------------------------------
 
     def _take_turn(self, held: list[Any]) -> bool:
-        """Move the entry of `_turn` to `held`; return False if another call on the transaction has taken it.
+        """Take the right to call the transaction from `_turn` into `held`; return False if another call has it.
 
         A signal handler's exception may come behind any call, but not inside this move, which is one call for Python.
         So call this in a `try` whose `finally` moves the entry back.

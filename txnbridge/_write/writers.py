@@ -62,7 +62,7 @@ class Writers:
 
     @property
     def loses_answers(self) -> bool:
-        """Return whether the testing kit decides the outcome of the next commit."""
+        """Return whether the testing kit decides the outcome of the next commit (`next_commit`)."""
         return self.commit is not _commit
 
     def open(self, deadline: Deadline) -> None:
@@ -153,7 +153,7 @@ class Writers:
             taken.place.leave()
 
     def _leave_behind(self, taken: TakenWriter) -> None:
-        """Keep the writer of a garbage-collected transaction for `clear_abandoned`.
+        """Keep the writer of a garbage-collected transaction, for `clear_abandoned` to abort it.
 
         The garbage collector calls this, so it takes no lock.
         """
@@ -213,7 +213,7 @@ class TakenWriter:
 
     @property
     def interface(self) -> Writer:
-        """The writer that the transaction calls."""
+        """The writer whose methods the transaction calls: the broker's, or one that gathers messages first."""
         assert self.writer is not None
         return self.writer
 
@@ -224,7 +224,7 @@ class TakenWriter:
         self.open = True
 
     def keep(self, message: KeptMessage) -> bool:
-        """Take one message if that needs memory only; return whether it was taken."""
+        """Keep a message in memory until the commit, if the writer can; return whether it does."""
         return False
 
     def join_from_loop(self, on_end: Callable[[], object]) -> bool:

@@ -96,7 +96,7 @@ class Bridge(ClosedByBlock):
 
     @property
     def sync(self) -> txnbridge.Bridge:
-        """The bridge below, with the synchronous interface, for threads: its calls would stop an event loop."""
+        """The synchronous bridge below this one, for other threads: its calls would block an event loop."""
         return self._sync
 
     @property
@@ -185,7 +185,7 @@ class Bridge(ClosedByBlock):
         return Transaction(sync, self._waiting)
 
     async def _begun(self, gathered: txnbridge.Transaction) -> Transaction:
-        """Return a gathered transaction, unless the task is cancelled."""
+        """Return a transaction whose messages wait in memory, unless the task is cancelled."""
         try:
             await anyio.lowlevel.checkpoint()
         except BaseException:

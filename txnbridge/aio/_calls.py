@@ -239,7 +239,7 @@ class OneCall:
 
     @contextmanager
     def others_refused(self, call: Call[Any]) -> Iterator[None]:
-        """Do on the event loop what `call` would do; a call that this leaves behind comes before later ones."""
+        """During the block, which does the work of `call` on the event loop, refuse other tasks' calls."""
         self._called = True
         previous, self._last = self._last, call
         try:

@@ -79,7 +79,7 @@ class LoopService:
         await self._open()
 
     async def _serve(self, until_idle: bool, ended: anyio.Event) -> None:
-        """Work in a thread. A cancellation reaches neither this nor the functions of the application."""
+        """Work in a thread; a cancellation of the task ends neither the work nor the functions of the application."""
         with CancelScope(shield=True):
             async with self._functions:
                 try:

@@ -184,7 +184,7 @@ class WorkerSupervisor:
 
 
 class Worker:
-    """One process of the application, and its successors."""
+    """One worker of an application: its present process, and those that are started after it."""
 
     def __init__(self, command: Sequence[str], number: int, measure: bool, alone: bool) -> None:
         self.number = number

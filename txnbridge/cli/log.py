@@ -1,4 +1,4 @@
-"""The command `txnbridge log renew`, which renews a decision log that has lost records."""
+"""The command `txnbridge log renew`, which begins a decision log anew that has lost records."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def commits_each_statement(connection: sa.Connection) -> bool:
 
 
 def require_suitable(connection: sa.Connection, what: str, table: sa.Table, name: str, **row: object) -> None:
-    """Raise `InvalidOption` if the engine commits each statement (isolation level AUTOCOMMIT), or confuses names.
+    """Raise `InvalidOption` if the engine commits each statement (AUTOCOMMIT), or takes different names for equal.
 
     The trial is a row for `table`, with a random text in the column `name`, that is rolled back.
     """

@@ -84,7 +84,7 @@ _r = _rows.c
 
 
 class BarrierTable:
-    """The barrier rows of one group in one database.
+    """Reads and writes the barrier rows of one group: COMMIT or ABORT of a database transaction with messages.
 
     The group's half messages have the name of the group and the database's id, so that nobody looks for their rows in
     another database, and nobody asks a `check` about them.

@@ -177,7 +177,7 @@ class DatabaseTransactions:
         return self._connection.broker.admin.topic_ids(self._topics, deadline)
 
     def _check_topics(self, assigned: Mapping[Any, str], deadline: Deadline) -> None:
-        """Raise `TransactionAborted` if a topic was made anew since the last look, or since an assignment began.
+        """Raise `TransactionAborted` if a topic was created again since the last look, or since an assignment began.
 
         This batch may then be from the old topic, or from an assignment that reads on in the new topic at a
         position of the old one. `assigned` has the topics of the batch's assignments.
@@ -228,7 +228,7 @@ class DatabaseTransactions:
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def lend(self, handler: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
-        """Return a handler that is called with a `DatabaseTransaction`, and calls `handler` with its connection."""
+        """Return a handler for a `DatabaseTransaction`, which calls `handler` with the transaction's connection."""
 
         def call(given: Any, txn: DatabaseTransaction) -> object:
             try:
@@ -277,7 +277,7 @@ class DatabaseTransactions:
     # --- acknowledgements ---------------------------------------------------------------------------------------------
 
     def acknowledge_later(self, messages: Sequence[Message], timeout: float) -> None:
-        """Acknowledge processed messages with those before them, at once if the last time was long enough ago."""
+        """Note processed messages, and acknowledge all that were noted, if the last time was long enough ago."""
         self._processed += messages
         if time.monotonic() >= self._acknowledge_at:
             self.acknowledge(timeout)

@@ -73,7 +73,7 @@ def _clusters(schema: str | None) -> sa.Table:
 
 
 class OutboxState(NamedTuple):
-    """The row of an outbox's state table."""
+    """The state of an outbox, a row of a table: the batch that is being published, its token, and the working relay."""
 
     version: int
     relay: str | None
@@ -234,7 +234,7 @@ class OutboxStore:
         return True
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
-        """Let the rows of an aborted batch be read again."""
+        """Forget the stored batch, whose transaction was aborted, so that its rows are read again."""
 
         def change(connection: sa.Connection) -> None:
             self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None)
@@ -242,7 +242,7 @@ class OutboxStore:
         self._database.ask(f"withdrawing a batch of {self._what}", change, deadline)
 
     def park(self, version: int, row: int, reason: str, relay: str, deadline: Deadline) -> bool:
-        """Set a row aside, unless the state has changed since `version`. Return whether it is set aside."""
+        """Park a refused row, unless the outbox's state has changed since `version`; return whether it is parked."""
 
         def change(connection: sa.Connection) -> bool:
             same = self._state.c.version == version
@@ -255,7 +255,7 @@ class OutboxStore:
         return self._database.change(f"parking a row of {self._what}", change, deadline)
 
     def leave(self, relay: str, deadline: Deadline) -> None:
-        """Let another relay take over at once."""
+        """Give up this relay's turn to publish, so that another relay need not wait before it takes over."""
 
         def change(connection: sa.Connection) -> None:
             self._set_state(connection, self._state.c.relay == relay, None)
@@ -301,7 +301,7 @@ class OutboxStore:
         return connection.execute(changed.values(**values)).rowcount == 1
 
     def _within(self, batch: str) -> Iterable[sa.ColumnElement[bool]]:
-        """Return conditions that together choose the rows of a batch."""
+        """Return the conditions that choose the rows of a batch, whose ids the text `batch` has as ranges."""
         ranges = _parsed(batch)
         for at in range(0, len(ranges), _RANGES):
             yield sa.or_(*(self._rows.c.id.between(*each) for each in ranges[at : at + _RANGES]))

@@ -1,0 +1,1 @@
+"""For administrators: topics, groups, open transactions, and the doctor's checks."""

@@ -76,7 +76,7 @@ class _WalWatch:
             self._poll.register(self._descriptor, select.POLLIN)
 
     def is_written_within(self, seconds: float) -> bool:
-        """Wait for a write to the file, and return whether there was one. A blind watch only waits, briefly."""
+        """Wait for a write to the file, and return whether there was one; without inotify only wait, briefly."""
         if self.blind:
             time.sleep(min(seconds, _BLIND_PAUSE))
             return False

@@ -18,7 +18,8 @@ class Bounds:
     """The readable range of a partition: from `kept`, the first offset that retention has not removed, to `end`.
 
     `end` is the last stable offset: that of the first undecided message, or of the next message. `blocked_by` is the
-    number of the undecided transaction at `end`. `position` and `rewinds` are from the group's row in `positions`.
+    number of the undecided transaction at `end`. `position` (the group's next offset) and `rewinds` (how many aborts
+    have given messages back to it) are from the group's row in `positions`.
     """
 
     id: int

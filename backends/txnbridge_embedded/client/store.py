@@ -60,7 +60,7 @@ class CommitUnclear(errors.StorageFailed):
 
 
 class FileConnection(sqlite3.Connection):
-    """A SQLite connection, with a lock for the queue of writers. It is used by one thread at a time.
+    """A SQLite connection for one thread at a time, which waits in the queue of the file's writers by a lock.
 
     Any thread may call `close`. SQLite crashes if a connection is closed in use, so `leave` closes it then.
     """
@@ -115,7 +115,7 @@ def now_ms() -> int:
 
 
 class Store:
-    """The broker's file, opened by one bridge. Any thread may use it, with a `FileConnection` of its own."""
+    """The broker's file, opened by one bridge. Any thread may use it, each with a `FileConnection` of its own."""
 
     def __init__(self, path: Path, *, durable: bool, max_bytes: int | None, create_topics: int, timing: Timing) -> None:
         self.timing = timing

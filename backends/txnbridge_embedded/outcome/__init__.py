@@ -1,0 +1,1 @@
+"""Ends of transactions whose messages are in the file, undecided."""

@@ -98,7 +98,7 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 def abort_open(
     store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline, events: Emitter
 ) -> None:
-    """Abort a transaction that has messages in the file, and is not prepared."""
+    """Abort a transaction, not a prepared one, of which the file has messages already."""
     with (
         events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),

@@ -32,7 +32,7 @@ SHORT_CALL_SECONDS = 10.0
 
 
 class PollingReader(Reader):
-    """The base class of all readers. One thread at a time."""
+    """The base class of all readers: polls the file for changes, and hands out messages. One thread at a time."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class PollingReader(Reader):
             return bool(overdue) and not overdue.isdisjoint({*self._reserving(), *(b.blocked_by for b in bounds)})
 
     def _reserving(self) -> Iterable[int]:
-        """Return the numbers of prepared transactions that have reserved messages of this reader's group."""
+        """Return the numbers of the prepared transactions that have acknowledged messages of this reader's group."""
         return ()
 
     def _read_messages(self, limit: int, deadline: Deadline) -> list[Message]:
@@ -272,7 +272,7 @@ class PollingReader(Reader):
     def _writing(
         self, step: str, deadline: Deadline, connection: FileConnection | None = None
     ) -> Iterator[FileConnection]:
-        """Run a block in a write transaction of the file, between the events of the step `step:{step}`."""
+        """Run a block in a write transaction of the file, and emit events with the name `step:{step}` around it."""
         with (
             self._events.step(f"step:{step}", None, group=self._subscription.group),
             self._store.writing(connection or self._connection, deadline, step) as writing,

@@ -21,7 +21,7 @@ _MOST_NAMED = 8  # a log line names no more partitions
 
 
 class GroupReader(PollingReader):
-    """The base class of a group's members: membership, lag, and the context of acknowledgements."""
+    """The base class of a group's members: membership, lag, and the context that acknowledgements need."""
 
     def _open(self, deadline: Deadline) -> None:
         self._lease_ms = int(self._settings.lease_seconds * 1000)

@@ -42,7 +42,7 @@ class GroupSnapshot:
 
 
 class OrderedReader(GroupReader):
-    """A member of a group with `sharing="partition"`."""
+    """A member of a group with `sharing="partition"`: each partition has one member, which reads it in order."""
 
     def _open(self, deadline: Deadline) -> None:
         self._generation = -1

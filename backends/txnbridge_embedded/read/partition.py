@@ -26,7 +26,7 @@ Found = TypeVar("Found", bound=Message | MessageColumns)
 
 
 class Cursor:
-    """A reader's position in one partition, with the offsets that are to be skipped or to be delivered again."""
+    """A reader's position in a partition, with the offsets that it has to skip or to deliver again."""
 
     def __init__(self, bounds: Bounds, next: int, owner: str, epoch: int = 0) -> None:
         self.id = bounds.id

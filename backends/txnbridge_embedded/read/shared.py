@@ -25,7 +25,7 @@ Leased = dict[int, int]  # offsets with their delivery counts
 
 
 class SharedReader(GroupReader):
-    """A member of a group with `sharing="message"`."""
+    """A member of a group with `sharing="message"`: members lease single messages of the same partitions."""
 
     def _open(self, deadline: Deadline) -> None:
         self._leased: dict[Cursor, Leased] = {}  # messages that are leased to this member, and not read yet

@@ -40,7 +40,7 @@ def apply_acks(
     positions: Mapping[Partition, Sequence[Position]],
     number: int | None = None,
 ) -> None:
-    """Acknowledge messages, or reserve them until the decision of the prepared transaction with this `number`.
+    """Acknowledge messages; for a prepared transaction (its `number`) only reserve them until its end.
 
     Raise `Conflict` if the assignment or the lease under which a message was delivered has ended, or if another member
     or transaction has acknowledged or reserved the message.

@@ -1,4 +1,4 @@
-"""The owner of a transactional id, and each writer's row in the table `writers`, which proves its last commit."""
+"""The owner of a transactional id, which has opened it last, and the rows that prove writers' last commits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txnbridge_embedded.outcome import outcome
 
 
 class Owner:
-    """The owner of a transactional id.
+    """The process that has opened a transactional id; a newer owner raises the id's `epoch` in the file.
 
     `epoch` is None for an id that the bridge generated, because no other process opens such an id.
     """

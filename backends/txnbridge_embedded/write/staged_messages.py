@@ -24,7 +24,7 @@ _MARKS_KEPT = 16  # the marks within a topic's retention size: a partition may e
 
 
 class Rows:
-    """The staged messages for one partition, as a list for each column. A column that no message uses is None."""
+    """The messages in memory for one partition, as a list for each column. A column that no message uses is None."""
 
     __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
 
@@ -246,7 +246,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Store a mark for retention: an offset, its time, and the number of bytes before it.
+    """Store a mark, by which retention finds old messages: an offset, its time, and the number of bytes before it.
 
     No mark is stored if the last mark is recent and few bytes were added since.
     """

@@ -96,7 +96,7 @@ class EmbeddedWriter(Writer):
         return self._outgoing.count
 
     def flush(self, deadline: Deadline) -> None:
-        """Store the messages in memory in the file, undecided."""
+        """Store the messages in memory in the file, where no reader sees them before the transaction is committed."""
         if self._outgoing.bytes:
             self._store_part(deadline)
 
@@ -118,7 +118,7 @@ class EmbeddedWriter(Writer):
         self._store_part(self._begin.deadline)
 
     def _store_part(self, deadline: Deadline) -> None:
-        """Store the messages in memory in the file, undecided, and remove them from memory."""
+        """Move the messages from memory into the file, undecided: no reader sees them before the commit."""
         rows = self._outgoing.take()
         try:
             with (
@@ -138,7 +138,7 @@ class EmbeddedWriter(Writer):
     # --- inside a write transaction --------------------------------------------------------------------------------
 
     def _check_storable(self) -> None:
-        """Raise an error if the transaction must not be stored: after a failure, its deadline, or a takeover."""
+        """Raise an error if the transaction must not be stored: it has failed or is late, or the id has a new owner."""
         if self._failed:
             raise errors.DeliveryFailed(f"part of transaction {self._begin.transaction} could not be stored")
         self._owner.check(self._connection)

@@ -24,7 +24,7 @@ UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticErro
 
 
 class AttemptError(Exception):
-    """An attempt failed, and another one may succeed."""
+    """One attempt at a request failed, and the next one may succeed."""
 
 
 class NotConnectedError(AttemptError):
@@ -36,7 +36,7 @@ class NotConnectedError(AttemptError):
 
 
 class NoAnswerError(AttemptError):
-    """The time for an attempt passed."""
+    """The broker did not answer a request in the time for one attempt."""
 
 
 class LoginRefusedError(Exception):
@@ -48,14 +48,14 @@ class LoginRefusedError(Exception):
 
 
 class TooOldError(Exception):
-    """The broker does not support a request in a version that is known here."""
+    """The broker does not support any version of a request that this client can send."""
 
 
 class Connection:
     """A connection to a broker: encrypted and logged in, as the settings say. One thread at a time uses it.
 
-    `until` is a time by time.monotonic() in each method. Resolving a host name and fetching an OAuth token can last
-    longer.
+    `until` is the deadline of each method, by time.monotonic(). Resolving a host name and fetching an OAuth token can
+    last longer.
     """
 
     def __init__(self, host: str, port: int, access: Access, until: float) -> None:
@@ -100,7 +100,7 @@ class Connection:
 
     @property
     def usable(self) -> bool:
-        """Return whether the broker has not closed the connection, as far as this side knows, nor the login ended."""
+        """Return whether the broker has not closed the connection, as far as is known, and the login is still valid."""
         if self._socket.fileno() < 0 or time.monotonic() > self._login_ends:
             return False
         poll = select.poll()

@@ -26,7 +26,7 @@ LONGEST_ATTEMPT = 5.0
 
 
 class Connections:
-    """A connection to each broker that was asked so far. One thread at a time runs an attempt with them."""
+    """Connections to the brokers of a cluster, one for each that was asked so far. One thread at a time uses them."""
 
     bootstrap_node = -1  # the server in the URL
 
@@ -141,7 +141,7 @@ class Connections:
         return max((each.max_version_level for each in levels if each.name == "transaction.version"), default=0)
 
     def bumps_epochs(self, node: int) -> bool:
-        """Return whether a node accepts EndTxn version 5. The level is cached: older versions stay valid."""
+        """Return whether a broker (a node) accepts EndTxn version 5. The level is cached: older versions stay valid."""
         if node not in self._levels:
             self._levels[node] = self.transaction_version(node)
         return self._levels[node] >= EPOCH_BUMPS  # brokers support EndTxn 5 only from this level on

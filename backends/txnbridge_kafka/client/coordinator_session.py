@@ -70,7 +70,7 @@ class CoordinatorSession:
         return messages.transaction_description(each)
 
     def close(self) -> None:
-        """Give the connection back to the `RequestRunner`, for other requests. Safe to repeat."""
+        """Give the connection back to the pool of the `RequestRunner`, for other requests. Safe to repeat."""
         connections, self._connections = self._connections, None
         if connections is not None:
             self._give_back(connections)

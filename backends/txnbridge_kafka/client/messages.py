@@ -1,4 +1,4 @@
-"""Requests built from the core's types, and answers converted to the types in `protocol_types`."""
+"""The requests and answers of Kafka's protocol: built from, and converted to, the types of txnbridge."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class TransactionDescription:
 
 @dataclass(frozen=True)
 class EndTxnResult:
-    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer id and epoch afterwards.
+    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer's id and epoch afterwards.
 
     `only_once` is true if the request was sent once, so that no other copy can still be carried out.
     """

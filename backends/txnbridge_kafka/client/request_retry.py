@@ -33,7 +33,7 @@ _MOST_IDLE = 4
 
 
 class RequestRunner:
-    """Sends requests for any number of threads. Each request uses a `Connections` of its own, from a pool."""
+    """Runs requests for any number of threads, and repeats them. Each uses connections that no other one uses."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
@@ -104,7 +104,7 @@ class RequestRunner:
     def _once(self, attempt: Callable[[Connections], T], seconds: float) -> T:
         """Make one attempt, and return its result.
 
-        After an answer the connections return to the pool, except those that a `CoordinatorSession` now uses.
+        After an answer the connections return to the pool, except one that a `CoordinatorSession` keeps.
         """
         connections = self._take()
         kept = lent = False

@@ -1,4 +1,4 @@
-"""`SharedProducer`: a producer of several threads, each of which waits until its own record is stored."""
+"""`SharedProducer`: a client's producer that several threads use at once; each waits until its own record is stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Report = tuple[KafkaError | None, int]
 
 
 class _Sent:
-    """A record that was sent. `wake` is set once it has a report, or once its thread has to poll for all."""
+    """A sent record. `wake` is set when it is stored or refused, or when its thread has to poll for all threads."""
 
     def __init__(self) -> None:
         self.report: Report | None = None

@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Api:
-    """A kind of request: the versions of it that are used here, its fields, and those of its answers."""
+    """A kind of request, such as EndTxn: its versions that are used here, its fields, and those of its answers."""
 
     name: str
     key: int

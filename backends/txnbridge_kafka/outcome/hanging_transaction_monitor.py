@@ -28,7 +28,7 @@ _SHARE = 0.01  # the largest share of the time that checks take
 
 
 class HangingTransactionMonitor:
-    """Checks `cluster.watched_partitions` on a background thread, from `start` to `close` or garbage collection."""
+    """Looks for hanging transactions in `cluster.watched_partitions`, and ends them, on a background thread."""
 
     def __init__(self, cluster: KafkaCluster) -> None:
         self._cluster = cluster
@@ -50,7 +50,7 @@ class HangingTransactionMonitor:
         self._ended.set()
 
     def check(self) -> bool:
-        """Write the missing markers of transactions that also hung in the last check. Return False to end checking."""
+        """Write the missing markers of transactions that the last check found hanging, too. Return False to end."""
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("wrote the missing control marker of the hanging transaction %s", written)

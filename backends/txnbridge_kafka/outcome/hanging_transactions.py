@@ -183,7 +183,7 @@ def write_missing_markers_of_owner(
     partitions: Sequence[Partition],
     deadline: Deadline,
 ) -> None:
-    """Write the missing markers of an id's earlier openings in these partitions, after this process opened the id.
+    """Write the missing markers of an id's earlier transactions in these partitions, after this process opened the id.
 
     `opened` and `previous` are the coordinator's descriptions after and before this process's opening. Raise
     `StorageFailed` if no record has a hanging transaction's outcome.
@@ -210,9 +210,9 @@ def _missing_markers(
     open_in: OpenPartitions,
     deadline: Deadline,
 ) -> dict[Partition, tuple[int, bool]]:
-    """Return the epoch and decision of each partition's missing marker, from the coordinator's log.
+    """Return, by partition, the epoch and the decision for its missing marker, from the topic __transaction_state.
 
-    If this user may not read that log, or the log has no decision of the epoch any more, the decision is taken from the
+    If this user may not read that topic, or it has no decision of the epoch any more, the decision is taken from the
     coordinator's description before the opening, or from the decision log. These two sources are wrong only if other
     programs write under this id: such a program may have had another transaction in the same epoch.
     """

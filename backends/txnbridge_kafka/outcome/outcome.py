@@ -1,4 +1,4 @@
-"""The end of prepared transactions, and the status of any transaction, by the coordinator or by recorded outcomes."""
+"""Commits and aborts prepared transactions, and finds the outcome of any: by its coordinator, or by earlier records."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _STATE_LOG_DENIED = (
 
 
 def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
-    """Return the status of a transaction that was not prepared, from its token's evidence `how`.
+    """Return the status of a transaction that was not prepared. `how` are the fields of its token.
 
     All transactions of one opening have the same producer id and epoch. A commit is requested only after every message
     is stored, so the coordinator's last transaction of that epoch is the token's transaction, and not the one before.
-    If a late copy of a request may have begun another transaction afterwards, the evidence also has the transaction's
+    If a late copy of a request may have begun another transaction afterwards, the token also has the transaction's
     start time (hazard H19).
     """
     if how.get("asked") is False:
@@ -63,7 +63,7 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
 
 
 def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, deadline: Deadline) -> Status:
-    """Return the status of a transaction whose id was fenced, for the administrator who fenced the id to end it."""
+    """Return how a transaction has ended, for an administrator who has fenced its id to end it."""
     return _status_from_state_log(cluster, last.id, last.pid, last.epoch, last.start, deadline)
 
 

@@ -1,7 +1,7 @@
-"""The topic __transaction_state, the log in which coordinators record the states of transactions.
+"""Reads the topic __transaction_state, in which coordinators record the states of all transactions.
 
-A coordinator itself describes only the last transaction of an id. The log has every decision with the partitions of its
-transaction, until compaction removes all but the id's last record.
+A coordinator itself describes only the last transaction of an id. The topic has every decision with the partitions of
+its transaction, until compaction removes all but the id's last record.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool |
 
 
 class NotRecordedYetError(Exception):
-    """Raised if the coordinator may not have recorded a transaction's outcome yet."""
+    """The coordinator may not have recorded a transaction's outcome yet: ask again."""
 
 
 def _records(cluster: KafkaCluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:

@@ -38,7 +38,7 @@ def translating_errors() -> Iterator[None]:
 
 
 class KafkaAssignment:
-    """One consumer of confluent-kafka with its assigned partitions. One thread at a time.
+    """The partitions that a reader has now, and confluent-kafka's consumer, which fetches them. One thread at a time.
 
     `errors` has the errors of callbacks, and the errors that the client returned in place of messages. The reader's
     polls raise them.

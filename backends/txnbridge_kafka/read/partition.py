@@ -64,7 +64,7 @@ class PartitionReadState(Enum):
 
 
 class KafkaPartition:
-    """One assignment of a partition to a reader. `next` is the next offset to hand out, None until it is known."""
+    """A reader's state for one assigned partition. `next` is the next offset to hand out, None until it is known."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
@@ -88,7 +88,7 @@ class KafkaPartition:
 
     @property
     def announced(self) -> bool:
-        """Return whether the listener knows of the partition's assignment."""
+        """Return whether the reader's listener was told that the partition is assigned to this reader."""
         return self.state is not PartitionReadState.ASSIGNED
 
     @property
@@ -104,14 +104,14 @@ class KafkaPartition:
         self.state = PartitionReadState.SEEKING
 
     def seek(self, request: SeekRequest) -> None:
-        """Set the partition's seek request: no message is handed out until the request is answered."""
+        """Set the seek request: no message is handed out until the offset to read next was looked up for it."""
         self.request = request
         self.since = request.since
         if self.announced:
             self.state = PartitionReadState.SEEKING
 
     def lose(self, why: str, at: int) -> None:
-        """Set the state LOST: no message is handed out until the user seeks."""
+        """Note that the offset `at` cannot be read: no message is handed out until the user seeks."""
         self.next = at
         self.state, self.why_lost = PartitionReadState.LOST, why
 

@@ -73,7 +73,7 @@ _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 
 
 class KafkaReader(Reader):
-    """One consumer of confluent-kafka. One thread at a time; look-ups of offsets run on a background thread."""
+    """Reads committed messages by one consumer of confluent-kafka. One thread at a time; look-ups use another."""
 
     def __init__(
         self,

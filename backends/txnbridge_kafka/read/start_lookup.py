@@ -26,7 +26,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class StartLookup:
-    """Answers the seek requests of a reader's partitions, and then lets the client fetch the partitions.
+    """Looks up, in the background, the offsets that a reader's partitions asked for, and lets the client fetch there.
 
     The requests to brokers run on another thread. One task runs at a time: a look-up, or the commit of first offsets.
     """
@@ -131,7 +131,7 @@ class StartLookup:
         self._task = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
 
     def apply(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
-        """Let the client fetch partitions from the offsets in `resolved`.
+        """Let the client fetch partitions from the offsets that a look-up has found, `resolved`.
 
         A partition without an offset there keeps its seek request.
         """
@@ -154,7 +154,7 @@ class StartLookup:
         self._assignment.start_fetching(ready)
 
     def request(self, requests: Mapping[KafkaPartition, SeekRequest]) -> None:
-        """Move partitions to the targets of seek requests.
+        """Let partitions be read at the targets of seeks.
 
         A reader without a group moves them at once if it knows that the topics' ids are unchanged. Otherwise the next
         poll first looks up the topics' ids, and the group's offsets: acknowledged messages are not read again.

@@ -33,7 +33,7 @@ class LostPosition:
 
 @dataclass(frozen=True)
 class ResolvedOffsets:
-    """The answers to seek requests.
+    """The offsets found by a look-up: where to read partitions next, and which positions are lost.
 
     The offsets in `to_commit` are committed for the group before a message is read from them.
     """
@@ -44,7 +44,7 @@ class ResolvedOffsets:
 
 
 class KafkaStartPositions:
-    """The start offsets of a reader without a group, by the `start` of its subscription."""
+    """Finds the offsets at which a reader without a group starts, by the `start` of its subscription."""
 
     def __init__(self, offsets: KafkaOffsets, subscription: Subscription) -> None:
         self._offsets = offsets
@@ -76,7 +76,7 @@ class KafkaStartPositions:
         return self._offsets.counts(self._subscription.topics, deadline)
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer seek requests. A partition that was added after the reader's start is read from its beginning."""
+        """Return the offsets for seek requests. A partition added after the reader's start is read from its begin."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
         added = self._offsets.begins([partition for partition in requests if partition not in targets], deadline)
@@ -107,7 +107,7 @@ class KafkaStartPositions:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
-        """Check offsets that brokers refused: return each if it is valid now, else a lost position."""
+        """Check offsets that the broker did not have: return each that is valid now, for any other a lost position."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
         return {
@@ -157,7 +157,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return f"the position of group {self._group!r}"
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer seek requests, except for partitions whose committed offset an open transaction may still change."""
+        """Answer seek requests, but for partitions whose committed offset an open transaction may still change."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
         if len(committed) < len(requests):

@@ -1,4 +1,4 @@
-"""The librdkafka settings that a user may set: for producers, for consumers, and for every client.
+"""The names of librdkafka's settings that a user may set: for producers, for consumers, and for every client.
 
 A consumer logs warnings about producers' settings, and a producer about consumers'. A name that is not listed here is
 passed to every client, and librdkafka accepts or refuses the name: a newer version may have more settings.

@@ -1,4 +1,4 @@
-"""Acknowledgements: a group's offsets, committed in a transaction with the group membership of the consumer."""
+"""Acknowledgements: a group's offsets, committed in a transaction as by the group's member that read the messages."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def failure(
 
 
 def _lost(error: KafkaError, text: str, deadline: Deadline) -> TxnBridgeError:
-    """Return the error for a transaction whose producer failed fatally, or was fenced without a newer owner."""
+    """Return the error for a transaction whose producer cannot go on, although no newer owner of its id is known."""
     if error.code() not in ENDED:
         return TransactionAborted(f"{text}: the client failed, and the transaction is aborted; run it again")
     if deadline.expired:

@@ -1,4 +1,4 @@
-"""This process as the owner of a transactional id: its opening and recorded outcomes in the decision log."""
+"""The owner of a transactional id, the process that has opened it last: its records in the decision log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KafkaOwner:
         return self.identity.name
 
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
-        """Record an opening, which makes this process the id's owner. Return the data of the previous opening.
+        """Record that this process is the id's owner now (its opening). Return the data of the previous opening.
 
         The record has the largest number of writers that any owner had. So if an owner dies while it opens the id, the
         next owner still fences all writers.
@@ -98,7 +98,7 @@ class KafkaOwner:
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
-    """Return the key under which the ledger has a transaction's outcome.
+    """Return the key under which the decision log has a transaction's outcome.
 
     `mark` distinguishes the transactions of a producer id: a plain one's epoch, or a prepared one's start time.
     """
@@ -106,7 +106,7 @@ def evidence_key(id: str, pid: int, mark: str) -> str:
 
 
 def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
-    """Return the outcome recorded under a key, "committed" or "aborted"; None if there is no record.
+    """Return the outcome recorded under a key in the decision log, "committed" or "aborted"; None without a record.
 
     With `under` only a record by that opening counts, because in an earlier version the next owner also wrote records.
     """

@@ -105,7 +105,7 @@ class KafkaPreparedWriter(KafkaWriter):
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the transaction's prepare record. The next owner does not abort a transaction with such a record.
+        """Record in the decision log that the transaction is prepared, so that the id's next owner does not abort it.
 
         If there is a newer owner already, abort the transaction and raise `Fenced`.
         """
@@ -131,7 +131,7 @@ class KafkaPreparedWriter(KafkaWriter):
 
 
 class PreparedIdPool:
-    """The transactional ids of one owner for prepared transactions.
+    """The pool of an owner's transactional ids for prepared transactions, each of which needs an id until its end.
 
     One id is opened ahead in the background, with the time-out of the last transaction that began: the next one most
     likely asks for the same, and opens the id again if not. Each time a transaction finds no open id, one more is
@@ -300,7 +300,7 @@ class PreparedIdPool:
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """Return the token of the oldest unresolved prepared transaction; None if none is found, or after an error."""
+        """Return the token of the oldest prepared transaction that has not ended; None if none is known."""
         try:
             described = self._cluster.requests.describe([*self._ids, *self._owner.inherited_ids], deadline).items()
             unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}
@@ -319,7 +319,7 @@ class PreparedIdPool:
 
 
 def token_of(entry: LedgerEntry, cluster: KafkaCluster, deadline: Deadline) -> Token:
-    """Return the token of a prepared transaction from its prepare record."""
+    """Return the token of a prepared transaction, made from the record in the decision log that it is prepared."""
     data: Mapping[str, Any] = entry.data
     return Token(
         broker="kafka",

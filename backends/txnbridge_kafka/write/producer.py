@@ -62,7 +62,7 @@ class ClientLogMonitor:
 
 
 class TransactionalProducer:
-    """A producer with a transactional id, for one thread at a time. It is freed by `drop`, and never closed.
+    """A producer of confluent-kafka with a transactional id. One thread at a time. It is freed by `drop`, never closed.
 
     The methods of a transaction return the client's error, or None on success. The writer interprets the error.
     """
@@ -156,7 +156,7 @@ class TransactionalProducer:
         return self.log_monitor.taint_reason
 
     def drop(self) -> None:
-        """Free the client without ending the open transaction. `close` would abort it, without a time limit."""
+        """Free the client without ending the open transaction: its `close` would abort it, without a time limit."""
         del self._client, self.produce, self.poll
 
     def _until_done(self, call: Callable[[float], object], deadline: Deadline) -> KafkaError | None:

@@ -1,4 +1,4 @@
-"""A transactional id of Kafka, and this process's producer with that id, which is replaced if it may be unsafe."""
+"""A producer with a transactional id. It is replaced, and the id opened again, when going on may be unsafe."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ProducerSession:
         return last is not None and last.state in SETTLED and self.is_own(last)
 
     def write_missing_markers(self, partitions: Sequence[Partition], deadline: Deadline) -> None:
-        """Write the missing markers of hanging transactions of earlier openings in these partitions (hazard H5)."""
+        """Write the missing control markers of this id's earlier transactions in these partitions (hazard H5)."""
         if self.previous_transaction is not None:
             assert self.opened is not None
             write_missing_markers_of_owner(
@@ -182,7 +182,7 @@ class ProducerSession:
         return (None if ended.code == DONE else KafkaError(ended.code)), ended.only_once
 
     def end_if_open(self, deadline: Deadline) -> TransactionDescription | None:
-        """Abort the transaction if it is still open, and return the coordinator's description of the last transaction.
+        """Abort the last transaction if it is still open, and return the coordinator's description of it.
 
         Return None if the coordinator does not know the id any more. The producer must have been freed: with the same
         epoch it could still send messages after the abort, and commit them. A transaction with another producer id or

@@ -197,7 +197,7 @@ class PulsarAdmin(Admin):
         return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """Return the position of a concrete topic's first message, and the position after its last readable message."""
+        """Return the position of a topic's or partition's first message, and that after its last readable message."""
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:

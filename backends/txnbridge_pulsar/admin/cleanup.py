@@ -1,8 +1,8 @@
-"""Cleanup of proof topics: drops records that no valid token needs, and deletes topics of dead writers.
+"""Cleanup of proof topics: drops records that no valid token needs any more, and deletes topics of dead writers.
 
-A presence record says until when the writer's next transactions can be open. The tokens of these transactions are valid
-for one hour longer. Records are dropped only when these tokens are no longer valid. Neither a record's own age counts,
-nor whether the writer seems to be alive.
+A proof topic has a writer's proofs of its commits. A presence record there says until when the writer's next
+transactions can be open. The tokens of these transactions are valid for one hour longer. Records are dropped only when
+these tokens are no longer valid. Neither a record's own age counts, nor whether the writer seems to be alive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _find_expired(
     consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
-    """Read a proof topic up to the first presence record that has not expired; return where its kept part begins.
+    """Read a proof topic up to the first presence record that has not expired, where the part to keep begins.
 
     Return the last presence record that was read, and the id of the entry before this record. Records up to that entry
     can be dropped.
@@ -100,7 +100,7 @@ def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire
 
 
 class ProofTopicCleanup:
-    """A thread that regularly cleans up all proof topics of one owner, and a few random ones of other owners."""
+    """A thread that regularly cleans up the proof topics of its owner, and a few random ones of other owners."""
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster

@@ -163,7 +163,7 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
-    """Return the unended transactions that the newest owner of the transactional id `owner` has announced.
+    """Return the transactions that the newest owner of a transactional id lists on its fence topic as not ended.
 
     Return none if the id has no fence topic.
     """

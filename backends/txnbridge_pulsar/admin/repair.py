@@ -34,7 +34,7 @@ def is_txn_id(transaction: str) -> bool:
 
 
 def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
-    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, and its id.
+    """Yield each topic (or partition) whose readers wait for a transaction that no coordinator knows, and its id.
 
     Topics that no broker has loaded are left out, because they have no readers.
     """
@@ -46,11 +46,11 @@ def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterato
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """End a transaction on the topics where it is still or again open, as it ended before by the evidence.
+    """End a transaction on the topics where it is still or again open, by evidence of how it had ended before.
 
-    Return a sentence that names the topics and the evidence. Raise `InvalidState` without evidence, or if a
-    coordinator knows the transaction; `NotFound` if the transaction is open on no topic; `AccessDenied` if the user is
-    not a superuser.
+    Return a sentence that names the topics and the evidence. Raise `InvalidState` without evidence, or if a coordinator
+    knows the transaction; `NotFound` if the transaction is open on no topic; `AccessDenied` if the user is not a
+    superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))

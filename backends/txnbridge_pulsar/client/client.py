@@ -188,7 +188,7 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections with one key, and lose their producers and consumers, so that nothing more is sent.
+        """Close the connections with one key at once: their producers and consumers are lost, and send nothing more.
 
         Frames that were already written may still arrive at the broker.
         """

@@ -28,7 +28,7 @@ class ClientDeadline:
 
     @contextmanager
     def locking(self, lock: threading.Lock) -> Iterator[bool]:
-        """Wait for a lock until the deadline, and hold it in the block, which is given whether it is held.
+        """Wait for a lock until the deadline; hold it in the block, if it was got in time, and yield whether it was.
 
         A signal handler's exception may come behind any call, but not between acquiring the lock and noting that, which
         are one call for Python.

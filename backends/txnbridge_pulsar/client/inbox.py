@@ -72,7 +72,7 @@ class Inbox:
             self._consumers.add(id(consumer))
 
     def leave(self, consumer: EntryAcceptor) -> None:
-        """Remove a consumer, which takes no more entries, and its waiting entries."""
+        """Remove a consumer that is closed, and the entries of it that nobody has taken."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)

@@ -16,7 +16,7 @@ from .errors import PulsarError, RequestTimedOut
 
 
 class Content(Protocol):
-    """The content of an entry: `Single` or `MessageBatch`."""
+    """The content of an entry to send: one message (`Single`), or several (`MessageBatch`)."""
 
     @property
     def count(self) -> int: ...
@@ -38,7 +38,7 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """Limits the bytes of entries that were sent and have no receipt, for all producers of a client together."""
+    """Limits the bytes that all producers of a client together have sent without a receipt yet."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

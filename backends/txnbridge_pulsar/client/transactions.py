@@ -83,9 +83,9 @@ class Transactions:
     def register(
         self, txn: TxnId, timeout: float, topics: Sequence[str] = (), subscriptions: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Register the concrete topics to which a transaction sends, and the (topic, subscription) pairs on which it
-        acknowledges. Call this before the first message or acknowledgement there: the broker does not check the order,
-        and the transaction's end never reaches an unregistered topic or subscription. Calls may be repeated.
+        """Register the topics (or partitions) to which a transaction sends, and the (topic, subscription) pairs on
+        which it acknowledges. Call this before the first message or acknowledgement there: the broker does not check
+        the order, and the transaction's end never reaches an unregistered topic or subscription. Calls may be repeated.
 
         Raise `InvalidTransactionStatus` or `TransactionNotFound` if the transaction has ended.
         """

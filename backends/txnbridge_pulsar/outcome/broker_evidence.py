@@ -1,4 +1,4 @@
-"""Evidence by REST that a transaction was committed, for transactions that their coordinators have forgotten."""
+"""Evidence that a transaction was committed, found by the REST API after its coordinator has forgotten it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SEARCH_WINDOW_MS = 3 * 3600 * 1000
 
 
 def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
-    """Return the namespace's concrete topics, but not the canary topic, which gets late messages on purpose."""
+    """Return all topics and partitions of the namespace except the canary topic, which is for late messages."""
     canary = cluster.settings.namespace.full_name(cluster.settings.late_write_canary)
     return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
 
@@ -67,7 +67,7 @@ def entry_headers(rest: Rest, topic: str, position: tuple[int, int], deadline: D
 
 
 def _positions_before(position: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of the entries before `position`, from the nearest to the farthest."""
+    """Yield the positions of the entries before `position`, nearest first, by the numbers of entries in `sizes`."""
     ledger, entry = position
     for each in sorted(sizes, reverse=True):
         if each <= ledger:

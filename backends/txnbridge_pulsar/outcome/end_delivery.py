@@ -43,7 +43,7 @@ _PARALLEL_DELIVERIES = 8
 
 
 class Participant(NamedTuple):
-    """A transaction's topic or subscription, with our producer or consumer there, which an unload closes."""
+    """A topic or subscription of a transaction, with our producer or consumer there, which an unload closes."""
 
     topic: str
     subscription: str | None
@@ -61,7 +61,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """The names of a transaction's participants, for processes that have no producers and consumers there."""
+    """The topics and subscriptions that a transaction's end has to reach, by name: no producers are needed here."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
@@ -154,7 +154,7 @@ def participant_of(topic: str, subscription: str | None, via: wire.PulsarProduce
 
 
 class EndDelivery:
-    """Sends the ends of one owner's transactions again to participants that were unloaded meanwhile. Thread-safe."""
+    """Remembers the ends of an owner's transactions, and sends them again to topics that are unloaded. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -178,7 +178,7 @@ class EndDelivery:
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Send remembered ends again to unloaded ones of these topics; return at the deadline, or when all arrived.
+        """Send remembered ends again to the unloaded ones of these topics; return when all arrived, or at the deadline.
 
         Call this before another transaction ends on these topics, because its end would drop messages whose commit has
         not arrived.
@@ -193,7 +193,7 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """Send the remembered ends to a participant that was unloaded; keep the ends that fail for another attempt."""
+        """Send remembered ends again to an unloaded topic or subscription; keep those that fail for another attempt."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:

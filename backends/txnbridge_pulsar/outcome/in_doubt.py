@@ -19,10 +19,7 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 
 class InDoubt:
-    """One owner's transactions that it tried to end without learning the outcome, until the outcomes are known.
-
-    Thread-safe.
-    """
+    """An owner's transactions that it has tried to end and whose outcomes it does not know yet. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -43,7 +40,7 @@ class InDoubt:
         return clear
 
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
-        """Return the kept transactions that have sent to one of these topics, or acknowledged on it."""
+        """Return the transactions in doubt that have sent to one of these topics, or acknowledged on it."""
         if not self._transactions:
             return []
         wanted = set(topics)
@@ -51,7 +48,7 @@ class InDoubt:
             return [ended for ended in self._transactions.values() if not wanted.isdisjoint(_touched_topics(ended))]
 
     def require(self, topics: Iterable[str], deadline: Deadline) -> list[AnnouncedTransaction]:
-        """Find the outcomes of all kept transactions that used one of these topics, and return these transactions.
+        """Find the outcomes of the transactions in doubt that used one of these topics, and return these transactions.
 
         Raise `BrokerUnavailable` if an outcome stays unknown: no other transaction may end on these topics yet.
         """

@@ -80,7 +80,7 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
 
 
 class LateWriteGuard:
-    """Makes brokers refuse late messages of ended transactions, at once or by a background thread. Thread-safe."""
+    """Makes brokers refuse messages that arrive after the end of their transaction, at once or in the background."""
 
     def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster
@@ -130,7 +130,7 @@ class LateWriteGuard:
                     return
 
     def close(self, deadline: Deadline) -> None:
-        """Stop the thread. The next owner finds the transactions at risk on the fence topic."""
+        """Stop the background thread. The next owner finds the transactions that are left on the fence topic."""
         self._stop.set()
         thread = self._thread
         if thread is not None:

@@ -55,7 +55,7 @@ class EndResult(Enum):
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """The fields that Pulsar adds to a token. `txn` is None if no coordinator has begun the transaction."""
+    """A token's fields by which Pulsar's transaction is ended or its outcome found. `txn` is None if none was begun."""
 
     txn: TxnId | None
     proof: ProofLocation | None
@@ -257,7 +257,7 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
 
 
 def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return the result of `was_committed`, repeated while no broker serves the proof topic."""
+    """Return whether a transaction was committed, by its proof message, as soon as a broker serves the proof topic."""
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _PROOF_SECONDS)))
@@ -268,7 +268,7 @@ def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return the `coordinator_state` of a transaction, after up to `_ENDING_SECONDS` if it is being ended."""
+    """Return a transaction's state at its coordinator; wait for up to `_ENDING_SECONDS` while it is being ended."""
     until = Deadline(min(_ENDING_SECONDS, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_RETRY_PAUSE_SECONDS)

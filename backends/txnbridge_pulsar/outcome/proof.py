@@ -39,13 +39,13 @@ def proof_prefix(cluster: ClusterAccess) -> str:
 
 
 def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
-    """Return the full name of a writer's proof topic. Create the topic if it is missing."""
+    """Return the full name of the topic in which a writer leaves proofs of its commits; create a missing topic."""
     return cluster.topics.internal(f"{proof_prefix(cluster)}{encoded(writer)}", deadline)
 
 
 @dataclass(frozen=True)
 class ProofRecord:
-    """A record on a proof topic, of one of three kinds.
+    """A record on a proof topic, of one of three kinds: by such records a process finds a transaction's outcome.
 
     A writer sends `PRESENCE` before its first transaction, and `PROOF` inside each transaction; a process that looks
     for an outcome sends `PROBE`. On the proof topic of a prepared transaction, `PRESENCE` has the transaction's name.
@@ -187,7 +187,7 @@ def write_presence(
 
 
 def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete an unneeded proof topic, by REST or by its subscription, without which the broker deletes it."""
+    """Delete a proof topic that is not needed: by REST, or else its subscription, after which the broker deletes it."""
     if cluster.rest is not None:
         cluster.topics.delete(topic, deadline)
         return

@@ -18,7 +18,7 @@ _PARALLEL_CHECKS = 8
 
 
 def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
-    """Return which of the given concrete topics are known to be terminated."""
+    """Return which of these topics, or partitions of topics, are known to be terminated."""
     if not topics:
         return ()
     with ThreadPoolExecutor(min(_PARALLEL_CHECKS, len(topics))) as asking:

@@ -22,10 +22,7 @@ _log = logging.getLogger("txnbridge")
 
 
 class GroupRegistry:
-    """The partitions that one group has begun to read, by the decision log, and its subscriptions there, by REST.
-
-    Thread-safe.
-    """
+    """Knows from the decision log which partitions a group has begun to read, and finds lost subscriptions by REST."""
 
     def __init__(self, rest: Rest | None, group: str | None, context: Context, timing: Timing) -> None:
         self._rest = rest

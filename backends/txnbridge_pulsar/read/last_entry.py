@@ -9,7 +9,7 @@ from txnbridge_pulsar.errors import translated
 
 
 def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.ReceivedEntry | None:
-    """Return the last readable entry of a concrete topic (its full name); None if there is none."""
+    """Return the last readable entry of a topic or partition, given by its full name; None if there is none."""
     with translated(f"reading {topic}"):
         reader = cluster.client.read(topic, timeout=deadline.left())
         try:

@@ -33,7 +33,7 @@ def position_after(id: wire.MessageId) -> Position:
 
 @dataclass(eq=False)
 class AckedMessages:
-    """Messages acknowledged by one call in a transaction, while the broker may have been redelivering them.
+    """The messages that one call has acknowledged in a transaction, kept to recognise their redeliveries.
 
     Such a message that arrives again before the broker's answer to the acknowledgement is dropped. If it arrives after
     the answer, `poll` returns it, because the transaction was aborted. `until` is how many entries had arrived when the
@@ -193,9 +193,9 @@ class PulsarPartition:
         self.is_behind = self._unread is not None and self._unread == before
 
     def expect_again(self, dropped: Iterable[wire.MessageId] = ()) -> None:
-        """Expect all entries with messages that are not acknowledged, because the broker delivers them again.
+        """Note that the broker delivers all entries with unacknowledged messages again.
 
-        `dropped` are ids of entries that had arrived and were never put. Older ones of them are repeated deliveries.
+        `dropped` are ids of entries that arrived and never came here. Older ones of them are repeated deliveries.
         """
         arrived = [*(entry.id for entry in self._waiting), *dropped]
         again = {id[:2] for id in arrived if id[:2] > self._handed}
@@ -215,7 +215,7 @@ class PulsarPartition:
         return len(self._rest) + sum(entry.permits for entry in self._waiting)
 
     def take(self, limit: int) -> tuple[list[Message], int]:
-        """Return up to `limit` messages of the next entry, and about how many bytes they have. The list may be empty.
+        """Return up to `limit` messages of the next entry, perhaps none, and about how many bytes they have.
 
         If the entry cannot be read, keep the error in `fault` instead of raising it.
         """
@@ -349,7 +349,7 @@ class PulsarPartition:
         return sum(bits.bit_count() for bits in self._outstanding.values())
 
     def check_outstanding(self, positions: Sequence[Position]) -> None:
-        """Raise `Conflict` if a message was given back by `nack`, or delivered before this assignment."""
+        """Raise `Conflict` if one of these messages was given back by `nack`, or delivered in an earlier assignment."""
         for ledger, entry, index in positions:
             if not self._outstanding.get((ledger, entry), 0) >> index & 1:
                 topic, number = self.key
@@ -459,7 +459,7 @@ class PulsarPartition:
                     del known[oldest]
 
     def finished(self, entry_id: _EntryId) -> None:
-        """Forget an entry of which committed transactions have acknowledged all messages."""
+        """Forget an entry, all of whose messages are acknowledged by committed transactions."""
         for known in (self._committed, self._left_out, self.unfinished):
             known.pop(entry_id, None)
 

@@ -347,14 +347,14 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
-        """Have brokers deliver again in each partition in which two checks found messages that had not come here."""
+        """Have brokers redeliver in each partition whose last two checks found messages that never came here."""
         for partition in partitions:
             with self._guard:
                 if partition.is_assigned and partition.is_behind and partition.is_idle:
                     self._mode.redeliver(partition)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """Return the concrete topics of each topic. For a group, create a missing topic where that is allowed."""
+        """Return each topic's partitions by full name. For a group, create a missing topic where that is allowed."""
         create, topics = self._subscription.group is not None, self._cluster.topics
         return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 

@@ -22,7 +22,7 @@ _BUSY_PAUSE_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
-    """A way of reading partitions. Methods with a deadline may send requests to the broker."""
+    """A way to read partitions: without or in a group. Methods with a deadline may send requests to the broker."""
 
     grouped = True
     in_order = False  # whether a group's messages stay in order, whichever member has the partition
@@ -37,7 +37,7 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        """Open a consumer on a concrete topic; `first` is False for a partition that was added later."""
+        """Open a consumer on a partition, or an unpartitioned topic; `first` is False for a partition added later."""
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
@@ -48,7 +48,7 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def is_due(self, partition: PulsarPartition) -> bool:
-        """Return whether the broker has given the partition to this reader, so that it can be assigned."""
+        """Return whether the broker has given this partition to the reader, which may begin to read it."""
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
         """Return whether the broker has not yet said which member of the group has the partition."""
@@ -136,7 +136,7 @@ class UngroupedMode(SubscriptionMode):
     def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         """Raise `PositionLost` if a position is in a BookKeeper ledger that the topic no longer has.
 
-        A broker says neither that ledgers were trimmed, nor that a topic was deleted and created anew. But the ledger
+        A broker says neither that ledgers were trimmed, nor that a topic was deleted and created again. But the ledger
         of the position is gone if the topic's first ledger has a higher number: a broker trims whole ledgers, and a new
         topic's ledgers have higher numbers than all earlier ones in the cluster. The length of a trimmed ledger is not
         known, so a position after its last entry counts as lost, too.

@@ -63,7 +63,7 @@ class PulsarSettings:
 
     @property
     def longest_prepared(self) -> float:
-        """Return for how many seconds a transaction that will be prepared may be open."""
+        """Return the most seconds that a transaction may be open which is to be prepared: its time-out and its hold."""
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:

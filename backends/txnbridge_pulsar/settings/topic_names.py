@@ -52,7 +52,7 @@ def partitions_of(full: str, count: int) -> tuple[str, ...]:
 
 
 def whole_topic(concrete: str) -> tuple[str, int]:
-    """Return the name of a concrete topic's whole topic, and the partition's number; 0 without partitions."""
+    """Return the topic to which the topic or partition `concrete` belongs, and its number; 0 without partitions."""
     match = _PARTITION.search(concrete)
     if match is None:
         return concrete, 0

@@ -1,1 +1,1 @@
-"""Writing: the owner of a transactional id, writers of transactions, and the publisher without transactions."""
+"""Writing: the owner of a transactional id with its fence topic, writers of transactions, and the publisher."""

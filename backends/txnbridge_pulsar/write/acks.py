@@ -44,7 +44,7 @@ _MAX_VAIN_QUERIES = 5
 
 @dataclass(eq=False)
 class _PartitionAcks:
-    """The acknowledgements that one call sends in a transaction for one partition."""
+    """The acknowledgements for one partition that one call sends in a transaction, and the broker's answers."""
 
     partition: PulsarPartition
     assignment: object
@@ -178,7 +178,7 @@ class SentAcks:
                         each.partition.consumer.acknowledge_entries(each.partition.committed(each.ids))
 
     def note_prepared(self) -> None:
-        """Note that the transaction may be committed by other processes, of which the reader does not hear."""
+        """Note that another process may commit the transaction, of which the reader then does not hear."""
         with self._guard:
             for each in self._sent:
                 each.partition.note_prepared(each.ids)

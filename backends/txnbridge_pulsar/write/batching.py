@@ -245,7 +245,7 @@ class EntryBuffer:
         return not self._plain and not self._batch.count
 
     def add_plain(self, value: bytes, size: int) -> bool:
-        """Add a value that has neither key nor headers. Return whether the buffer is full afterwards."""
+        """Add a value without key and headers, of this size in bytes. Return whether the buffer is full afterwards."""
         self._plain.append(value)
         self._left -= size + MESSAGE_OVERHEAD_BYTES
         return self._left < 0
@@ -360,7 +360,7 @@ class TopicBatcher:
             self._send_entry(self.concrete[buffer.number], batch)
 
     def waiting(self) -> list[str]:
-        """Return the concrete topics for which there are unsent messages."""
+        """Return the full names of the partitions for which there are unsent messages."""
         return [self.concrete[number] for number, buffer in self._buffers.items() if not buffer.is_empty]
 
     def flush(self) -> None:

@@ -49,7 +49,7 @@ def last_fence_record(
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
-    """Return the transactions at risk (see `FenceRecord`) that the namespace's fence topics list, for the doctor."""
+    """Return the transactions on fence topics whose late messages a broker may still take, for the doctor."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
     with ThreadPoolExecutor(_PARALLEL_READS) as reading:
@@ -66,7 +66,7 @@ def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence
 
 
 class Fence:
-    """One owner's exclusive access to its fence topic. Thread-safe once `take` has returned."""
+    """An owner's exclusive access to its transactional id's fence topic. Thread-safe once `take` has returned."""
 
     def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
         self._cluster = cluster
@@ -212,7 +212,7 @@ class Fence:
         self._gap = (-1, 0)
         last = last_fence_record(self._cluster, self.topic, deadline)
         if last is None or last[1].opening != self._opening:
-            # The topic was deleted and created anew, so its epochs have started again and the broker accepted ours.
+            # The topic was deleted and created again, so its epochs have started again and the broker accepted ours.
             # Only the records show who the owner is.
             raise self._fenced_by_newer(deadline)
 

@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """The location of a transaction's proof message: its proof topic, and the presence record before the message.
+    """The place where a transaction's outcome can be read: its proof topic, and the presence record before its proof.
 
     Tokens and fence records contain this location.
     """
@@ -44,7 +44,7 @@ class ProofLocation:
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """A transaction in a fence record, with all that another process needs to end it and refuse its late messages."""
+    """A transaction that its owner has named on the fence topic, with all that another process needs to end it."""
 
     transaction: str
     txn: TxnId

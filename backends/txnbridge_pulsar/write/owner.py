@@ -24,7 +24,7 @@ from txnbridge_pulsar.outcome.proof import remove
 from txnbridge_pulsar.write.fence import Fence
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
 from txnbridge_pulsar.write.prepared import PreparedSlots, PulsarPreparedWriter
-from txnbridge_pulsar.write.renewed_fence_topic import FenceIdentity
+from txnbridge_pulsar.write.recreated_fence_topic import FenceIdentity
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 _log = logging.getLogger("txnbridge")
@@ -161,7 +161,7 @@ class PulsarOwner:
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no prepared slot gets free."""
+        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no proof topic for it gets free."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class PulsarOwner:
         return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
 
     def mark_not_prepared(self, announced: AnnouncedTransaction) -> None:
-        """List a transaction as not prepared in the next fence record, before its writer aborts it.
+        """List a transaction as not prepared in the next record on the fence topic, before its writer aborts it.
 
         The writer calls this if it could not announce the transaction as prepared.
         """
@@ -241,7 +241,7 @@ class PulsarOwner:
             self._under_way[announced.txn] = announced
 
     def forget(self, txn: TxnId) -> None:
-        """Leave a transaction that has ended out of the next fence record.
+        """Leave a transaction that has ended out of the next record on the fence topic.
 
         If this owner dies before it writes that record, the next owner finds the outcome again, which does no harm.
         """

@@ -29,7 +29,7 @@ _RESOLVE_SECONDS = 10.0
 
 
 class PreparedSlots:
-    """The numbers (slots) of an owner's proof topics for prepared transactions, one transaction in each. Thread-safe.
+    """Gives each prepared transaction of an owner a proof topic of its own, by its number (slot). Thread-safe.
 
     A slot is used again once the outcome of its last transaction is known. It is not enough that the coordinator has
     forgotten this transaction: if its commit has not reached the proof topic, the end of the slot's next transaction
@@ -54,7 +54,7 @@ class PreparedSlots:
                 self._unresolved[announced.slot] = announced
 
     def release(self, slot: int) -> None:
-        """Note that the writer that used the slot has finished with it."""
+        """Note that the writer that used the slot's proof topic has finished with it."""
         with self._lock:
             self._taken.discard(slot)
 

@@ -1,4 +1,4 @@
-"""The decision log's record of the last sequence that a named publisher has stored on a topic.
+"""Records in the decision log which sequences a named publisher has stored, because brokers forget that.
 
 Brokers forget a producer name that is unused for hours, and then answer as if nobody had published under it. A
 publisher that believed this answer would store all its messages again. So each publisher records in the decision log,

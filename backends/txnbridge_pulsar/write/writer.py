@@ -48,7 +48,7 @@ _MAX_TIMESTAMP = (1 << 63) - 1
 
 
 class TransactionOwner(Protocol):
-    """The methods that writers call on the owner of their transactional id. `PulsarOwner` implements them."""
+    """The methods of `PulsarOwner`, the owner of a transactional id, that its writers call."""
 
     name: str
     owned: bool
@@ -173,7 +173,7 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Return the transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is missing."""
+        """Return the object that collects the transaction's messages for a topic. Raise `NotFound` if it is missing."""
         batcher = self._batchers.get(topic)
         if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
@@ -388,7 +388,7 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return the proof message's location with its position, which is known once everything is stored."""
+        """Return where the transaction's proof message is; its position is known once everything is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
@@ -519,7 +519,7 @@ class PulsarWriter(Writer):
         return settled
 
     def _finish(self) -> None:
-        """Clear the fields about the ended transaction, and leave it out of the next fence record."""
+        """Clear the fields about the ended transaction, and leave it out of the next record on the fence topic."""
         if self._txn is not None:
             self._owner.forget(self._txn)
             self._last = tuple(self._sent)

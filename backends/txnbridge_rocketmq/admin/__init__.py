@@ -1,0 +1,1 @@
+"""For administrators: topics, open transactions and halves, and the doctor's checks."""

@@ -55,7 +55,7 @@ _COPY_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """An open or a discarded half: the last record of it at a broker."""
+    """A half message that waits for its end at a broker, or is discarded (without further check-backs): its record."""
 
     broker: str
     record: MessageExt
@@ -71,7 +71,7 @@ class PendingHalf:
 
 @dataclass(frozen=True)
 class OpenHalves:
-    """A transaction with open halves. A half of another client is listed as a transaction named by its unique key."""
+    """A transaction with half messages that wait for their end; of another client one half, named by its unique key."""
 
     name: str
     # "open", "prepared", "ending" (decided, but not completely published or dropped), "discarded" (by the broker), or
@@ -126,7 +126,7 @@ def _name_of(half: PendingHalf) -> str:
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
-    """Return the last record of each half, without the earlier copies that rounds of check-backs have made."""
+    """Return the last record of each half: a broker writes a copy of a half in each round of check-backs."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
@@ -165,7 +165,7 @@ def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Ite
 def _published(
     cluster: RocketMQCluster, broker: str, halves: Sequence[PendingHalf], deadline: Deadline
 ) -> list[PendingHalf]:
-    """Return those of a broker's halves whose message a look-up finds."""
+    """Return those halves whose message a look-up finds: they are published, although the broker lists them."""
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in halves]
     found = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has published", deadline)
     return [half for half, record in zip(halves, found, strict=True) if record is not None]
@@ -220,7 +220,7 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _single(halves: Sequence[PendingHalf]) -> Sequence[PendingHalf]:
-    """Return a half that may be all of its transaction, which then ends with it, without a decision; else nothing."""
+    """Return a half that may be its transaction's only one, which ends without a decision in the log; else nothing."""
     slot = slot_of(halves[0].record)
     return halves if len(halves) == 1 and slot is not None and slot.number == 0 else ()
 
@@ -239,7 +239,7 @@ def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, d
 
 
 def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
-    """Return the part of the decision log that decides about a transaction; a bridge began it, no other client."""
+    """Return the ledger, the part of a decision log, that decides about a transaction which a bridge began."""
     assert listed.origin is not None
     application = str(listed.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, listed.owner)

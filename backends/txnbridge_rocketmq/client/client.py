@@ -31,7 +31,7 @@ from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, check_back_of
 from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
-from txnbridge_rocketmq.client.slots import Slots
+from txnbridge_rocketmq.client.signal_safe_locks import Slots
 from txnbridge_rocketmq.client.transport import split
 
 T = TypeVar("T")
@@ -415,7 +415,7 @@ class RemotingClient:
 
 
 class _NotificationQueue:
-    """Check-backs and other notifications that wait for the callback thread, bounded in number and in bytes."""
+    """Requests of brokers, such as check-backs, that wait for the callback thread, limited in number and bytes."""
 
     # Notifications beyond the limits are dropped, and sent again. Check-backs carry whole messages: hence the bytes.
     def __init__(self, most: int = 1000, most_bytes: int = 64 << 20) -> None:

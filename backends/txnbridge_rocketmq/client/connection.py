@@ -19,7 +19,7 @@ from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.protocol.frames import ANSWER, FrameDecoder, RemotingCommand, encode
 from txnbridge_rocketmq.client.protocol.requests import RpcRequest
-from txnbridge_rocketmq.client.slots import Slot, Slots
+from txnbridge_rocketmq.client.signal_safe_locks import Slot, Slots
 from txnbridge_rocketmq.client.transport import RemotingTransport, connect
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class RemotingConnection:
             raise kind(f"{call.request.action}: not sent to {self.address}: {error}") from error
 
     def give_up(self, call: Call[Any]) -> None:
-        """Fail a call with `ResponseTimeout`: its deadline has passed. Close the connection if the peer seems dead."""
+        """Fail a call whose deadline has passed with `ResponseTimeout`. Close the connection if the peer seems dead."""
         with self._lock:
             found = self._waiting.pop(call.opaque, None)
         if found is None:

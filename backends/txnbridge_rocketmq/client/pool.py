@@ -27,7 +27,7 @@ from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.errors import Disconnected, RemotingError, ResponseTimeout, Unreachable
 from txnbridge_rocketmq.client.protocol.frames import FrameDecoder, RemotingCommand
 from txnbridge_rocketmq.client.protocol.requests import RpcRequest
-from txnbridge_rocketmq.client.slots import Slot, Slots
+from txnbridge_rocketmq.client.signal_safe_locks import Slot, Slots
 from txnbridge_rocketmq.client.transport import connect
 
 # The maximum number of connections to one server; the next request waits. A broker is no faster with more.
@@ -43,7 +43,7 @@ _opaques = itertools.count(1)
 
 
 class Exchange:
-    """Requests that were sent together on one connection, and that are answered in any order."""
+    """Requests that were sent together on one connection, and whose responses `results` reads, in any order."""
 
     def __init__(
         self, pool: BlockingPool, connection: BlockingConnection, requests: dict[int, RpcRequest[Any]], until: float
@@ -190,11 +190,11 @@ class BlockingConnection:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the connection is idle for so long that it is not used again."""
+        """Whether the connection was idle for so long that the server may have closed it: it is not used again."""
         return time.monotonic() - self.idle_since > IDLE_SECONDS
 
     def is_quiet(self) -> bool:
-        """Return whether nothing has come since the last response, neither data nor the connection's end."""
+        """Return whether the idle connection is still open and nothing unexpected has come on it."""
         return not self._poll.poll(0)
 
     def send(self, data: bytes, action: str, until: float, alone: bool) -> None:
@@ -267,7 +267,7 @@ class BlockingConnection:
             return data
 
     def shut_down(self) -> None:
-        """End the connection, and wake the thread that waits on it, which then closes it."""
+        """End the connection from another thread; the thread that waits on it wakes, and closes it."""
         self._shut_down = True
         with suppress(OSError):  # the connection may have ended by itself
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 
 from txnbridge_rocketmq.client.errors import ResponseTimeout, Unreachable
-from txnbridge_rocketmq.client.slots import Slots
+from txnbridge_rocketmq.client.signal_safe_locks import Slots
 
 # The size of one read. Pull responses have up to 256 KB.
 _READ_BYTES = 256 << 10

@@ -27,7 +27,7 @@ _log = logging.getLogger("txnbridge")
 
 
 class CheckBackHandler:
-    """Answers check-backs: ends the halves of decided transactions, and does not respond for undecided ones.
+    """Answers brokers' check-backs: ends half messages of decided transactions, and leaves undecided ones alone.
 
     A half is never aborted only because its transaction is undecided. First an ABORT claim is written to the decision
     log. That is done after the half's deadline, or after another process opened the transactional id (hazard H67).
@@ -202,7 +202,7 @@ class CheckBackHandler:
         return max(self._timing.discarded_pause, pause)
 
     def _review_groups(self, deadline: Deadline) -> None:
-        """Warn, once for each group, of other clients in the producer groups."""
+        """Log a warning, once for each producer group of this bridge, if other clients are members of the group."""
         groups = self._cluster.producer_groups
         for group, strangers in groups.strangers(groups.groups, deadline).items():
             if group not in self._warned:

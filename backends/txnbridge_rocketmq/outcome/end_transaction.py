@@ -76,7 +76,7 @@ class LockHolder(Enum):
 
 @dataclass
 class EndSequence:
-    """Halves of one queue that are still to be committed, in order, one after another."""
+    """Halves of one queue that are still to be committed, one after another, which keeps their messages' order."""
 
     queue: Queue
     halves: deque[HalfAddress]
@@ -85,7 +85,7 @@ class EndSequence:
 
 @dataclass
 class HalfEnder:
-    """Ends halves for one bridge. Safe for use by several threads."""
+    """Commits and aborts half messages (halves) at the brokers, for one bridge. Safe for use by several threads."""
 
     cluster: RocketMQCluster
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -251,7 +251,7 @@ class HalfEnder:
                 time.sleep(self._timing.end_pause)
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Stop a sequence after a failed request, unless the request had no effect and may succeed if repeated."""
+        """Stop committing a sequence after a failed request, unless that had no effect and may succeed if repeated."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         passing = passing and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:
@@ -328,7 +328,7 @@ class HalfEnder:
         return len(waiting)
 
     def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
-        """Abort every half of an aborted transaction on the brokers that are up."""
+        """Abort every half of an aborted transaction on the brokers that are up; others ask by check-backs later."""
         copies = self._copies(_expected(transaction, topics), deadline)
         self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
 
@@ -454,7 +454,7 @@ def _require_rights(sequences: Sequence[EndSequence]) -> None:
 
 
 class _Expected(NamedTuple):
-    """A message that a transaction publishes. `number` counts the transaction's messages in the topic, from 0.
+    """A message that a transaction is to publish. `number` counts the transaction's messages in the topic, from 0.
 
     `key` is the unique key of the message and of its half.
     """

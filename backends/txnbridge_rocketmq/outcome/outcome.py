@@ -30,7 +30,7 @@ _PROGRESS_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class PrepareRecord:
-    """The content of a prepare record: all that a process with the token needs to end the transaction.
+    """The data of a record in the decision log that a transaction is prepared: all that is needed to end it.
 
     A half message that is a whole by itself (`whole`) has no record, and the process that has stored it may publish it
     without a decision in the log. Any other process therefore looks first whether it is published (hazard H100). So it
@@ -43,13 +43,13 @@ class PrepareRecord:
     whole: bool = False
 
     def as_json(self, log: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record's data. `log` is the transaction's `Evidence.log`, for those who meet what it holds."""
+        """Return the record's data. `log` (the token's `Evidence.log`) lets any process decide the transaction."""
         acks = [[ack.group, *ack.partition, list(ack.first), list(ack.end), list(ack.read_up_to)] for ack in self.acks]
         return {**halves_as_json(self.topics), "acks": acks, "expires_at": self.expires_at, "log": dict(log)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PrepareRecord:
-        """Parse a prepare record of the ledger. Raise `InvalidToken` if it is invalid."""
+        """Parse the data of a prepare record in the decision log. Raise `InvalidToken` if it is invalid."""
         try:
             acks = [
                 Ack(str(group), (str(topic), int(number)), tuple(first), tuple(end), tuple(read_up_to))
@@ -61,7 +61,7 @@ class PrepareRecord:
 
 
 def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the record that all halves of a prepared transaction were stored; None if they were not."""
+    """Return the record that a transaction is prepared, with all of its halves stored; None if it is not."""
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
@@ -69,7 +69,7 @@ def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadlin
 
 
 def prepared_by(half: MessageExt, broker: str) -> PrepareRecord | None:
-    """Return what a prepare record would say of a half that is a whole half message; None for other halves."""
+    """Return a prepare record for a half message of only one half, which has none; None for other halves."""
     origin = origin_of(half)
     if origin is None or origin.whole_until is None:
         return None
@@ -268,7 +268,7 @@ def _claim(
 def _commit_with_acks(
     token: Token, acks: Sequence[Ack], data: Mapping[str, Any], ledger: Ledger, deadline: Deadline
 ) -> LedgerClaim:
-    """Claim the commit of a prepared transaction. Raise `Conflict` if a group has moved although it was held.
+    """Claim the commit of a prepared transaction. Raise `Conflict` if a group's position was moved meanwhile.
 
     Claims by members that did not know of the prepared transaction do not count, but make this claim void if they come
     after its `read_up_to`: then it is made again (hazard H95).
@@ -302,7 +302,7 @@ def _log_of(token: Token) -> Mapping[str, Any]:
 
 
 def _whole(token: Token) -> PrepareRecord | None:
-    """Return what the token says of a transaction that its only half may have committed; None for other tokens."""
+    """Return the record, made from a token, of a transaction that is only one half; None for other tokens."""
     if not token.how or token.expires_at is None:
         return None
     return PrepareRecord(halves_from_json(token.how), (), token.expires_at, whole=True)

@@ -82,7 +82,7 @@ class ProducerGroups:
         retry(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)
 
     def strangers(self, groups: Iterable[str], deadline: Deadline, *, strict: bool = False) -> dict[str, list[str]]:
-        """Return the client ids of members that are no bridges, by producer group, without groups that have none.
+        """Return the client ids of other clients, which are no bridges, in these producer groups, by group.
 
         Brokers that do not answer are left out. So are those that refuse to list members, unless `strict`: then raise
         `AccessDenied`.
@@ -107,7 +107,7 @@ class ProducerGroups:
 
 
 def described(group: str, strangers: Sequence[str]) -> str:
-    """Return what to say of other clients in a producer group of bridges."""
+    """Return the warning that other clients, the `strangers`, are members of a producer group of bridges."""
     return (
         f"the clients {', '.join(strangers)} are in producer group {group!r} and are no bridges: brokers send them"
         " check-backs about half messages of txnbridge, and publish or drop these as they answer. Have these clients"

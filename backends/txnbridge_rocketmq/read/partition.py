@@ -101,13 +101,13 @@ class QueueReader:
         return self._delivered_end
 
     def position_at(self, end: int) -> VerifiableOffset:
-        """Return the position at the offset `end`, to acknowledge it; the message before is its reference record."""
+        """Return the position of the offset `end`, to acknowledge it; the message before is its reference record."""
         references = self._references
         at = bisect_left(references, ReferenceRecord(end, 0))
         return VerifiableOffset(end, references[at - 1] if at else self.reference)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Hand out no message until a task has looked up the position of `target` and calls `continue_at`."""
+        """Stop handing out messages until a task has looked up the position of `target` and calls `continue_at`."""
         self.target = target
         if target.chosen:
             self.reference = None
@@ -150,7 +150,7 @@ class QueueReader:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def send_pulls(self, submit: Submit) -> None:
-        """Send pull requests while there is room for their messages, and the check for the reference record if due."""
+        """Send pull requests while there is room for messages, and, if due, the check for a recreated topic."""
         if self.paused or self.fault or not self.settled or self.is_cut_off or time.monotonic() < self._paused_until:
             return
         try:
@@ -250,7 +250,7 @@ class QueueReader:
             self.fail_until_seek(topic_recreated("the position", self.partition, self.next, self.reference))
 
     def _adjust_pull_size(self, pull: QueuePull) -> None:
-        """Set the number of messages that the next pull asks for: as many as this pull returned.
+        """Let the next pull ask for as many messages as this one returned.
 
         After several pulls that returned all requested messages, double the number.
         """
@@ -262,7 +262,7 @@ class QueueReader:
             self._pull_size, self._full_answers = len(pull.records), 0
 
     def _handle_missing_record(self, pulled: PullResult) -> None:
-        """Pause before requesting a missing record again. After some seconds set `fault`. Never skip a record."""
+        """Wait before a record that the broker did not return is requested again. After some seconds set `fault`."""
         now = time.monotonic()
         self._gap_since = self._gap_since or now
         self._paused_until = now + self._timing.pull_pause

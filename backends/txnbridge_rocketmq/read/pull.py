@@ -1,4 +1,4 @@
-"""Requests in flight for one queue: pulls, look-ups of duplicates, and checks for a recreated topic."""
+"""Requests in flight that a reader needs for one queue: pulls, look-ups of duplicates, checks for a recreated topic."""
 
 from __future__ import annotations
 

@@ -67,14 +67,14 @@ class QueueAssignment:
 
 @dataclass
 class _BrokerShare:
-    """The result of the last refresh at one broker: members that are not asleep, and this member's locked queues."""
+    """One broker's part in the last refresh: the members that are not asleep, and the queues that this one locked."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
 
 
 class Rebalancer:
-    """One member of a group, for use by one thread at a time. Any thread may call `on_change` when members change."""
+    """Divides a group's queues among its members, for one of them. One thread at a time; `on_change`: any thread."""
 
     def __init__(
         self,

@@ -138,7 +138,7 @@ class InitialPositions:
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """The result of `GroupPositions.resolve`: `known` has the positions at which partitions continue.
+    """The partitions whose positions are found (`known`), with the position at which each continues.
 
     `lost` has the partitions that need a seek first, each with the group's old offset and the error to raise.
     """
@@ -177,12 +177,12 @@ class GroupPositions:
         return {partition: position.next for partition, position in positions.items()}, read_up_to
 
     def held(self, deadline: Deadline) -> dict[Partition, Held]:
-        """Return the partitions that undecided prepared transactions hold, by the log up to the last `positions`."""
+        """Return the partitions on which undecided prepared transactions acknowledge, by the log as last read."""
         with self._with_evidence():
             return self._ledger.held(self._group, deadline)
 
     def _free(self, targets: Targets, deadline: Deadline) -> Targets:
-        """Return the targets in partitions that no prepared transaction holds (hazard H95).
+        """Return the targets in partitions on which no prepared transaction acknowledges (hazard H95).
 
         Abort a transaction whose hold is over: perhaps nobody has its token any more. If all partitions are held, wait
         a moment, because the caller asks again.

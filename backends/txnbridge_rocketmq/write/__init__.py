@@ -1,0 +1,1 @@
+"""Writing: the owner of a transactional id, its writers, which store half messages, and the publisher."""

@@ -85,9 +85,9 @@ class RocketMQAckContext:
         return list(claimed.values())
 
     def require_held(self, acks: Sequence[Ack], transaction: str, deadline: Deadline) -> None:
-        """Raise `Conflict` unless a prepared transaction holds the partitions of its acks where they begin.
+        """Raise `Conflict` if somebody had acknowledged where a prepared transaction does, before it was prepared.
 
-        Behind its prepare record nobody else's acknowledgement there counts; another one may have counted before.
+        Behind its prepare record nobody else's acknowledgement there counts.
         """
         positions, _ = self._starts.positions(deadline)
         held = self._starts.held(deadline)

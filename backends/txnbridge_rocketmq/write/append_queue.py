@@ -94,7 +94,7 @@ class AppendQueue(Generic[T]):
                     append.wake.release()
 
     def _take(self, own: _Append[T]) -> list[_Append[T]]:
-        """Remove a thread's own message, and the first that go along, from those that wait. Return them in order."""
+        """Remove from the waiting messages this thread's own and the first that fit with it; return them in order."""
         taken, size = {own}, len(own.message.body)
         most_time = own.deadline.left() * _MORE_TIME
         for append in self._waiting:

@@ -1,4 +1,4 @@
-"""Sends the half messages of one transaction: buffers them, and waits for the broker's confirmations."""
+"""Sends the messages of one transaction as half messages: buffers them, and waits for the broker's confirmations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def halves_from_json(data: Mapping[str, Any]) -> list[HalfCount]:
 
 
 def seconds_since(data: Mapping[str, Any]) -> float:
-    """Return the age of a decision log record, by its writer's clock; very large for a record without a time."""
+    """Return how old a decision log record is, by its writer's clock; very large for a record without a time."""
     at = data.get("at")
     return time.time() - (at / 1000 if isinstance(at, int) else 0)
 
@@ -94,7 +94,7 @@ class WrittenTopic:
 
 @dataclass
 class HalfBatch:
-    """The halves of one transaction: buffered, sent and confirmed. For use by one thread at a time.
+    """The halves (half messages) of one transaction: buffered, sent and confirmed. For use by one thread at a time.
 
     `series` is the number of the present series: only messages of one series keep their order.
     """

@@ -63,10 +63,7 @@ def to_wire(
     own: Mapping[str, str] | None = None,
     unique_key: str | None = None,
 ) -> WireMessage:
-    """Return a message to send. `own` has properties that the bridge adds.
-
-    Raise `InvalidOption` if the headers are too large.
-    """
+    """Return a message to send; `own` are the bridge's properties. Raise `InvalidOption` for too large headers."""
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:

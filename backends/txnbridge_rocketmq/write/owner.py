@@ -63,7 +63,7 @@ class RocketMQOwner:
             turn.leave()
 
     def _finish(self, deadline: Deadline) -> None:
-        """Publish the last commit of each writer of the previous owner.
+        """Publish the previous owner's last commit of each writer: the broker may not have published it yet.
 
         Earlier commits are published already. A writer publishes one transaction before it begins the next, and each
         owner calls this method before its first commit (hazard H71).

@@ -189,7 +189,7 @@ class RocketMQWriter(Writer):
             self._publish_after_look_up(deadline)
 
     def _needs_no_decision(self) -> bool:
-        """Return whether the END of the only half can commit the transaction, without a record in the log.
+        """Return whether the broker's commit of the only half can commit the transaction, without a record in the log.
 
         The broker accepts this END within the immunity time only, so the half must be fresh. No other process ends the
         half before the deadline, which is later, and whoever ends it looks first whether the message is published
@@ -228,7 +228,7 @@ class RocketMQWriter(Writer):
             raise errors.TransactionAborted("another process aborted the transaction; run it again")
 
     def _end_direct(self, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction by `decision`, unless its direct END has published its message. Return its outcome."""
+        """End a transaction of one half by `decision`, unless its direct commit published it; return the outcome."""
         token = Token("rocketmq", self._cluster.id, self._begun.transaction, {}, False, log=self._origin.log)
         single = PrepareRecord(self._halves.topics, (), self._expires_at, whole=True)
         return end_prepared(self._owner.ender, token, decision, self._owner.ledger, deadline, prepared=single)

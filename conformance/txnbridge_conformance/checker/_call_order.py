@@ -22,7 +22,7 @@ _LISTED_BEFORE = 5 * 10**9
 
 @dataclass
 class _Session:
-    """One opening of a transactional id: between which times it took effect, and the transactions under it."""
+    """One opening of a transactional id: the earliest and latest time of its effect, and the transactions under it."""
 
     opened_after: int  # the begin of its opening
     opened_before: int | None  # the end of its first transaction that took effect; None if none did
@@ -67,7 +67,7 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
 
 
 def _sessions(tables: Tables) -> dict[tuple[str, str], list[_Session]]:
-    """Return the sessions of each transactional id, by the id and the host of the owner."""
+    """Return the sessions (see `_Session`) of each transactional id, by the id and the host of the owner."""
     sessions: dict[tuple[str, str], dict[str, _Session]] = defaultdict(dict)
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:

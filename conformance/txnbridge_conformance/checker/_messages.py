@@ -68,7 +68,7 @@ def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
 
 @dataclass(frozen=True)
 class FullRead:
-    """The messages that an operation "read" received: it reads each partition of `topics` from start to end."""
+    """The messages that a call received which read each partition of `topics` from its start to its end."""
 
     operation: int
     topics: frozenset[str]
@@ -77,7 +77,7 @@ class FullRead:
 
 
 def full_reads(tables: Tables, findings: Findings) -> Iterator[FullRead]:
-    """Yield a `FullRead` for each operation "read"; add "stuck-reader" for one that did not reach the end."""
+    """Yield a `FullRead` for each call that read whole topics; add "stuck-reader" for one that did not finish."""
     for operation in tables.operations:
         if operation.what == "read" and operation.result != "ok":
             findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
@@ -92,7 +92,7 @@ def full_reads(tables: Tables, findings: Findings) -> Iterator[FullRead]:
 
 
 def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Findings) -> None:
-    """Compare a full read with the outcomes of transactions.
+    """Compare what a reader that read whole topics has received with the outcomes of transactions (`fate`).
 
     Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
     that were read, and committed transactions of which no message was read.

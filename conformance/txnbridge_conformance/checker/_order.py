@@ -14,7 +14,7 @@ from txnbridge_conformance.history import Key, Operation
 
 
 def ranks(tables: Tables, fate: Numbers) -> Numbers:
-    """Return the rank of each value in its partition, or `NONE`. Ranks of adjacent values differ by 1.
+    """Return the rank of each value, its place in the partition's order, or `NONE`. Ranks of neighbours differ by 1.
 
     Only values that were read, or committed, at a known position have a rank, so control markers and aborted messages
     between two values leave no gap. A value at several positions has the rank of the first. A value in another
@@ -89,7 +89,7 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _skips_unprocessed(tables: Tables, rank: Numbers, steps: _Steps, rows: Numbers) -> list[bool]:
-    """Return whether each of these steps skips a message that no member of the group had begun to acknowledge.
+    """Return whether each of these pairs skips a message that no member of the group had begun to acknowledge.
 
     A call that had no effect counts as a begin, too, because the broker may have kept the message back until its end.
     So does a call on a host with another clock.
@@ -137,7 +137,7 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, span: Numbers) -> _Steps:
-    """Return the steps among these messages, in the order of time: within a thread, a partition (`key`) and a span."""
+    """Return the pairs of messages that follow each other in time, within a thread, a partition (`key`) and a span."""
     threads: dict[tuple[int, int], int] = {}
     for each in tables.operations:
         threads.setdefault((each.process, each.fields.get("thread", 0)), len(threads))
@@ -153,7 +153,7 @@ def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, valu
 
 
 def _reading_spans(tables: Tables) -> Numbers:
-    """Return the span of each row of `Tables.reads`: a number for the group, assignment or read that it is in."""
+    """Return a number for each row of `Tables.reads`: rows with the same one belong to one continuous reading."""
     span = np.zeros(len(tables.reads.key), np.int64)
     spans = Names()
     starts: dict[tuple[int, int], int] = {}

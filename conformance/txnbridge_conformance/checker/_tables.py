@@ -20,7 +20,7 @@ _OURS = "txnbridge"
 
 
 class Names:
-    """Numbers distinct values, or distinct keys (topic and partition), from 0 in the order of first use."""
+    """Numbers values, or keys (topic and partition): each distinct one, from 0 in the order of its first use."""
 
     def __init__(self) -> None:
         self.texts: list[object] = []
@@ -41,7 +41,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Sends:
-    """One row for each message that a call sent, in the order of the history. `operation` is `Operation.order`."""
+    """One row for each message that a call sent. `operation` is the call's order in the history."""
 
     operation: Numbers
     key: Numbers
@@ -68,7 +68,7 @@ class Reads(Placed):
 
 
 class Tables:
-    """The tables of one history, and for each value the operation that sent it and the partition it was sent to."""
+    """A history as arrays of numbers: messages sent, received and stored; for each value its sender and partition."""
 
     def __init__(self, history: History) -> None:
         self.history = history

@@ -27,7 +27,7 @@ class Request:
 
 
 class StreamPiece(NamedTuple):
-    """Consecutive bytes of a stream of frames. If a frame begins with them, `head` has the frame's head."""
+    """Consecutive bytes of a stream of frames. `head` is the frame's head if the bytes begin a frame, else None."""
 
     data: bytes
     head: bytes | None = None
@@ -96,7 +96,7 @@ class FrameSplitter:
 
 
 class Conversation(Protocol):
-    """Matches answers with requests on one connection, by their heads, which its methods get in order."""
+    """Matches answers with requests on one connection, by the first bytes (head) of each frame, given in order."""
 
     kinds: ClassVar[Mapping[str, int]]
     """The kinds of requests that a test can hold by name."""
@@ -115,7 +115,7 @@ class Conversation(Protocol):
         """Return the request whose frame has this head."""
 
     def answer(self, head: bytes) -> Request | None:
-        """Return the request that this frame answers; None if it is not known.
+        """Return the request that an answer's frame, by its head, belongs to; None if it is not known.
 
         A frame that the broker sends by itself, such as a check-back, counts as an answered request.
         """

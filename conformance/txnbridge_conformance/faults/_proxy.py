@@ -53,7 +53,7 @@ class Hold:
         self.dropped = False
 
     def wait(self, timeout: float = 30) -> Request:
-        """Wait until a frame is held; return the first held request, or the request of the first held answer.
+        """Wait until the proxy holds a frame back; return the first held request, or that of the first held answer.
 
         Raise `AssertionError` if no frame was held within `timeout` seconds.
         """
@@ -271,7 +271,7 @@ class Proxy:
             return next((hold for hold in self._holds[direction] if hold.catch(request)), None)
 
     def take_allowance(self, direction: str, size: int) -> tuple[int, bool]:
-        """Return how many of `size` bytes `cut_after` lets pass now, and whether the connection is cut after them."""
+        """Return how many of `size` bytes `cut_after` lets pass now, and whether it cuts the connection after them."""
         with self._lock:
             left = self._bytes_left[direction]
             if left is None:

@@ -18,7 +18,7 @@ _UNKNOWN_KIND = -1
 class RocketMQConversation:
     """Matches answers on a RocketMQ connection by the request's number (opaque); answers come in any order.
 
-    A head is a header in JSON. A request that the broker sends, such as a check-back, counts as an answered request.
+    A frame's head is its JSON header. A request that the broker sends, such as a check-back, counts as an answered one.
     """
 
     # The requests that a client or a broker sends. An answer has the name of its request.

@@ -21,7 +21,7 @@ from txnbridge_conformance.report.promises import Row, rows
 from txnbridge_conformance.run.verdict import Judgement, declared_absent
 
 if TYPE_CHECKING:
-    from txnbridge_conformance.contract import ContractResult
+    from txnbridge_conformance.contract_run import ContractResult
 
 _COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
 _RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}

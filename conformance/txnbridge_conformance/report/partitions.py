@@ -1,4 +1,4 @@
-"""`Partitions`: the messages of each partition in their order, to show what lies around a message of a finding."""
+"""`Partitions`: the messages of each partition in their order, to show those around the message of a finding."""
 
 from __future__ import annotations
 

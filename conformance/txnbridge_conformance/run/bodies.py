@@ -51,7 +51,7 @@ class Bodies:
 
 
 def value_of(topic: str, body: bytes | None, key: bytes | str | None, headers: Mapping[str, str]) -> str:
-    """Return the message's name in the history: it is in the body, or in the key of a message without a body.
+    """Return the name by which a history knows a message: it is in the body, or in the key without a body.
 
     The name of a dead letter has also the transaction that sent it.
     """

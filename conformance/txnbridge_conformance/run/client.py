@@ -105,7 +105,7 @@ class PauseAt:
 
 @dataclass
 class Client:
-    """Makes the calls of one process on its bridges, and records each call in the history of the process."""
+    """Makes the calls of one process of a run on its bridges, and records each call in the process's history."""
 
     plan: Plan
     process: str
@@ -137,13 +137,13 @@ class Client:
         return [f"{self.process}/{next(self._numbers)}" for _ in range(count)]
 
     def sends(self, *topics: str) -> dict[tuple[str, int], list[str]]:
-        """Return new values to send, by topic and partition, for a random choice of partitions of these topics."""
+        """Return new values for random partitions of these topics, by topic and partition, to be sent."""
         keys = [(topic, partition) for topic in topics for partition in range(PARTITIONS)]
         chosen = self.random.sample(keys, self.random.randint(1, len(keys)))
         return {key: self.values(self.random.choice((1, 1, 2, 5, 20))) for key in chosen}
 
     def single(self, *topics: str) -> dict[tuple[str, int], list[str]]:
-        """Return one new value to send, by the topic and partition, as `sends` does."""
+        """Return one new value for one of these topics, by topic and partition, as `sends` does."""
         return {(self.random.choice(topics), self.random.randrange(PARTITIONS)): self.values(1)}
 
     def start_transaction(self, **fields: Any) -> RecordedCall:

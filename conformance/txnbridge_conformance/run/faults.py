@@ -55,7 +55,7 @@ _REQUESTS = {
 
 
 class Injected(NamedTuple):
-    """A fault that has begun: its kind and target, and the function `heal` that ends it after `seconds`."""
+    """A fault that has begun: its kind and target, and `heal`, which ends it and is to be called after `seconds`."""
 
     kind: str
     target: str

@@ -44,7 +44,7 @@ Progress = Callable[[str], None]
 
 
 class Hunt:
-    """Runs one plan. Call `work`, `settle` and `read_back` in this order, inside of `topics`."""
+    """Runs one plan: attacks processes and reads all back. Call `work`, `settle`, `read_back`, inside of `topics`."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Hunt:
         self._recorder.start("process", name=process).end("fail", error=what)
 
     def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
-        """Return the two arguments of `client.KillAt` for a new process of this role.
+        """Return the two arguments of `client.KillAt`, by which a new process of this role will kill itself.
 
         They are the number of the event at which the process kills itself (0: it does not), and the names of events
         that are not counted, because a process of this role has killed itself there before.

@@ -80,7 +80,7 @@ RAW_ROLES = {
 
 
 def floor_of(workloads: Collection[str] = tuple(WORKLOADS)) -> dict[str, int]:
-    """Return the floor of a run with these workloads: the least number by the name of a count."""
+    """Return the least number of each thing that a run with these workloads has to try, by the name of its count."""
     return {name: least for floor in (*map(_FLOORS.__getitem__, workloads), _FLOOR) for name, least in floor.items()}
 
 
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def sold(self) -> list[str]:
-        """The topics of half messages."""
+        """The topics to which the role "sell" sends half messages."""
         return [self.topic("sold"), self.topic("shipped")]
 
     @property
@@ -153,12 +153,12 @@ class Plan:
 
     @property
     def copiers(self) -> str:
-        """The name of the group of the role "copy"."""
+        """The name of the group in which the processes of the role "copy" read."""
         return f"{self.prefix}-copiers"
 
     @property
     def processors(self) -> str:
-        """The name of the group of the role "process"."""
+        """The name of the group in which the processes of the role "process" read."""
         return f"{self.prefix}-processors"
 
     def groups(self, roles: Collection[str]) -> list[str]:

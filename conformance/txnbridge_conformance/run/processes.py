@@ -21,7 +21,7 @@ class RunFailed(Exception):
 
 
 def end_with(run: int) -> None:
-    """Watch this process's parent in a thread, and kill this process as soon as the parent is not `run` any more.
+    """Let this process be killed as soon as its parent is not the process `run` any more; a thread watches that.
 
     A run that is killed cannot stop its processes.
     """

@@ -25,7 +25,7 @@ class ProcessorRecording:
         self._dead = 0  # the number of dead letters in the open transaction
 
     def handle(self, message: Message, poison: bool) -> RecordedCall:
-        """Note that the handler was called with a message, and return the call of the open transaction."""
+        """Note that the handler was called with a message; return the record of the open transaction's call."""
         # After a poison message the batch is processed again without it: the handler gets the others a second time.
         self._polled.setdefault(message[:3], message)
         if poison:

@@ -1,4 +1,4 @@
-"""`Sales`: the local work of half messages. A SQLite database stores for each transaction if the work was done."""
+"""`Sales`: the local work of a run's half messages, a SQLite database of whether each transaction's work was done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from txnbridge import Decision
 
 
 class Sales:
-    """A database of decisions on half messages. For each transaction, the first stored decision counts.
+    """The decisions on a run's half messages, in a database. For each transaction, the first stored decision counts.
 
     If this is UNDECIDED, no decision counts: the processes answer for the transaction without asking each other.
     """

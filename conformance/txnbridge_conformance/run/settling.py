@@ -38,7 +38,7 @@ _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
 
 
 class Settling:
-    """Settles a run whose processes have the given roles.
+    """Ends what a run's processes, of these roles, leave open after their work, and waits until groups have read all.
 
     `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended. `raw` says that
     they use the broker's plain client.
@@ -165,7 +165,7 @@ class Settling:
 
     @contextmanager
     def _answered_check_backs(self, history: History) -> Iterator[None]:
-        """Publish each half message whose local work was done, and let check-backs be answered during the block.
+        """During the block, publish each half message whose work was done, and let check-backs be answered.
 
         Record at the end what was decided about half messages. RocketMQ asks only a bridge of the same application
         about a transaction, so a bridge of the owners' application is open meanwhile.

@@ -62,7 +62,7 @@ def own(client: Client) -> None:
 
 
 def _one(client: Client, bridge: Bridge, pauses: float, thread: int = 0) -> bool:
-    """Run a transaction that randomly commits, aborts, prepares or fails before it is prepared.
+    """Run a transaction, chosen at random: committed, aborted, prepared, or failing before it is prepared.
 
     `pauses` is the share of transactions that pause. Return whether the transaction was committed or prepared.
     """

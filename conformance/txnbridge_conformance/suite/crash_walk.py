@@ -46,7 +46,7 @@ def kill_walk(
 
 
 def event_names(points: list[Point]) -> set[str]:
-    """Return the names of the events at which `kill_walk` has killed its program."""
+    """Return the names of the events, given as points of a kill walk, at which its program was killed."""
     return {point.event for point in points}
 
 

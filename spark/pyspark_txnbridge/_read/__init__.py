@@ -1,1 +1,1 @@
-"""Reading: the positions that a batch covers, and its messages."""
+"""Reading: planning the positions that a Spark batch covers, and fetching their messages in Spark's tasks."""

@@ -42,7 +42,7 @@ def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.Recor
 
 
 class TopicFeed:
-    """A process's connection to topics of a query. All partitions are paused except the one that is being read."""
+    """A process's connection to a query's topics; all partitions are paused except the one that is being read."""
 
     def __init__(self, options: SourceOptions, topics: Sequence[str]) -> None:
         self._options = options
@@ -124,7 +124,7 @@ _feeds: ClientPool[TopicFeed] = ClientPool()
 
 
 def columns(position: Position, headers: bool) -> str:
-    """Return the columns of Spark's Kafka source, for a broker with positions like `position`.
+    """Return the columns of a query's rows: those of Spark's Kafka source, for a broker with positions like `position`.
 
     The column timestampType is always null: txnbridge does not say whether the broker or the sender set a timestamp.
     """
@@ -134,7 +134,7 @@ def columns(position: Position, headers: bool) -> str:
 
 
 def to_arrow(found: Sequence[MessageColumns], headers: bool, timestamps: str = "error") -> pa.RecordBatch:
-    """Return messages, at least one, as one batch of rows. `timestamps` is the option of this name."""
+    """Return messages, at least one, as one Arrow batch of rows. `timestamps` is the source's option of this name."""
     import pyarrow as pa
 
     batches = [_to_arrow(each, headers, timestamps) for each in found]

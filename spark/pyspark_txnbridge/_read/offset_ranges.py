@@ -73,7 +73,7 @@ def _topics(bridge: Bridge, options: SourceOptions) -> Sequence[str]:
 
 
 def close_planner(options: SourceOptions) -> None:
-    """Close the idle connection of `topic_bounds`."""
+    """Close the connection that this process keeps for planning batches (`topic_bounds`)."""
     _planners.drop(options)
 
 
@@ -84,7 +84,7 @@ _planners: ClientPool[Bridge] = ClientPool()
 
 
 def resolve_start(options: SourceOptions, default: str, bounds: Bounds) -> Offsets:
-    """Return the positions at which a query begins. Raise `InvalidOption` like `_resolve`."""
+    """Return where a query begins. Raise `InvalidOption` for other partitions, or a time after the last message."""
     start = _resolve("startingOffsets", options.starting or default, bounds, options)
     for (topic, number), at in start.items():
         if isinstance(at, Since) and not options.latest_if_later:
@@ -96,7 +96,7 @@ def resolve_start(options: SourceOptions, default: str, bounds: Bounds) -> Offse
 
 
 def resolve_end(options: SourceOptions, bounds: Bounds) -> Offsets:
-    """Return the positions at which a batch ends. Raise `InvalidOption` like `_resolve`."""
+    """Return the positions at which a batch ends. Raise `InvalidOption` if its option names other partitions."""
     return _ends_for_times(_resolve("endingOffsets", options.ending, bounds, options), bounds)
 
 
@@ -213,7 +213,7 @@ def report_loss(partition: Partition, at: Position, why: str, options: SourceOpt
 
 
 def without_recreated(offsets: Offsets, before: TopicIds, now: TopicIds, options: SourceOptions) -> Offsets:
-    """Return the positions outside recreated topics, and report the rows of recreated topics as lost."""
+    """Return the positions except those in recreated topics, whose rows are reported as lost."""
     kept = {}
     for (topic, number), at in offsets.items():
         if is_recreated(before.get(topic), now.get(topic)):

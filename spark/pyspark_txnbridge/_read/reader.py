@@ -45,7 +45,7 @@ def tasks(ranges: Sequence[offset_ranges.OffsetRange], options: SourceOptions) -
 
 
 def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    """Return the rows of a task."""
+    """Yield the rows of a task as Arrow batches."""
     from pyspark_txnbridge._read.fetch import read_range
 
     # If there is nothing to read, Spark makes one task without a range.

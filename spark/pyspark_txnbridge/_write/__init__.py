@@ -1,1 +1,1 @@
-"""Writing: the tasks' prepared transactions, and the driver's decision."""
+"""Writing: each task prepares a transaction, and the driver decides and commits those of a batch together."""

@@ -70,7 +70,7 @@ _checked: ClientPool[Bridge] = ClientPool()
 
 
 def commit(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
-    """Publish a batch. Safe to repeat.
+    """Decide to commit a batch, unless it is decided, and commit the transactions of its tasks. Safe to repeat.
 
     Return when each transaction of the batch is committed, by this or another process. `identity` is needed if it is
     possible that no task has reported the batch's identity.
@@ -250,7 +250,7 @@ def _claim(
 def _replace(
     session: SinkSession, identity: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Claim a new decision for a batch, in which transactions of `written` replace the lost ones, `dead`.
+    """Claim a new decision for a batch, in which transactions of a repetition (`written`) replace lost ones (`dead`).
 
     A new transaction must have the same rows as the transaction that it replaces.
     """

@@ -96,7 +96,7 @@ def _unfinished(session: SinkSession, claim: Any) -> UnfinishedBatch:
 
 @dataclass
 class Recovered:
-    """The batches that were published, and the one that counts as published from now on."""
+    """The result of a recovery: batches that were published, and the one that counts as published from now on."""
 
     published: list[int]
     skipped: int | None = None

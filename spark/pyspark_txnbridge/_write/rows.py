@@ -46,7 +46,7 @@ class Columns:
 
     @classmethod
     def of(cls, schema: StructType, topic: str | None, timestamps: bool = False) -> Columns:
-        """Check a schema; other columns are ignored, and the column timestamp unless `timestamps` asks for it.
+        """Return the columns of a schema that the sink uses: not the column timestamp unless `timestamps` asks for it.
 
         Raise `InvalidOption` for a missing or wrongly typed column.
         """

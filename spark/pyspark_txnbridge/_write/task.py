@@ -128,7 +128,7 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
 
 
 def _look(identity: BatchId, session: SinkSession) -> tuple[Opening, int | None]:
-    """Open the query's id for this run, and return the opening and `_attempt`, as of one reading of the log."""
+    """Open the query's id for this run in the decision log; return the opening, and `_attempt` by the same reading."""
     with session.decisions.reading_once():
         return session.decisions.open(identity.path, name=identity.run), _attempt(identity, session)
 
@@ -195,10 +195,10 @@ class _Slot:
 
 @dataclass
 class SlotWriters:
-    """The writers of this process for one sink of one query.
+    """This process's writers for one sink of one query: each has a numbered transactional id (slot) of the query's run.
 
-    Each writer's transactional id is a numbered slot of a run. A process leases a slot for one batch by a claim in the
-    decision log. For the next batch the process claims the same slot again, because the slot's connections are open.
+    A process leases a slot for one batch by a claim in the decision log. For the next batch the process claims the same
+    slot again, because the slot's connections are open.
     """
 
     options: SinkOptions

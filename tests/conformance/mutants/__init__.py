@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge import Outcome
-from txnbridge._decisions.id_fold import IdFold
+from txnbridge._decisions.tokenless_fold import IdFold
 
 VARIABLE = "TXNBRIDGE_MUTANT"
 

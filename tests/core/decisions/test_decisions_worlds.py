@@ -18,7 +18,6 @@ from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
-from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import (
     AckRange,
@@ -32,6 +31,7 @@ from txnbridge._decisions.records import (
     encode,
 )
 from txnbridge._decisions.token_fold import AckHistory, TokenFold
+from txnbridge._decisions.tokenless_fold import IdFold
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
 

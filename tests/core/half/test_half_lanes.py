@@ -39,9 +39,9 @@ from txnbridge import (
 from txnbridge._base.connection import Connection
 from txnbridge._base.events import Event
 from txnbridge._half import lane as half_lane
-from txnbridge._half import lanes as half_lanes
-from txnbridge._half.lanes import LaneGroup
+from txnbridge._half import topic_half_store as half_lanes
 from txnbridge._half.records import read_record
+from txnbridge._half.topic_half_store import LaneGroup
 from txnbridge._write.token_operations import Outcomes
 from txnbridge.spi import Half
 from txnbridge.testing import listening

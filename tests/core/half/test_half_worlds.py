@@ -18,7 +18,7 @@ from txnbridge import Bridge, Decision, TxnBridgeError, connect, plugins
 from txnbridge._base.deadline import Deadline
 from txnbridge._half import lane as half_lane
 from txnbridge._half.lane import Lane
-from txnbridge._half.lanes import LaneGroup
+from txnbridge._half.topic_half_store import LaneGroup
 from txnbridge._write.writers import Writers
 from txnbridge.spi import Half, HalfMessage
 

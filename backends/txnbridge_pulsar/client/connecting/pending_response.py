@@ -20,7 +20,7 @@ def answer_to(name: str) -> str:
 
 
 class Response:
-    """The answer to one request. The thread that sent the request may do other work before the answer arrives."""
+    """A request's answer, which may still be under way. The caller does other work until it calls `result`."""
 
     def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
         self.kind = kind  # the command that answers, unless it is an error
@@ -47,7 +47,7 @@ class Response:
         self._future.add_done_callback(lambda _: call())
 
     def resolve(self, outcome: Fields | PulsarError) -> None:
-        """Set the answer's fields, or the error. Only the first call has an effect."""
+        """Set the answer's fields, or the error, for which the caller waits. Only the first call has an effect."""
         with suppress(InvalidStateError):
             if isinstance(outcome, PulsarError):
                 self._future.set_exception(outcome)

@@ -15,7 +15,7 @@ _MAX_REMEMBERED_DROPS = 1000
 
 
 class Chunks:
-    """The chunks of one consumer's incomplete messages. Their total size is limited.
+    """The chunks of a consumer's large messages that have not arrived whole. Their total size is limited.
 
     If one message alone exceeds the limit, its chunks are dropped, and the message becomes a faulty entry. If several
     messages together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk

@@ -55,7 +55,7 @@ class OffsetId:
 
 @dataclass(frozen=True)
 class MessageExt:
-    """One message as the broker stores it.
+    """A stored message, with all that the broker returns of it. RocketMQ has the same name for it.
 
     `prepared_offset` is the commit log offset of the half from which the message was published; 0 if it had none.
     `body` is the stored body, which `payload()` unpacks. Times are in milliseconds since 1970.

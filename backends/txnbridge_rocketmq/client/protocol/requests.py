@@ -77,4 +77,4 @@ def is_absent(answer: RemotingCommand, words: str, action: str) -> bool:
 
 
 def nothing(answer: RemotingCommand) -> None:
-    """Decode a response without contents: the `read` of requests that only succeed or fail."""
+    """Decode a response without contents: the `read` function of requests that only succeed or fail."""

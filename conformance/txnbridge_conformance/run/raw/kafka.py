@@ -1,4 +1,4 @@
-"""Kafka through its plain client, for `--through raw`: a finding of such a run is not one about txnbridge.
+"""Kafka through its plain client, for runs with `--through raw`, whose findings are not about txnbridge.
 
 `connect` returns an object with the part of `txnbridge.Bridge` that the roles of a raw run use. The program underneath
 is what a careful user of `confluent_kafka` writes by hand.
@@ -30,7 +30,7 @@ class _RawMessage(NamedTuple):
 
 
 class _RawConsumer:
-    """A reader of committed messages, in a group or, without one, of all partitions."""
+    """Reads committed messages by Kafka's plain client, in a group or, without one, from all partitions."""
 
     def __init__(self, settings: dict[str, Any], topics: Sequence[str], group: str | None) -> None:
         from confluent_kafka import Consumer, TopicPartition

@@ -21,7 +21,7 @@ _ALWAYS = "every broker"
 
 @dataclass(frozen=True)
 class ContractResult:
-    """A capability with its verdict ("kept", "broken", "declared absent" or "not tested") and number of tests."""
+    """A capability, its number of tests, and the verdict: "kept", "broken", "declared absent" or "not tested"."""
 
     name: str
     verdict: str

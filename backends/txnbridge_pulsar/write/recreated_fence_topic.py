@@ -1,8 +1,8 @@
-"""Detects that a fence topic was deleted and created anew.
+"""Detects that a fence topic was deleted and created again.
 
 With a fence topic the names of all unresolved transactions are deleted. On a new topic of the same name the broker
 counts epochs from the start, so it does not refuse the older owner. So a transactional id has a random fence id, which
-its first fence record gets, and which all later records and the decision log repeat. A topic that was created anew has
+its first fence record gets, and which all later records and the decision log repeat. A topic that was created again has
 no fence id, or another one (hazard H43).
 """
 
@@ -19,9 +19,9 @@ _log = logging.getLogger("txnbridge")
 
 
 class FenceIdentity:
-    """The fence id of one transactional id, as the decision log has it.
+    """The random id (fence id) that the records of one fence topic have, and the decision log, too.
 
-    `ledger` is the decision log's ledger for the id's fence topic on one cluster; each cluster has its own.
+    `ledger` is the part of the decision log for this fence topic; each cluster has its own.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:

@@ -1,4 +1,4 @@
-"""A semaphore and a lock that no exception of a signal handler can lose.
+"""A semaphore and a lock that are freed even if a signal handler's exception keeps their taker from freeing them.
 
 Such an exception may come right behind the call that has acquired a `threading.Lock`, before its caller knows of it.
 Then no thread releases the lock. A slot is an object, and frees itself when nothing refers to it any more.

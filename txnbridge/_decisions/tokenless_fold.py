@@ -1,4 +1,4 @@
-"""The fold over records of ids that no token carries, and the part of it that snapshots store."""
+"""The conclusions about ids that no token carries, from a decision log's records, and what snapshots store of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from txnbridge._decisions.records import (
 
 @dataclass
 class IdFold:
-    """The state of ids that no token carries. It is true only if every record since the log's birth was folded."""
+    """Owners, claims and groups' positions, for ids without a token. True only if no earlier record was missed."""
 
     openings: Openings = field(default_factory=Openings)
     names: dict[IdPath, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening
@@ -40,7 +40,7 @@ class IdFold:
     holds: dict[GroupPartition, list[PartitionHold]] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> bool:
-        """Fold an opening of an id; return whether it counts."""
+        """Note that a process has opened an id; return whether this opening counts."""
         if not self.openings.is_next(record.under):
             # The record is a later copy of the newest opening (it counts), or another opening took its number first.
             return self.openings[record.under.id].under == record.under
@@ -50,14 +50,14 @@ class IdFold:
         return True
 
     def claim(self, record: Claimed, claim: CountingClaim) -> bool:
-        """Fold a claim on an id; return whether it counts. The first counting claim decides the id."""
+        """Note a claim on an id; return whether it counts. The first counting claim decides the id."""
         if self.is_done(record.id) or (record.by is not None and not self.openings.is_newest(record.by)):
             return False
         self.claims.setdefault(record.id, claim)
         return True
 
     def commit(self, record: Claimed, commit: UnfinishedCommit) -> None:
-        """Fold a counting claim that commits a transaction with a token, and advance positions that it acknowledges."""
+        """Note the commit of a transaction with a token, and advance the groups' positions that it acknowledges."""
         if record.by is None or self.openings.is_newest(record.by):
             self.keep_unfinished(record, commit)
             if record.acked is not None:
@@ -78,7 +78,7 @@ class IdFold:
             self.last_ackers.update({each.place: commit for each in record.acked.ranges})
 
     def hold(self, id: IdPath, prepared: PreparedAcks) -> None:
-        """Fold a counting prepare record: its transaction holds the partitions on which it acknowledges until it ends.
+        """Note that a prepared transaction acknowledges on partitions, where no other one may until it ends.
 
         The author of a later prepare record on the same partition finds that, and aborts its transaction.
         """
@@ -88,7 +88,7 @@ class IdFold:
                 known.append(hold)
 
     def release(self, id: IdPath, begin: EvidenceBegin) -> None:
-        """Fold the first counting claim on a transaction: what it held is free."""
+        """Note that a prepared transaction is decided: others may acknowledge on its partitions again."""
         left = ((place, [h for h in held if (h.id, h.begin) != (id, begin)]) for place, held in self.holds.items())
         self.holds = {place: held for place, held in left if held}
 
@@ -117,7 +117,7 @@ class IdFold:
         return False
 
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
-        """Return this fold as the body of a snapshot. `since` is the position of the oldest living presence.
+        """Return this fold as the body of a snapshot. `since` is the position of the oldest living presence record.
 
         Commits and holds before `since` are left out, because their transactions have expired, and so are openings of
         made-up ids.

@@ -1,8 +1,9 @@
-"""`LaneStore`: half messages on brokers that have none, in lanes. Who stores a half also publishes it.
+"""`LaneStore`: half messages on brokers that have none, in lanes: topics of our own, each written by one process.
 
-Each process that sends halves of a group owns a lane (`_half.lane`). The application's decision log has the list of a
-group's lanes: for each its owner's name, empty if nobody owns it, and the id of its topic. A process without a lane
-takes a free one, or adds one. A resolver opens a lane whose end stands still although halves are not done.
+Each process that sends halves of a group owns a lane (`_half.lane`), and publishes its halves. The application's
+decision log has the list of a group's lanes: for each its owner's name, empty if nobody owns it, and its topic's id. A
+process without a lane takes a free one, or adds one. A resolver opens a lane whose end stands still although halves are
+not done.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 
 
 class LaneStore(HalfStore):
-    """The half store of one bridge. It has one `LaneGroup` for each group. Any thread may use it."""
+    """The half store of a bridge to a broker without half messages: a `LaneGroup` for each group. Thread-safe."""
 
     def __init__(self, consumers: Consumers, logs: DecisionLogs) -> None:
         self._consumers = consumers
@@ -72,7 +73,7 @@ class LaneStore(HalfStore):
         return self.group(half.group).store(half, deadline)
 
     def _check_targets(self, half: Half, deadline: Deadline) -> None:
-        """Raise an error, before the work, for a message that its topic would refuse behind it."""
+        """Raise an error, before the local work, for a message that its topic would refuse after the work."""
         broker, now = self._connection.broker, time.monotonic()
         for topic, number in {(message.topic, message.partition) for message in half.messages}:
             if now > self._targets.get((topic, number), (0.0,))[0]:
@@ -137,7 +138,7 @@ class LaneStore(HalfStore):
 
 @dataclass
 class _Seen:
-    """What a resolver has seen of a lane: since when its end stands still, and whether all halves there are done."""
+    """A lane, a topic of half messages, as a resolver sees it: since when nothing is stored, and if all have ended."""
 
     end: Position
     since: float
@@ -145,7 +146,7 @@ class _Seen:
 
 
 class LaneGroup:
-    """The lanes of one group, as this process uses them. Any thread may use it."""
+    """Stores and ends the half messages of one group in lanes, topics each of which one process writes. Thread-safe."""
 
     def __init__(self, consumers: Consumers, logs: DecisionLogs, application: str, group: str) -> None:
         self._consumers = consumers
@@ -178,7 +179,7 @@ class LaneGroup:
         return _lanes_of(self._list.read(deadline))
 
     def _list_lane(self, number: int, before: str, deadline: Deadline, **fields: Any) -> bool:
-        """Change a lane's fields, such as its owner, if it has the owner `before`; return whether they are changed."""
+        """Change a lane's fields, such as its owner, if its owner is `before`; return whether they are changed."""
 
         def change(value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             lanes = _lanes_of(value)
@@ -193,7 +194,7 @@ class LaneGroup:
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def own_lane(self, deadline: Deadline) -> Lane:
-        """Return the lane of this process; take a free one, or a new one, if it has none."""
+        """Return the lane to which this process writes; take one that nobody owns, or a new one, if it has none."""
         if (own := self._own) is not None and (lane := self._held(*own)) is not None:
             return lane
         with self._opens(deadline):
@@ -226,7 +227,7 @@ class LaneGroup:
         return lane if lane is not None and lane.how["owner"] == name else None
 
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return a lane that this process holds, or open it. Raise `EvidenceLost` if its owner has another name."""
+        """Return lane `number`, opened by this process. Raise `EvidenceLost` if its owner is no longer `name`."""
         if (lane := self._held(number, name)) is not None:
             return lane
         with self._opens(deadline):
@@ -244,7 +245,7 @@ class LaneGroup:
                 self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return a lane that this process holds, or open it, on the thread that has `_opening`."""
+        """Open a lane unless this process has opened it; return it. The thread has the lock `_opening`."""
         while (lane := self._held(number, name)) is None:
             id, listed = self._topic_id(number, deadline), self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:
@@ -285,7 +286,7 @@ class LaneGroup:
         return LaneIndex(self._consumers, self.topic(number), self._outcomes)
 
     def _drop(self, lane: Lane) -> None:
-        """Forget a lane that this process does not hold any more, or about which it is not certain."""
+        """Close and forget a lane: another process may have opened it since, or nothing is left to do in it."""
         with self._opening:
             for number, each in list(self._lanes.items()):
                 if each is lane:
@@ -329,7 +330,7 @@ class LaneGroup:
                 self._turn.release()
 
     def _give_up(self, lane: Lane, error: TxnBridgeError, deadline: Deadline) -> None:
-        """Drop a lane after an error that says that it has to be opened again; raise any other error."""
+        """Drop a lane after an error by which it may not be this process's any more; raise any other error."""
         if is_lost(error):
             self._drop(lane)
         if not is_lost(error) or deadline.left() <= _RETRY_SECONDS:
@@ -358,7 +359,7 @@ class LaneGroup:
                 self._turn.release()
 
     def _tend(self, limit: int) -> list[Half]:
-        """Do what the held lanes need, and return halves whose check-back is due."""
+        """Tend the lanes that this process has opened, and return up to `limit` halves whose check-back is due."""
         self._tended_at = time.monotonic()
         due: list[Half] = []
         failed: TxnBridgeError | None = None
@@ -378,7 +379,7 @@ class LaneGroup:
         return due
 
     def _look(self, deadline: Deadline) -> None:
-        """Look for lanes whose holder has died, and open them."""
+        """Look for lanes, topics of half messages, whose process seems dead, and take them over."""
         now, timing = time.monotonic(), self._connection.timing
         if now < self._look_at:
             return
@@ -399,7 +400,7 @@ class LaneGroup:
         self._look_at = time.monotonic() + timing.lane_look
 
     def _ends(self, numbers: Iterable[int], deadline: Deadline) -> dict[int, Position]:
-        """Return the ends of the topics that exist."""
+        """Return the end positions of these lanes' topics, by the lane's number, without topics that do not exist."""
         topics = {self.topic(number): number for number in numbers}
         admin = self._connection.broker.admin
         try:
@@ -429,7 +430,7 @@ class LaneGroup:
                     self._lane(number, owner, deadline)
 
     def leave(self, deadline: Deadline) -> None:
-        """Give the own lane back if all its halves are done, and leave the others to other resolvers."""
+        """Free this process's own lane if all its halves have ended, and leave the other lanes to other resolvers."""
         with self._turn, self._opens(deadline):
             for number, lane in list(self._lanes.items()):
                 if self._is_own(lane) and not lane.index.undone:
@@ -460,7 +461,7 @@ class LaneGroup:
         return found
 
     def late(self, deadline: Deadline) -> int:
-        """Return the number of halves whose check-back is late by more than a takeover takes."""
+        """Return the number of halves whose check-back is late, by more than a takeover of their lane takes."""
         before = (time.time() - 4 * self._connection.timing.lane_takeover) * 1000
         count = 0
         for _, _, index in self._indexes(deadline):
