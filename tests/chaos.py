@@ -1,4 +1,4 @@
-"""What tests with random faults share: how long they last, and the seed of their faults."""
+"""Settings of the tests with random faults: how long they last, and the seed of their faults."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def prefix(name):
     return f"{name}-"
 
 
-def test_all_who_ask_at_once_are_told_one_name(named, prefix):
+def test_all_threads_that_ask_at_once_are_told_one_cluster_id(named, prefix):
     with ThreadPoolExecutor(8) as pool:
         names = set(pool.map(lambda _: named(prefix), range(8)))
     assert len(names) == 1

@@ -17,7 +17,7 @@ GRACE = 30.0
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """What happens inside does not hang beyond its deadline."""
+    """Check that the block does not hang beyond its deadline."""
     started = time.monotonic()
     yield
     assert time.monotonic() - started < seconds + GRACE
@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def takes(seconds: float, error: type[Exception], call: Callable[[Deadline], object]) -> Exception:
-    """It raises that error, and does not hang beyond its deadline."""
+    """Check that the call raises that error, and does not hang beyond its deadline."""
     with within(seconds), pytest.raises(error) as raised:
         call(Deadline(seconds))
     return raised.value

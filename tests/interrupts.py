@@ -18,7 +18,7 @@ from txnbridge import Bridge, InvalidState, Message
 
 
 class Interrupted(BaseException):
-    """What the signal handler raises."""
+    """Raised by the signal handler."""
 
 
 def interrupted_everywhere(

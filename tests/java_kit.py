@@ -15,7 +15,7 @@ from txnbridge_conformance.brokers._kafka import fetch_kafka
 def ask_java(
     folder: Path, imports: str, body: str, lines: Iterable[str] = (), fetch: Callable[[], Path] = fetch_kafka
 ) -> list[str]:
-    """What a Java program prints whose `main` has that body, with a broker's classes at hand and `lines` to read."""
+    """Return the output of a Java program whose `main` has that body; it has a broker's classes and reads `lines`."""
     try:
         command, jars = java(), fetch()
     except brokers.ToolMissing as error:

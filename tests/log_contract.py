@@ -1,4 +1,4 @@
-"""What every decision log promises, whatever keeps it: a test module imports all of this and brings the fixtures.
+"""Tests of every decision log, whatever keeps it: a test module imports all of this and brings the fixtures.
 
 `open_named(name)` opens a log as another process would have it open, and `log` is one of the test's own `name`.
 """
@@ -29,13 +29,13 @@ def bounds(log):
 
 
 def place_of(kind, request, tmp_path):
-    """Where decisions may be kept, as `decision_log` takes it: in a file, or on the running broker of that kind."""
+    """Return a place for decisions, as `decision_log` takes it: a file, or the running broker of that kind."""
     files = {"sqlite": f"sqlite:///{tmp_path / 'decisions.db'}", "embedded": f"embedded:{tmp_path / 'other.db'}"}
     return files.get(kind) or request.getfixturevalue(f"{kind}_broker").url
 
 
 def keeping(open_log):
-    """For a fixture: a function that opens logs, which are closed in the end."""
+    """Yield, for a fixture, a function that opens logs, and close the logs in the end."""
     logs = []
 
     def open_one(*args, **how):
@@ -144,7 +144,7 @@ def test_many_may_open_a_new_log_at_once_and_it_is_one_log(name, open_named):
 
 
 class ExactTrimming:
-    """Of logs that drop the very records that are trimmed: a test class inherits these."""
+    """Tests of logs that drop the very records that are trimmed: a test class inherits these."""
 
     def test_a_trimmed_log_begins_later_and_numbers_on(self, log):
         at = append(log, *(b"%d" % number for number in range(5)))

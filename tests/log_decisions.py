@@ -1,4 +1,4 @@
-"""What decisions promise, on a log that something keeps: the core's own tests, and its worlds of processes and faults.
+"""Tests of decisions on a log that a broker or a database keeps: the core's own, and its worlds of processes.
 
 They look into a log in memory, and change it behind everybody's back. So there is one, and beside it a real log with
 the same records, from which every answer comes. A test module imports all of this and brings the fixture `mirror`,
@@ -23,9 +23,9 @@ SECONDS = 30
 
 
 class Numbered(core.FaultyLog):
-    """With a log that numbers its records from 0 without gaps, and drops the very ones that are trimmed.
+    """A mirror on a log that numbers its records from 0 without gaps, and drops the very ones that are trimmed.
 
-    What is done to the log in memory is done to that, too.
+    Each change to the log in memory is made to the real log, too.
     """
 
     def __init__(self, new, origin=None):
@@ -53,7 +53,7 @@ class Numbered(core.FaultyLog):
             self._real.trim(first, Deadline(SECONDS))
 
     def _catch_up(self):
-        """What was done in memory since."""
+        """Repeat the changes in memory since the last call on the real log."""
         with self._catching_up:
             records, following = list(self.records), self.next
             kept = [found for found in self._stored if not records or found[0] >= records[0][0]]
@@ -91,10 +91,10 @@ class Numbered(core.FaultyLog):
 
 
 class Anywhere(core.FaultyLog):
-    """With a log whose positions are its own, and which drops records when it likes.
+    """A mirror on a log whose positions are its own, and which drops records when it likes.
 
-    So after each trim what is left becomes another log. All places there are `later` than those of the first, as they
-    would be in the same one.
+    After each trim the rest becomes another log. All places there are `later` than those of the first log, as they
+    would be in the same log.
     """
 
     def __init__(self, new, origin=None, beyond=(1 << 60, 0)):
@@ -108,7 +108,7 @@ class Anywhere(core.FaultyLog):
         self._real = new()
 
     def _catch_up(self):
-        """What was done in memory since."""
+        """Repeat the changes in memory since the last call on the real log."""
         with self._catching_up:
             records = list(self.records)
             if records[: len(self._stored)] != self._stored:
@@ -119,7 +119,7 @@ class Anywhere(core.FaultyLog):
             self._stored = records
 
     def _place(self, position):
-        """Where a record really stands, or would."""
+        """Return the position in the real log where a record stands, or would stand."""
         if position is None or position in self._places:
             return self._places.get(position)
         return (0, position[0]) if position < (self.next,) else self._beyond
@@ -169,7 +169,7 @@ def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join
     ("chances", "origin"), [(Chances(), None), (Chances(retention=0.01), (0,))], ids=["calm", "harsh"]
 )
 @pytest.mark.parametrize("worlds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
-def test_nobody_is_ever_told_what_does_not_count(mirror, chances, origin, worlds, caplog):
+def test_no_caller_is_ever_told_an_answer_that_does_not_count(mirror, chances, origin, worlds, caplog):
     caplog.set_level(logging.CRITICAL, logger="txnbridge")
     told: Counter[str] = Counter()
     for seed in range(worlds):

@@ -1,4 +1,4 @@
-"""What a faulty network makes of a decision log whose client sends each append once: a test module imports all of this.
+"""Tests of a decision log over a faulty network, whose client sends each append once: import all of this.
 
 It brings the fixtures `open_named(name, url=...)`, `logs_broker`, and `append_request`: what the proxy calls an append.
 """

@@ -1,4 +1,4 @@
-"""What a decision log on a live broker promises, besides what all logs do: a test module imports all of this.
+"""Tests of a decision log on a live broker, besides those of all logs: a test module imports all of this.
 
 It brings the fixtures `opened(url, name)` and `logs_broker`, and what differs from broker to broker: `too_large` (bytes
 that no record may have, and the refusal's words), `made_with_two` (makes the log's topic with two partitions, and gives
@@ -51,7 +51,7 @@ def test_a_topic_with_two_partitions_is_no_log(logs_broker, opened, name, made_w
 
 
 class AnyName:
-    """Of brokers on which an application may have any name: a test class inherits it, and brings `endings` of names."""
+    """Tests of brokers where an application may have any name: a class inherits it, and brings `endings` of names."""
 
     endings: tuple[str, ...] = ()
 

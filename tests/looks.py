@@ -1,4 +1,4 @@
-"""What is shown of each broker: who only looks makes nothing."""
+"""Tests of each broker: a call that only looks creates nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from txnbridge_conformance.plugin import Connect
 from txnbridge import NotFound
 
 
-def test_who_only_looks_makes_no_topic(connect: Connect, unique: Callable[[str], str]) -> None:
+def test_a_read_of_a_missing_topic_creates_no_topic(connect: Connect, unique: Callable[[str], str]) -> None:
     bridge = connect(create_topics=1)
     missing = unique("missing")
     with pytest.raises(NotFound, match=missing):

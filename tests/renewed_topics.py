@@ -63,7 +63,7 @@ class Renewal:
 
 
 class Copier:
-    """It copies in transactions, and goes on at the beginning where it is told that its topic is another one."""
+    """A process that copies in transactions, and starts again where it is told that its topic is another one."""
 
     def __init__(self, bridge: Bridge, source: str, target: str, group: str) -> None:
         self._bridge, self._source, self._target = bridge, source, target

@@ -19,7 +19,7 @@ END = b"end"
 
 
 def fails(number: int, deliveries: int) -> bool:
-    """One message of five fails at its first attempt, and another one always."""
+    """Return whether a message fails: one of five fails at its first attempt, and another one always."""
     return number % 5 == 2 or (number % 5 == 1 and deliveries == 1)
 
 

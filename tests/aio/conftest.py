@@ -1,4 +1,4 @@
-"""What the tests of the asynchronous interface share: both event loops, and a judge that knows neither."""
+"""Fixtures of the tests of the asynchronous interface: both event loops, and a judge that knows neither."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def values(url: str, topic: str) -> list[bytes]:
-    """What a reader without event loop finds."""
+    """Return the values that a reader without an event loop finds."""
     with txnbridge.connect(url) as bridge:
         return [message.value for message in bridge.read(topic, 1000)]
 

@@ -37,7 +37,7 @@ async def take(how: str, consumer: aio.Consumer, count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("how", ["poll", "batches", "iteration"])
-async def test_what_a_cancelled_poll_had_fetched_comes_with_the_next_one(how, moment, monkeypatch, bridge):
+async def test_messages_that_a_cancelled_poll_had_fetched_come_with_the_next_poll(how, moment, monkeypatch, bridge):
     async with bridge.consumer("a", "g") as consumer:
         seen = await take(how, consumer, 2)
         with monkeypatch.context() as patch:

@@ -186,7 +186,7 @@ async def test_a_deadline_ends_the_wait_for_a_batch(url, held, bridge):
     assert values(url, "a") == [b"0", b"0", b"first"]
 
 
-async def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(url, bridge):
+async def test_a_gathered_transaction_raises_the_errors_of_the_synchronous_interface(url, bridge):
     with pytest.raises(InvalidOption, match="timeout"):
         await bridge.transaction(timeout=-1)
     with pytest.raises(InvalidOption, match="timeout"):

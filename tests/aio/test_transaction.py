@@ -213,7 +213,7 @@ async def test_the_time_that_a_task_waits_on_the_loop_counts_for_its_transaction
         assert len(left) == 2 and max(left) < latest
 
 
-async def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(url):
+async def test_tasks_beyond_the_number_of_threads_wait_on_the_loop(url):
     begins: list[txnbridge.Event] = []
 
     def note(event: txnbridge.Event) -> None:

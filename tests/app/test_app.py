@@ -53,7 +53,7 @@ def test_functions_work_side_by_side_until_the_end_of_the_block_again_and_again(
         _ = app.bridge
 
 
-def test_in_a_test_it_runs_with_another_broker(bridge, tmp_path):
+def test_an_app_runs_in_a_test_with_another_broker(bridge, tmp_path):
     other = f"embedded:{tmp_path}/other.db"
     app = App("embedded:/nowhere/of-the-app.db", timeout=1)
 
@@ -146,7 +146,7 @@ print("ended")
     ("takes", "signals", "code", "shipped"),
     [(0.5, [signal.SIGTERM], 0, [b"1"]), (60, [signal.SIGINT, signal.SIGTERM], 128 + signal.SIGTERM, [])],
 )
-def test_a_signal_lets_it_finish_and_a_second_one_does_not(bridge, url, takes, signals, code, shipped):
+def test_a_signal_lets_an_app_finish_and_a_second_signal_does_not(bridge, url, takes, signals, code, shipped):
     send(bridge, b"1", b"2")
     command = [sys.executable, "-c", PROGRAM, str(takes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -190,7 +190,7 @@ def test_a_stop_cancels_an_asynchronous_function_and_aborts_its_transaction(brid
     assert values(bridge) == [b"early", b"1"]
 
 
-def test_what_cancels_itself_is_a_failure_like_any_other(bridge):
+def test_a_function_that_cancels_itself_has_failed_like_any_other(bridge):
     app = App()
     attempts = []
 

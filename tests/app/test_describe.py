@@ -101,7 +101,7 @@ def test_every_reference_leads_somewhere(document):
     assert all(look_up(document, reference) is not None for reference in found)
 
 
-def test_it_has_what_asyncapi_requires(document):
+def test_the_document_has_what_asyncapi_requires(document):
     assert document["asyncapi"] == "3.0.0"
     assert document["info"] == {"title": "shop", "version": "1.2"}
     assert document["servers"] == {"broker": {"host": "one:9092,two:9092", "protocol": "kafka"}}

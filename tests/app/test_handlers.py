@@ -1,4 +1,4 @@
-"""What the function of a handler gets, and what becomes of what it returns."""
+"""Tests of the arguments that a handler's function gets, and of the values that it returns."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ RETURNED: list[tuple[Callable[..., Any], list[tuple[bytes, bytes | None]]]] = [
 ]
 
 
-def test_what_a_function_returns_is_sent_with_the_key_of_its_message(bridge):
+def test_the_value_that_a_function_returns_is_sent_with_the_key_of_its_message(bridge):
     app = App()
     for function, _ in RETURNED:
         bridge.ensure_topics(function.__name__)
@@ -277,7 +277,7 @@ def test_a_key_is_encoded_for_the_topic_that_it_goes_to(bridge):
     assert sent(bridge) == [(b"7", b"1"), (b"7", b"2")]
 
 
-def test_nothing_is_sent_if_the_function_fails_behind_its_first_result(bridge):
+def test_an_attempt_that_fails_behind_its_first_result_sends_nothing(bridge):
     attempts = []
 
     def fail_once(value: bytes) -> Iterator[bytes]:
@@ -388,7 +388,7 @@ def returns_none(value) -> None: ...
         (take_anything, {"inputs": ["other", "in"]}, "before and take_anything both read 'in' in group 'g'"),
     ],
 )
-def test_what_cannot_work_is_refused_where_it_is_decorated(function, settings, sentence):
+def test_a_function_that_cannot_work_is_refused_where_it_is_decorated(function, settings, sentence):
     app = App()
 
     @app.process("in", group="g")

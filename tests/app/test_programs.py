@@ -74,7 +74,7 @@ def test_the_prices_come_from_what_the_lifespan_opened(folder):
     assert read(url, "priced") == [b'{"item":"pen","price":3}']
 
 
-def test_its_tests_pass(folder):
+def test_the_tests_of_the_documented_service_pass(folder):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_shop.py"]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for _ in range(2):  # the second run finds nothing of the first

@@ -219,7 +219,7 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
         assert service.end() == 0
 
 
-def test_signals_to_all_processes_of_the_service_let_it_finish_too(folder, url, orders):
+def test_signals_to_all_processes_of_a_service_let_the_service_finish_too(folder, url, orders):
     orders(b"1")
     with Service(folder, "shop:slow", "--health-port", "0") as service:
         assert service.line() == "here\n"
@@ -241,7 +241,7 @@ def test_signals_to_all_processes_of_the_service_let_it_finish_too(folder, url, 
         ("lifeless", [], 3, 'in without_database\n    raise ValueError("no database")\nValueError: no database\n'),
     ],
 )
-def test_the_exit_code_tells_why_it_ended(folder, orders, target, signals, code, text):
+def test_the_exit_code_of_a_service_tells_why_it_ended(folder, orders, target, signals, code, text):
     orders(b"1")
     with Service(folder, f"shop:{target}") as service:
         if signals:
@@ -288,7 +288,7 @@ def test_prometheus_reads_the_metrics_of_all_workers_together(folder, orders):
         assert service.stop() == 0
 
 
-def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
+def test_a_changed_file_starts_a_service_with_reload_anew(folder, url, orders):
     orders(b"1")
     with Service(folder, "shop:app", "--reload", "--health-port", "0") as service:
         wait_until(lambda: sent(url, "bills") == [b"1"])
@@ -354,7 +354,7 @@ def refuse_to_fork(*args: Any, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_health_checks_are_answered_at_one_address_if_it_is_given(host):
+def test_health_checks_are_answered_only_at_the_given_address(host):
     if host == "::1" and not has_ipv6():
         pytest.skip("no IPv6 here")
     with serving(host, 0, {"/": lambda: health(True, {})}) as port:
@@ -385,7 +385,7 @@ def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
     assert "died (exit code 77); it is started again in 0.5 s" in service.log.read_text()
 
 
-def test_until_idle_it_runs_in_its_own_process_and_tells_what_each_function_did(folder, url, orders, monkeypatch):
+def test_run_until_idle_stays_in_its_own_process_and_tells_what_each_function_did(folder, url, orders, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delenv("TXNBRIDGE_URL")

@@ -88,7 +88,7 @@ def test_a_broker_lives_on_after_the_command_until_it_is_told_to_end():
 
 
 @pytest.mark.usefixtures("toy_for_kafka")
-def test_what_is_asked_for_twice_is_started_once(home, invoke):
+def test_a_broker_asked_for_twice_is_started_once(home, invoke):
     first = json.loads(invoke("up", "kafka", "--json").stdout)
     second = json.loads(invoke("up", "kafka", "--json").stdout)
     assert (first.pop("started"), second.pop("started")) == (True, False)
@@ -97,7 +97,7 @@ def test_what_is_asked_for_twice_is_started_once(home, invoke):
 
 
 @pytest.mark.usefixtures("toy_for_kafka", "home")
-def test_one_that_runs_otherwise_is_not_replaced(invoke):
+def test_a_broker_that_runs_with_other_settings_is_not_replaced(invoke):
     invoke("up", "kafka")
     refused = invoke("up", "kafka", "--nodes", "3")
     assert refused.exit_code == ExitCode.USAGE
@@ -107,7 +107,7 @@ def test_one_that_runs_otherwise_is_not_replaced(invoke):
 
 
 @pytest.mark.usefixtures("toy_for_kafka")
-def test_what_a_shell_started_leaves_nothing_when_it_ends(home, invoke):
+def test_a_broker_started_from_a_shell_leaves_nothing_when_it_ends(home, invoke):
     invoke("up", "kafka")
     pids = [int((home / f"node-{node}.log").read_text().split()[1]) for node in (1, 2)]
     assert all(state(pid) for pid in pids)
@@ -132,7 +132,7 @@ def test_all_brokers_are_started_shown_and_ended_at_once(invoke):
 
 
 @pytest.mark.usefixtures("home", "toys")
-def test_of_all_none_may_be_missing(invoke):
+def test_the_status_of_all_brokers_fails_if_one_is_missing(invoke):
     invoke("up", "pulsar", "--delete-unused")
     assert invoke("status").exit_code == invoke("status", "pulsar").exit_code == ExitCode.OK
     assert invoke("status", "all").exit_code == ExitCode.FAILED
@@ -142,20 +142,20 @@ def test_of_all_none_may_be_missing(invoke):
 
 
 @pytest.mark.usefixtures("home")
-def test_ending_what_does_not_run_is_no_error(invoke):
+def test_ending_a_broker_that_does_not_run_is_no_error(invoke):
     ended = invoke("down", "kafka")
     assert (ended.exit_code, ended.stdout) == (ExitCode.OK, "no broker was running\n")
 
 
 @pytest.mark.usefixtures("home")
-def test_status_fails_for_one_that_does_not_run_and_not_in_general(invoke):
+def test_status_fails_for_a_named_broker_that_does_not_run_and_not_in_general(invoke):
     assert invoke("status").exit_code == ExitCode.OK
     named = invoke("status", "kafka")
     assert (named.exit_code, named.stdout) == (ExitCode.FAILED, "no broker is running\n")
 
 
 @pytest.mark.usefixtures("toy_for_kafka")
-def test_what_a_machine_left_when_it_went_down_counts_for_nothing(home, invoke):
+def test_files_left_by_a_machine_that_went_down_are_ignored(home, invoke):
     home.mkdir(parents=True)
     os.mkfifo(home / "control")
     (home / "state.json").write_text("{}")
@@ -163,7 +163,7 @@ def test_what_a_machine_left_when_it_went_down_counts_for_nothing(home, invoke):
     assert json.loads(invoke("up", "kafka", "--json").stdout)["started"]
 
 
-def test_a_file_where_the_pipe_should_be_is_nobody(home, invoke):
+def test_a_file_in_the_place_of_the_pipe_is_taken_for_no_running_broker(home, invoke):
     home.mkdir(parents=True)
     (home / "control").touch()
     assert _detached.find("kafka") is None
@@ -198,14 +198,14 @@ def test_the_end_of_a_nodes_log_is_shown(invoke):
 
 
 @pytest.mark.usefixtures("home")
-def test_there_is_no_log_of_what_does_not_run(invoke):
+def test_a_broker_that_does_not_run_has_no_log(invoke):
     failed = invoke("logs", "kafka", "--json")
     assert failed.exit_code == ExitCode.USAGE
     assert json.loads(failed.stderr)["error"] == "NotFound"
 
 
 @pytest.mark.usefixtures("home")
-def test_what_cannot_be_combined_is_refused(invoke):
+def test_options_that_cannot_be_combined_are_refused(invoke):
     refused = invoke("up", "kafka", "--version", "3.9.2", "--transaction-version", "2")
     assert refused.exit_code == ExitCode.USAGE
     assert refused.stderr == "txnbridge: transaction_version is 2; known: none for this version\n"

@@ -104,7 +104,7 @@ def answering(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("answering")
-def test_where_an_engine_answers_it_is_asked_for_one_node(engine):
+def test_an_engine_that_answers_is_asked_for_one_node_of_kafka(engine):
     with brokers.kafka(settings={"log.retention.ms": "1000"}) as broker:
         assert isinstance(broker, KafkaContainer)
         port = int(broker.url.rpartition(":")[2])
@@ -120,7 +120,7 @@ def test_where_an_engine_answers_it_is_asked_for_one_node(engine):
 
 
 @pytest.mark.usefixtures("answering")
-def test_where_an_engine_answers_it_is_asked_for_pulsar(engine):
+def test_an_engine_that_answers_is_asked_for_pulsar(engine):
     with brokers.pulsar(settings={"maxMessageSize": "1000"}, delete_unused=True) as broker:
         assert isinstance(broker, PulsarContainer)
         port = int(broker.url.removeprefix("pulsar://127.0.0.1:").removesuffix("/public/default"))
@@ -141,7 +141,7 @@ def test_where_an_engine_answers_it_is_asked_for_pulsar(engine):
 
 
 @pytest.mark.usefixtures("answering")
-def test_each_call_becomes_one_of_the_engine(engine):
+def test_each_call_to_a_broker_becomes_a_call_to_the_engine(engine):
     with brokers.kafka(container=True) as broker:
         broker.pause()
         broker.resume()
@@ -158,7 +158,7 @@ def test_a_container_that_does_not_answer_is_removed(engine, start):
     assert engine.done[-1] == "remove"
 
 
-def test_what_a_container_cannot_do_is_done_by_processes(engine, monkeypatch):
+def test_options_that_a_container_cannot_offer_start_processes(engine, monkeypatch):
     started = object()
     monkeypatch.setattr(brokers, "KafkaProcess", lambda **options: started)
     assert brokers.kafka(nodes=3) is started
@@ -167,12 +167,12 @@ def test_what_a_container_cannot_do_is_done_by_processes(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["unix:///no/such/socket", "tcp://127.0.0.1:1"])
-def test_without_an_engine_there_is_none(monkeypatch, engine):
+def test_an_address_without_an_engine_is_no_engine_that_answers(monkeypatch, engine):
     monkeypatch.setenv("DOCKER_HOST", engine)
     assert not engine_answers()
 
 
-def test_without_testcontainers_there_is_no_engine_and_it_is_said_what_to_install(monkeypatch):
+def test_the_error_without_testcontainers_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "testcontainers", None)
     assert not engine_answers()
     monkeypatch.setitem(sys.modules, "testcontainers.core.container", None)

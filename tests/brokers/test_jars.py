@@ -71,7 +71,7 @@ def jars(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.jar"))
 
 
-def test_what_was_fetched_is_not_fetched_again(maven):
+def test_jars_that_were_fetched_are_not_fetched_again(maven):
     folder = _jars.fetch("toy-1", ARTIFACTS, bar=False)
     assert jars(folder) == ["half.jar", "whole.jar"]
     assert _jars.fetch("toy-1", ARTIFACTS, bar=False) == folder
@@ -93,7 +93,7 @@ def test_versions_can_be_those_of_a_parent(maven):
     assert "<dependency><groupId>c</groupId><artifactId>d</artifactId></dependency>" in pom
 
 
-def test_of_an_archive_only_what_is_wanted_is_kept(maven):
+def test_only_the_wanted_files_of_an_archive_are_kept(maven):
     folder = _jars.fetch_from_archive("toy-1", _jars.Artifact("a", "b", "1"), "**/lib/*.jar", bar=False)
     assert jars(folder) == ["half.jar", "whole.jar"]
     (call,) = maven.calls()
@@ -101,7 +101,7 @@ def test_of_an_archive_only_what_is_wanted_is_kept(maven):
     assert "-Dmdep.unpack.includes=**/lib/*.jar" in call
 
 
-def test_a_killed_fetch_leaves_nothing_that_looks_whole_and_the_next_one_begins_anew(maven):
+def test_a_killed_fetch_leaves_no_folder_that_looks_whole_and_the_next_fetch_begins_anew(maven):
     maven.hold()
     with Child(programs.fetch) as killed:
         assert wait_until(lambda: (maven.cache / "toy-1.partial" / "half.jar").exists(), 30)
@@ -115,7 +115,7 @@ def test_a_killed_fetch_leaves_nothing_that_looks_whole_and_the_next_one_begins_
     assert len(maven.calls()) == 2
 
 
-def test_the_next_one_waits_for_a_maven_that_outlives_its_starter(maven):
+def test_the_next_fetch_waits_for_a_maven_that_outlives_its_starter(maven):
     maven.hold()
     with Child(programs.fetch) as killed:
         assert wait_until(lambda: len(maven.calls()) == 1, 30)
@@ -128,7 +128,7 @@ def test_the_next_one_waits_for_a_maven_that_outlives_its_starter(maven):
     assert jars(maven.cache / "toy-1.partial") == ["half.jar", "whole.jar"]
 
 
-def test_of_two_who_fetch_at_once_one_does_it(maven):
+def test_one_of_two_processes_that_fetch_at_once_does_the_work(maven):
     maven.hold()
     with Child(programs.fetch) as first, Child(programs.fetch) as second:
         assert wait_until(lambda: len(maven.calls()) == 1, 30)
@@ -144,14 +144,14 @@ def test_a_failed_fetch_tells_why_and_leaves_nothing(maven):
     assert not (maven.cache / "toy-1").exists()
 
 
-def test_without_maven_it_is_said_what_to_install(maven, monkeypatch):
+def test_the_error_without_maven_says_what_to_install(maven, monkeypatch):
     monkeypatch.setenv("PATH", str(maven.folder / "nowhere"))
     with pytest.raises(brokers.ToolMissing, match="install Maven"):
         _jars.fetch("toy-1", ARTIFACTS, bar=False)
 
 
 @pytest.mark.usefixtures("fresh_java")
-def test_without_java_it_is_said_what_to_install(tmp_path, monkeypatch):
+def test_the_error_without_java_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(brokers.ToolMissing, match="java does not run: install Java 17"):

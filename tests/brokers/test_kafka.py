@@ -80,7 +80,7 @@ def test_a_paused_broker_keeps_what_was_sent_and_answers_it_once_resumed(process
         assert struct.unpack(">ii", connection.recv(8))[1] == 77
 
 
-def test_nothing_of_it_can_be_reached_from_another_machine(process_broker):
+def test_the_broker_cannot_be_reached_from_another_machine(process_broker):
     lines = (process_broker.folder / "node-1.properties").read_text().splitlines()
     (listeners,) = (line.partition("=")[2].split(",") for line in lines if line.startswith("listeners="))
     assert len(listeners) == 3
@@ -142,13 +142,13 @@ def test_three_nodes_do_without_any_one_of_them(start_kafka, version):
         ({"nodes": 3, "container": True}, "a container runs one node"),
     ],
 )
-def test_what_cannot_be_started_is_refused_with_what_can(options, message):
+def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(options, message):
     with pytest.raises(InvalidOption, match=message):
         brokers.kafka(**options)
 
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
-def test_other_ports_are_tried_when_somebody_took_one(monkeypatch, failures):
+def test_other_ports_are_tried_when_one_is_taken(monkeypatch, failures):
     attempts = port_attempts(monkeypatch, brokers, "KafkaProcess", failures)
     if failures < 3:
         assert str(brokers.kafka(container=False)) == "started"

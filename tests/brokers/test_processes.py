@@ -28,7 +28,7 @@ def all_end(pids: list[int]) -> bool:
     return wait_until(lambda: not any(state(pid) for pid in pids), 30)
 
 
-def test_nothing_is_left_after_the_block():
+def test_the_block_leaves_no_process_and_no_folder():
     with Toy() as broker:
         pids = broker.every_pid()
         assert all(state(pid) for pid in pids) and len(pids) == 4
@@ -37,7 +37,7 @@ def test_nothing_is_left_after_the_block():
     assert not broker.folder.exists()
 
 
-def test_nothing_is_left_when_the_starter_is_killed():
+def test_a_killed_starter_leaves_no_process_and_no_folder():
     with Child(programs.hold_a_toy) as starter:
         pids, folder = starter.told()
         assert all(state(pid) for pid in pids)
@@ -46,7 +46,7 @@ def test_nothing_is_left_when_the_starter_is_killed():
     assert wait_until(lambda: not folder.exists(), 30)
 
 
-def test_nothing_is_left_when_the_starter_is_killed_and_a_fork_of_it_lives_on():
+def test_a_killed_starter_whose_fork_lives_on_leaves_no_process_and_no_folder():
     with Child(programs.hold_a_toy_and_fork) as starter:
         pids, folder, fork = starter.told()
         starter.kill()
@@ -58,7 +58,7 @@ def test_nothing_is_left_when_the_starter_is_killed_and_a_fork_of_it_lives_on():
         os.kill(fork, signal.SIGKILL)
 
 
-def test_who_supervises_is_in_no_process_group_of_the_starter(broker):
+def test_the_supervisor_is_in_no_process_group_of_the_starter(broker):
     supervisor = os.getsid(broker._processes._supervisor.pid)
     assert supervisor != os.getsid(0)
     assert {os.getpgid(pid) for pid in broker.every_pid()}.isdisjoint({os.getpgid(0), supervisor})
@@ -106,7 +106,7 @@ def test_a_paused_node_can_be_killed_and_stopped(broker):
     assert [broker.pid(node) for node in broker.nodes] == [None, None]
 
 
-def test_killing_pausing_and_stopping_what_does_not_run_does_nothing(broker):
+def test_killing_pausing_and_stopping_a_broker_that_does_not_run_does_nothing(broker):
     broker.kill()
     for again in (broker.kill, broker.pause, broker.resume, broker.stop):
         again()
@@ -114,7 +114,7 @@ def test_killing_pausing_and_stopping_what_does_not_run_does_nothing(broker):
     assert broker._answers(1)
 
 
-def test_one_that_hears_no_request_to_stop_is_killed():
+def test_a_node_that_ignores_the_request_to_stop_is_killed():
     deaf = Toy(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{TOY}", stop_timeout=0.1)
     with deaf as broker:
         broker.stop()
@@ -126,20 +126,20 @@ def test_a_node_that_does_not_exist_is_named(broker):
         broker.kill(3)
 
 
-def test_closing_twice_is_allowed_and_using_it_then_is_not():
+def test_a_broker_may_be_closed_twice_and_not_be_used_then():
     with Toy() as broker:
         broker.close()
     with pytest.raises(BrokerUnavailable, match="closed"):
         broker.start()
 
 
-def test_one_that_ends_instead_of_starting_tells_its_log(tmp_path):
+def test_a_node_that_ends_instead_of_starting_shows_the_end_of_its_log(tmp_path):
     with pytest.raises(brokers.CannotStart, match=r"node 1 ended .*its log ends: out of luck$"):
         Toy("print('out of luck'); raise SystemExit(1)", folder=tmp_path / "broker")
     assert not (tmp_path / "broker").exists()
 
 
-def test_one_that_never_answers_is_not_waited_for_longer_than_asked():
+def test_a_node_that_never_answers_is_waited_for_no_longer_than_asked():
     with pytest.raises(brokers.CannotStart, match=r"did not answer within 0\.2 s; it wrote no log"):
         Toy("import time; time.sleep(1000)", start_timeout=0.2)
 

@@ -52,7 +52,7 @@ def test_a_broker_that_started_commits_at_once(pulsar_broker):
     assert version_of(port) == f"Pulsar Server{pulsar_broker.version}"
 
 
-def test_what_was_committed_and_what_was_open_is_there_after_kill_and_restart(pulsar_broker):
+def test_committed_messages_and_open_transactions_survive_a_kill_and_a_restart(pulsar_broker):
     port = port_of(pulsar_broker.url)
     committed, unfinished = new_topic("committed"), new_topic("open")
     commit_one(port, committed, b"survivor")
@@ -108,7 +108,7 @@ def test_two_run_side_by_side_and_no_java_is_left_when_a_starter_is_killed(pulsa
         load_coordinator(port)
 
 
-def test_by_default_nothing_is_deleted_and_what_is_written_is_on_disk(pulsar_broker):
+def test_the_default_settings_delete_nothing_and_keep_metadata_on_disk(pulsar_broker):
     settings = settings_of(pulsar_broker)
     assert settings["defaultRetentionTimeInMinutes"] == settings["defaultRetentionSizeInMB"] == "-1"
     assert settings["brokerDeleteInactiveTopicsEnabled"] == "false"
@@ -209,12 +209,12 @@ def test_with_zookeeper_ten_kills_in_a_row_lose_nothing(start_pulsar, version):
         ({"nodes": 2, "container": True}, "a container runs one node of Pulsar"),
     ],
 )
-def test_what_cannot_be_started_is_refused_with_what_can(options, message):
+def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(options, message):
     with pytest.raises(InvalidOption, match=message):
         brokers.pulsar(**options)
 
 
-def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
+def test_other_ports_are_tried_when_one_is_taken(monkeypatch):
     attempts = port_attempts(monkeypatch, _pulsar_cluster, "PulsarProcess", 1)
     assert str(brokers.pulsar(container=False)) == "started"
     assert attempts == [None, None]
@@ -224,7 +224,7 @@ def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
     assert attempts == [6650]
 
 
-def test_another_broker_on_its_ports_is_not_taken_for_it(process_broker, monkeypatch):
+def test_another_broker_on_a_brokers_ports_is_not_taken_for_that_broker(process_broker, monkeypatch):
     assert process_broker._answers(1)
     monkeypatch.setattr(process_broker, "folder", Path("/another"))
     assert not process_broker._answers(1)

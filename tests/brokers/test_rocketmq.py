@@ -70,7 +70,7 @@ def test_a_broker_that_started_takes_a_topic_and_a_message_at_once(rocketmq_brok
     socket.create_connection(("127.0.0.1", port_of(rocketmq_broker.grpc_address())), 30).close()
 
 
-def test_what_was_stored_is_there_after_kill_and_restart(rocketmq_broker):
+def test_stored_messages_survive_a_kill_and_a_restart(rocketmq_broker):
     rocketmq_broker.create_topic("survivor", queues=1)
     put(rocketmq_broker, "survivor", b"here")
     rocketmq_broker.kill()
@@ -189,7 +189,7 @@ def test_a_broker_that_was_stopped_in_order_starts_again(start_rocketmq):
 
 
 @pytest.mark.full
-def test_of_two_nodes_each_has_topics_of_its_own_and_may_be_gone(start_rocketmq):
+def test_a_topic_is_on_both_nodes_and_one_node_may_be_away(start_rocketmq):
     broker = start_rocketmq(nodes=2)
     broker.create_topic("both", queues=1)
     assert brokers_with(port_of(broker.url), "both") == 2
@@ -206,12 +206,12 @@ def test_of_two_nodes_each_has_topics_of_its_own_and_may_be_gone(start_rocketmq)
     ("options", "message"),
     [({"nodes": 3}, "nodes is 3; known: 1, 2"), ({"version": "4.9"}, r"version is '4\.9'; known: 5\.5\.0")],
 )
-def test_what_cannot_be_started_is_refused_with_what_can(options, message):
+def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(options, message):
     with pytest.raises(InvalidOption, match=message):
         brokers.rocketmq(**options)
 
 
-def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
+def test_other_ports_are_tried_when_one_is_taken(monkeypatch):
     attempts = port_attempts(monkeypatch, brokers, "RocketMQ", 2)
     assert str(brokers.rocketmq()) == "started"
     attempts.clear()

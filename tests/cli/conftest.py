@@ -69,7 +69,7 @@ def started(*args: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What is started hears these signals, also where the tests themselves run in the background and do not."""
+    """Let child processes hear these signals, even where the tests run in the background and ignore them."""
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
         signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),

@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, errors in one line, --json, --debug, and what is loaded when."""
+"""Tests of all commands: exit codes, errors in one line, --json, --debug, and the modules that are loaded."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_an_empty_list_says_so(invoke, bridge, name, said):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_name_that_is_not_there_is_told_and_no_topic_is_made_of_it(refused, bridge, args, named):
+def test_a_missing_name_is_told_and_no_topic_of_that_name_is_created(refused, bridge, args, named):
     assert named in refused(*args)
     assert bridge.admin.topics() == []
 

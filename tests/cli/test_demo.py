@@ -80,7 +80,7 @@ def test_no_broker_is_started_for_a_backend_whose_client_is_missing(invoke):
     assert (result.exit_code, result.stderr) == (2, "txnbridge: its client is not installed\n")
 
 
-def test_with_keep_the_shop_stays_and_can_be_read_and_as_json_the_story_goes_elsewhere(tmp_path):
+def test_the_demo_with_keep_and_json_leaves_the_shop_and_tells_its_story_on_stderr(tmp_path):
     run = play(tmp_path, "--keep", "--json")
     found = json.loads(run.stdout)
     assert set(found) == {"held", "broken", "seconds", "url"}
@@ -110,7 +110,7 @@ def on_terminal(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     return process.returncode, shown.decode()
 
 
-def test_on_a_terminal_it_is_in_colour(tmp_path, monkeypatch):
+def test_the_demo_is_in_colour_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     code, shown = on_terminal(DEMO, environment(tmp_path, TERM="xterm-256color"))
     assert (code, shown.count("\x1b[1;32m  ✓ ")) == (0, CLAIMS)
@@ -271,5 +271,5 @@ def test_a_broker_that_breaks_a_promise_breaks_the_story(tmp_path, broken_broker
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_in_front_of_the_embedded_broker_a_plug_in_that_breaks_nothing_changes_nothing(tmp_path, broken_broker):
+def test_the_demo_passes_with_a_plug_in_that_breaks_no_promise_of_the_embedded_broker(tmp_path, broken_broker):
     assert play(tmp_path, FAULT="none", PYTHONPATH=broken_broker).returncode == 0

@@ -149,7 +149,7 @@ def test_all_backends_as_json(invoke, url):
 
 
 @pytest.mark.parametrize("args", [["toy:"], ["--url", "toy:"]], ids=" ".join)
-def test_with_a_url_each_is_explained(invoke, args):
+def test_capabilities_of_a_url_are_explained_one_by_one(invoke, args):
     with plugins.registered(ToyBackend(SOME)):
         rows = invoke("capabilities", *args).stdout.splitlines()
     [fencing] = [row for row in rows if row.startswith("fencing ")]
@@ -160,7 +160,7 @@ def test_with_a_url_each_is_explained(invoke, args):
     assert "How: by a decision log" in conflict
 
 
-def test_with_a_url_as_json(invoke):
+def test_capabilities_of_a_url_are_shown_in_json_with_their_limits(invoke):
     with plugins.registered(ToyBackend(SOME)):
         found = json.loads(invoke("capabilities", "toy:", "--json").stdout)
     assert (found["url"], found["backend"]) == ("toy:", "toy")

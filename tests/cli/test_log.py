@@ -67,7 +67,7 @@ def test_a_log_that_was_made_anew_is_renewed_only_with_yes_and_then_goes_on(invo
     assert stored(url) == before
 
 
-def test_what_is_left_of_a_log_is_told_before_it_is_forgotten(invoke, url, old):
+def test_log_renew_lists_the_ids_left_in_the_log_before_it_forgets_them(invoke, url, old):
     old.claim(("query", 7), Decision.COMMIT)
     with sqlite3.connect(url.removeprefix("embedded:")) as file:  # its first record is dropped
         file.execute("DELETE FROM log_records WHERE id = (SELECT min(id) FROM log_records)")

@@ -33,7 +33,7 @@ def test_a_new_service_passes_its_test_and_is_described(project):
     assert '"title": "my-shop"' in described.stdout
 
 
-def test_what_it_writes_beside_fits_the_service(project, invoke, bridge):
+def test_the_project_files_that_new_writes_fit_the_service(project, invoke, bridge):
     yaml = pytest.importorskip("yaml")
     toml = (project / "pyproject.toml").read_text()
     assert 'name = "my-shop"' in toml
@@ -60,7 +60,7 @@ def test_a_name_that_is_none_is_refused(refused, tmp_path, monkeypatch, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_over(project, invoke):
+def test_new_overwrites_no_file(project, invoke):
     before = {path: path.stat().st_mtime_ns for path in project.rglob("*")}
     assert invoke("new", "my-shop").exit_code == 2
     assert {path: path.stat().st_mtime_ns for path in project.rglob("*")} == before

@@ -79,7 +79,7 @@ def test_the_rows_of_a_database_answer_for_a_process_that_died(url, bridge, tmp_
     end_when_published(bridge, b"sold", *command, env=os.environ | {"TXNBRIDGE_DATABASE": database})
 
 
-def test_what_nobody_answered_for_is_listed_resumed_and_ended(url: str, bridge: Bridge, invoke: Invoke) -> None:
+def test_parked_half_messages_are_listed_resumed_and_ended(url: str, bridge: Bridge, invoke: Invoke) -> None:
     one, other = leave_undecided(bridge, b"one", b"other")
     with bridge.resolver("shop", check=lambda *_: Decision.UNDECIDED):
         eventually(lambda: len(bridge.admin.parked("shop")) == 2, "both are parked")

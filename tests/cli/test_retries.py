@@ -30,7 +30,7 @@ def waits(bridge):
     return time.time()
 
 
-def test_what_waits_is_listed_by_topic_without_what_is_processed(invoke, bridge, waits):
+def test_waiting_messages_are_listed_by_topic_without_processed_ones(invoke, bridge, waits):
     emptied, waiting = json.loads(invoke("retries", "list", "--json").stdout)
     assert emptied == {
         "topic": "shipping-retry-1ms",
@@ -57,7 +57,7 @@ def test_what_waits_is_listed_by_topic_without_what_is_processed(invoke, bridge,
     assert shown[2].split()[:3] == ["shipping-retry-3600s", "3", "0"] and shown[2].endswith("KeyError: 'no stock'")
 
 
-def test_what_is_due_and_not_processed_is_counted(bridge):
+def test_messages_that_are_due_and_not_processed_are_counted(bridge):
     with bridge.transaction() as txn:
         txn.send("orders", b"1")
     processor = bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 0.002])
@@ -67,7 +67,7 @@ def test_what_is_due_and_not_processed_is_counted(bridge):
     assert (last.topic, last.waiting, last.due, last.attempts) == ("shipping-retry-2ms", 0, 1, 2)
 
 
-def test_where_the_broker_does_not_tell_what_a_group_has_read_only_what_is_not_due_is_listed(
+def test_retries_lists_only_messages_not_due_where_a_broker_tells_no_position_of_a_group(
     invoke, bridge, waits, monkeypatch
 ):
     monkeypatch.setattr(_retry_overview, "_group_positions", lambda bridge, group: None)

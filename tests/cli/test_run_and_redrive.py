@@ -113,7 +113,7 @@ def test_run_tells_what_its_group_does(url, shop, orders):
 
 
 @pytest.mark.parametrize("target", ["shop:nested.shipping", "ready:processor"])
-def test_run_finds_it_inside_a_class_or_ready_made(invoke, bridge, url, shop, orders, target):
+def test_run_finds_a_processor_inside_a_class_or_ready_made(invoke, bridge, url, shop, orders, target):
     (shop / "ready.py").write_text(READY.format(url=url))
     orders(b"1")
     assert invoke("run", target, "--until-idle").exit_code == 0
@@ -166,7 +166,7 @@ def test_run_without_a_dead_letter_topic_tells_the_reason_of_poison_and_the_plac
 
 
 @pytest.mark.parametrize(("value", "code", "shipped"), [(b"stop", 0, [b"stop"]), (b"hang", 143, [])])
-def test_a_signal_stops_it_gently_and_a_second_one_at_once(url, bridge, shop, orders, value, code, shipped):
+def test_a_signal_stops_run_gently_and_a_second_signal_at_once(url, bridge, shop, orders, value, code, shipped):
     orders(value)
     command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping"]
     run = subprocess.run(command, cwd=shop, env=os.environ | {"TXNBRIDGE_URL": url}, timeout=60)

@@ -20,7 +20,7 @@ def lines(result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_what_is_sent_is_read(invoke, url):
+def test_a_message_that_was_sent_is_read(invoke, url):
     sent = invoke("send", "orders", "ten apples", "--key", "42", "--header", "kind=new", "--header", "kind=a=b")
     assert (sent.exit_code, sent.stdout) == (0, "committed: 1 message to orders\n")
     [message] = lines(invoke("read", "orders", "--json"))
@@ -68,7 +68,7 @@ def test_a_message_cannot_steer_the_terminal(invoke, url):
     assert shown.endswith(" | key=\\x1b]0;title\\x07 | \\x1b[31mred\\nnext\n")
 
 
-def test_what_the_terminal_has_no_character_for_is_escaped(url, bridge):
+def test_a_character_that_the_terminal_lacks_is_escaped(url, bridge):
     with bridge.transaction() as txn:
         txn.send("orders", "für 5 €".encode())
     run = subprocess.run(
@@ -127,7 +127,7 @@ def test_a_wrong_message_is_refused_and_nothing_is_sent(invoke, url, bridge, arg
     assert bridge.read("orders", 10) == []
 
 
-def test_if_one_line_cannot_be_sent_none_is(invoke, url, bridge):
+def test_no_line_is_sent_if_one_of_them_cannot_be(invoke, url, bridge):
     bridge.admin.create_topic("orders")
     result = invoke("send", "orders", "--url", f"{url}?max_message_bytes=100", input="small\n" + "x" * 200 + "\n")
     assert result.exit_code == 2
@@ -144,7 +144,7 @@ def test_reading_may_start_late(invoke, url, bridge):
     assert invoke("read", "orders", "--start", "yesterday").exit_code == 2
 
 
-def test_with_ack_a_group_goes_on_behind_what_was_shown_and_without_it_stays(invoke, url):
+def test_read_moves_a_group_behind_the_shown_messages_only_with_ack(invoke, url):
     invoke("send", "orders", input="1\n2\n3\n")
     read = ["read", "orders", "--group", "g", "--json"]
     shown = [lines(invoke(*read, *more)) for more in ([], ["--ack", "--limit", "2"], ["--ack", "--limit", "2"])]
@@ -155,7 +155,7 @@ def test_ack_needs_a_group(refused, url):
     assert "--group" in refused("read", "orders", "--ack")
 
 
-def test_following_shows_what_comes_until_ctrl_c(url, bridge, interruptible):
+def test_read_with_follow_shows_new_messages_until_ctrl_c(url, bridge, interruptible):
     bridge.admin.create_topic("orders")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started("read", "orders", "--follow", "--json", **pipes) as process:
@@ -169,7 +169,7 @@ def test_following_shows_what_comes_until_ctrl_c(url, bridge, interruptible):
     assert (process.returncode, out, err) == (130, b"", b"\n")
 
 
-def test_sending_that_is_interrupted_sends_nothing(url, bridge, interruptible):
+def test_an_interrupted_send_publishes_no_message(url, bridge, interruptible):
     bridge.admin.create_topic("orders")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with started("send", "orders", "--debug", **pipes) as process:

@@ -15,7 +15,7 @@ from txnbridge.cli.top import BrokerState, _rates
 from txnbridge.spi import GroupInfo
 
 
-def test_it_shows_lag_open_transactions_and_parked_half_messages_once(invoke, bridge):
+def test_top_once_shows_lag_open_transactions_and_parked_half_messages(invoke, bridge):
     with bridge.transaction() as txn:
         txn.send_many("orders", [b"1", b"2", b"3"])
     with bridge.consumer("orders", "shipping") as consumer, bridge.transaction() as txn:
@@ -31,7 +31,7 @@ def test_it_shows_lag_open_transactions_and_parked_half_messages_once(invoke, br
     assert "groups, by lag: 1" in shown and prepared.id in shown and "findings of the doctor: " in shown
 
 
-def test_what_the_broker_cannot_list_is_named(invoke, bridge, monkeypatch):
+def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monkeypatch):
     def refuse(*_: object) -> list[object]:
         raise txnbridge.NotSupported("no")
 
@@ -49,7 +49,7 @@ def test_a_broker_that_does_not_answer_is_an_error_on_the_screen(invoke, bridge,
     assert "the broker is away" in invoke("top", "--once").stdout
 
 
-def test_json_is_for_one_look(invoke, bridge):
+def test_top_takes_json_only_with_once(invoke, bridge):
     result = invoke("top", "--json")
     assert (result.exit_code, "--json goes with --once" in result.stderr) == (2, True)
 
@@ -62,7 +62,7 @@ def test_rates_are_what_the_positions_have_moved():
     assert _rates(BrokerState(1.0), at(3.0, 20)) == {}
 
 
-def test_on_a_terminal_it_looks_again_until_ctrl_c(url, bridge, interruptible):
+def test_top_looks_again_on_a_terminal_until_ctrl_c(url, bridge, interruptible):
     with bridge.transaction(prepare=True) as txn:
         txn.send("orders", b"1")
     screen, terminal = pty.openpty()

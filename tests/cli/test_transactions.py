@@ -89,7 +89,7 @@ def test_transactions_as_json(invoke, prepared):
     assert txnbridge.Token.parse(found["token"]).transaction == prepared.id
 
 
-def test_describe_shows_what_is_known(invoke, prepared):
+def test_describe_shows_the_fields_of_a_transaction(invoke, prepared):
     shown = dict(line.split(maxsplit=1) for line in invoke("transactions", "describe", prepared.id).stdout.splitlines())
     assert shown["transaction"] == prepared.id
     assert shown["state"] == "prepared"
@@ -108,14 +108,14 @@ def name(request, prepared):
 
 @pytest.mark.parametrize("more", [[], ["--yes"], ["--reason", "because"], ["--yes", "--reason", ""]], ids=" ".join)
 @pytest.mark.parametrize("decision", ["commit", "abort"])
-def test_without_yes_and_reason_nothing_is_ended(invoke, bridge, prepared, name, decision, more):
+def test_no_transaction_is_ended_without_yes_and_reason(invoke, bridge, prepared, name, decision, more):
     result = invoke("transactions", decision, name, *more)
     assert result.exit_code == 2
     assert result.stdout.startswith(f"would {decision} transaction {prepared.id}, now prepared")
     assert bridge.status(prepared.token).state is txnbridge.TokenState.PREPARED
 
 
-def test_what_would_be_done_as_json(invoke, prepared, name):
+def test_commit_without_yes_tells_in_json_what_it_would_do(invoke, prepared, name):
     result = invoke("transactions", "commit", name, "--json")
     answer = json.loads(result.stdout)
     assert result.exit_code == 2
@@ -192,6 +192,6 @@ def test_the_reason_goes_into_the_log_and_the_event(invoke, prepared, name, capl
     assert (event.data["decision"], event.data["outcome"]) == ("commit", "committed")
 
 
-def test_what_a_repair_would_do_is_told_to_machines_too(invoke, bridge):
+def test_repair_without_yes_tells_in_json_what_it_would_do(invoke, bridge):
     told = invoke("transactions", "repair", "billing/1/1", "--json")
     assert (told.exit_code, json.loads(told.stdout)) == (2, {"transaction": "billing/1/1", "would": "repair"})

@@ -172,7 +172,7 @@ def caught_by(*tests: str) -> Any:
     "test_all_topics_and_partitions_of_a_committed_transaction_are_seen",
     "test_a_commit_inside_the_block_is_final",
     "test_threads_share_a_bridge_and_nothing_is_lost_or_doubled",
-    "test_what_was_committed_is_read_by_another_process",
+    "test_another_process_reads_a_committed_message",
     "test_a_transaction_that_was_not_prepared_is_not_ended_by_its_token",
 )
 class CommitsNothing(Broken):
@@ -196,8 +196,8 @@ def is_marker(message: Any) -> bool:
     "test_an_abort_inside_the_block_is_final",
     "test_no_topic_or_partition_of_an_aborted_transaction_is_seen",
     "test_transactions_of_one_bridge_at_the_same_time_are_apart",
-    "test_nothing_of_an_open_transaction_is_seen[abort]",
-    "test_nothing_of_an_abort_is_seen_wherever_its_process_dies",
+    "test_no_message_of_an_open_transaction_is_seen[abort]",
+    "test_no_message_of_an_abort_is_seen_wherever_its_process_dies",
     "test_an_aborted_transaction_leaves_the_group_where_it_was",
     "test_after_an_abort_its_messages_come_again_next_and_in_order",
     "test_a_publisher_does_not_wait_for_a_transaction",
@@ -212,7 +212,7 @@ class ShowsWhatIsAborted(Broken):
                 self.inner.commit(deadline)
 
 
-@caught_by("test_what_was_said_to_be_committed_survives_its_process")
+@caught_by("test_a_confirmed_commit_survives_the_death_of_its_process")
 class SaysCommittedTooEarly(Broken):
     class Writer(Around):
         late: threading.Thread | None = None
@@ -257,13 +257,13 @@ class CommitsInTwoSteps(Broken):
 
 
 @caught_by(
-    "test_nothing_of_an_open_transaction_is_seen",
+    "test_no_message_of_an_open_transaction_is_seen",
     "test_opening_an_id_aborts_what_its_older_owner_left_open",
-    "test_what_a_vanished_process_left_open_is_aborted_by_its_deadline",
+    "test_a_transaction_that_a_vanished_process_left_open_is_aborted_by_its_deadline",
     "test_many_aborted_messages_are_never_seen",
     "test_an_open_transaction_is_listed_until_it_ends",
     "test_an_administrator_aborts_what_a_dead_process_left_open",
-    "test_what_an_administrator_aborted_its_owner_cannot_end",
+    "test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted",
     "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
 )
 class ShowsWhatIsOpen(Broken):
@@ -315,7 +315,7 @@ class SpoilsATransactionByARefusal(Broken):
 
 @caught_by(
     "test_a_transaction_that_outlives_its_deadline_is_aborted",
-    "test_what_a_vanished_process_left_open_is_aborted_by_its_deadline",
+    "test_a_transaction_that_a_vanished_process_left_open_is_aborted_by_its_deadline",
     "test_an_open_transaction_is_listed_until_it_ends",
 )
 class KnowsNoDeadline(Broken):
@@ -519,9 +519,9 @@ class ShufflesForEachReader(Broken):
             return [next(mixed) if b"/" in (message.value or b"") else message for message in messages]
 
 
-@caught_by("test_nothing_of_a_topic_that_is_made_anew_is_skipped")
+@caught_by("test_a_reader_of_a_recreated_topic_skips_no_message_silently")
 class ReadsOnInAnotherTopic(Broken):
-    """It had read five messages of the old one."""
+    """The reader skips as many messages of a recreated topic as it has read of the old one: five."""
 
     class Reading(Around):
         def poll(self, *args: Any) -> Any:
@@ -606,7 +606,7 @@ class FencesEverybody(Broken):
 
 
 @caught_by(
-    "test_what_is_prepared_survives_a_new_owner",
+    "test_a_prepared_transaction_survives_a_new_owner",
     "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
 )
 class AbortsWhatIsPreparedWhenItOpens(Broken):
@@ -673,7 +673,7 @@ class KeepsWhatIsPreparedInItsProcess(InMemory):
         return Outcome.ABORTED
 
 
-@caught_by("test_what_is_prepared_survives_the_close_of_its_bridge")
+@caught_by("test_a_prepared_transaction_survives_the_close_of_its_bridge")
 class AbortsWhatIsPreparedWhenItCloses(Broken):
     def prepare_writer(self, *args: Any) -> Any:
         self.prepared = [*getattr(self, "prepared", ()), self.Preparing(self.inner.prepare_writer(*args), self)]
@@ -729,11 +729,11 @@ class SaysWhatItWasAsked(Broken):
 @caught_by(
     "test_a_prepared_message_is_not_seen_until_it_is_committed",
     "test_another_process_ends_what_a_killed_one_prepared[commit-committed]",
-    "test_what_is_prepared_survives_the_close_of_its_bridge",
+    "test_a_prepared_transaction_survives_the_close_of_its_bridge",
     "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]",
     "test_acknowledgements_of_a_prepared_transaction_follow_its_token[commit]",
     "test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing[commit]",
-    "test_what_is_prepared_survives_a_new_owner",
+    "test_a_prepared_transaction_survives_a_new_owner",
 )
 class LosesTheDecision(Broken):
     def commit(self, *args: Any) -> Outcome:
@@ -767,7 +767,7 @@ class PreparesWhatFailed(Broken):
 @caught_by(
     "test_the_status_of_a_token_is_what_happened",
     "test_a_commit_whose_answer_was_lost_is_known_by_its_token[aborted]",
-    "test_what_is_prepared_survives_a_new_owner",
+    "test_a_prepared_transaction_survives_a_new_owner",
     "test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is[aborted]",
     "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[abort]",
 )
@@ -780,7 +780,7 @@ class SaysThatAllIsCommitted(Broken):
 @caught_by(
     "test_asking_for_a_status_changes_nothing",
     "test_the_status_of_a_token_is_what_happened",
-    "test_what_is_prepared_survives_a_new_owner",
+    "test_a_prepared_transaction_survives_a_new_owner",
 )
 class AbortsWhenAsked(Broken):
     def status(self, token: Any, ledger: Any, deadline: Deadline) -> Status:
@@ -844,7 +844,7 @@ class TakesTokensOfOtherClusters(Broken):
     "test_one_message_is_acknowledged_and_its_neighbours_come_again",
     "test_messages_are_acknowledged_in_any_order",
     "test_a_member_that_was_replaced_while_it_slept_commits_nothing",
-    "test_what_a_group_has_acknowledged_is_not_read_again_by_seeking",
+    "test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking",
     "test_lag_is_what_a_group_has_before_it",
 )
 class ForgetsAcknowledgements(Broken):
@@ -908,7 +908,7 @@ class KnowsNoConflict(Broken):
 
 @caught_by(
     "test_a_new_group_starts_at_the_earliest_message",
-    "test_what_was_not_acknowledged_comes_again_to_the_next_member",
+    "test_an_unacknowledged_message_comes_again_to_the_next_member",
     "test_every_group_gets_every_message",
     "test_a_consumer_may_read_many_topics",
     "test_acknowledging_twice_is_refused",
@@ -945,7 +945,7 @@ class GivesEveryMemberEverything(Broken):
         return super().reader(subscription, *rest)
 
 
-@caught_by("test_what_a_killed_member_had_in_hand_comes_again")
+@caught_by("test_a_message_that_a_killed_member_held_comes_again")
 class WaitsForTheDead(Broken):
     @staticmethod
     def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
@@ -973,7 +973,7 @@ class CountsNoDeliveries(Broken):
 @caught_by(
     "test_reading_goes_on_from_an_earlier_position",
     "test_positions_tell_where_another_reader_can_go_on",
-    "test_what_a_group_has_acknowledged_is_not_read_again_by_seeking",
+    "test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking",
     "test_after_an_abort_its_messages_come_again_next_and_in_order",
     "test_a_group_that_goes_back_again_and_again_skips_nothing",
     "test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is[aborted]",
@@ -1019,7 +1019,7 @@ class DeliversTwice(Broken):
 
 
 @caught_by(
-    "test_what_a_publisher_flushed_is_there_once_and_in_order",
+    "test_messages_that_a_publisher_flushed_are_there_once_and_in_order",
     "test_closing_a_publisher_flushes_it",
     "test_a_publisher_does_not_wait_for_a_transaction",
     "test_sequences_of_one_name_or_topic_are_not_those_of_another",
@@ -1031,7 +1031,7 @@ class PublishesTwice(Broken):
             self.inner.send(*message[:6], None, message[7])
 
 
-@caught_by("test_what_a_publisher_flushed_is_there_once_and_in_order")
+@caught_by("test_messages_that_a_publisher_flushed_are_there_once_and_in_order")
 class FlushesNothing(Broken):
     class Publishing(Around):
         def send(self, *message: Any) -> None:
@@ -1089,7 +1089,7 @@ class KeepsOneSequence(Broken):
     "test_processes_that_race_agree_on_every_id",
     "test_a_decision_survives_those_who_made_it",
     "test_an_older_owner_of_an_id_decides_nothing_any_more",
-    "test_what_is_done_is_known_to_be_done",
+    "test_a_batch_marked_as_done_is_known_to_be_done",
     "test_a_decision_stays_what_it_is_wherever_its_process_dies",
 )
 class HasALogForEachBridge(Broken):
@@ -1155,7 +1155,7 @@ class GrowsNoTopics(Broken):
 
 @caught_by(
     "test_the_bounds_of_a_topic_are_what_can_be_read_of_it",
-    "test_what_was_aborted_before_something_undecided_is_no_lag",
+    "test_an_aborted_message_before_an_undecided_one_is_no_lag",
 )
 class SaysThatNothingCanBeRead(Broken):
     class Administering(Around):
@@ -1192,7 +1192,7 @@ class CreatesWhateverIsMissing(Broken):
     "test_an_open_transaction_is_listed_until_it_ends",
     "test_a_prepared_transaction_is_listed_until_it_ends",
     "test_an_administrator_aborts_what_a_dead_process_left_open",
-    "test_what_an_administrator_aborted_its_owner_cannot_end",
+    "test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted",
 )
 class ListsNothing(Broken):
     Administering = around(transactions=lambda inner, *args: [])
@@ -1200,7 +1200,7 @@ class ListsNothing(Broken):
 
 @caught_by(
     "test_an_administrator_aborts_what_a_dead_process_left_open",
-    "test_what_an_administrator_aborted_its_owner_cannot_end",
+    "test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted",
     "test_an_administrator_ends_a_prepared_transaction_without_its_token[abort]",
 )
 class EndsNothing(Broken):
@@ -1254,7 +1254,7 @@ class SaysThatHalvesAreStored(Broken):
             return half
 
 
-@caught_by("test_what_was_committed_survives_a_kill_of_the_broker")
+@caught_by("test_a_committed_message_survives_a_kill_of_the_broker")
 class ForgetsWhenItsWriterDies(SaysCommittedTooEarly):
     pass
 

@@ -46,7 +46,7 @@ def run(project: Path, *arguments: str) -> str:
 
 
 def test_three_short_files_are_enough(project):
-    said = run(project, "-k", "test_a_committed_message_is_read or test_what_was_committed_is_read_by_another_process")
+    said = run(project, "-k", "test_a_committed_message_is_read or test_another_process_reads_a_committed_message")
     assert "2 passed" in said, said
 
 
@@ -70,13 +70,13 @@ def test_a_run_attacks_an_installed_backend(project):
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
 
 
-def test_without_a_url_it_says_what_is_missing(project):
+def test_the_suite_without_a_url_says_what_is_missing(project):
     (project / "pytest.ini").write_text("[pytest]\n")
     said = run(project, "-k", "test_a_committed_message_is_read")
     assert "set txnbridge_url in the pytest settings" in said, said
 
 
-def test_an_outdated_declaration_is_a_failure_and_a_test_of_what_is_absent_is_skipped_by_name(project):
+def test_an_outdated_declaration_fails_and_a_test_of_an_absent_capability_is_skipped_by_name(project):
     url = f"{broken.scheme_of(broken.DeclaresTooLittle)}:{project}/broker.db"
     tests = "test_a_message_without_a_value_arrives_without_one or test_a_new_group_may_start_at_a_time"
     said = run(project, f"--txnbridge-url={url}", "-rs", "-k", tests)

@@ -126,7 +126,7 @@ def test_a_committed_message_below_what_was_read_is_lost_and_one_of_unknown_posi
 
 
 @pytest.mark.parametrize("result", ["fail", "unknown"])
-def test_what_was_not_committed_may_be_missing(result):
+def test_messages_that_were_not_committed_may_be_missing(result):
     assert Story().txn("a", "1", "2", result=result).txn("a", "3").read("-", "-", "3").found() == []
 
 
@@ -339,7 +339,7 @@ def test_a_later_transaction_whose_messages_lie_before_an_earlier_ones_contradic
     assert story.found() == []  # it was committed later
 
 
-def test_a_long_transaction_may_lie_before_one_and_behind_a_later_one():
+def test_a_long_transaction_may_lie_before_another_one_and_behind_a_later_one():
     story = Story()
     long = story.begin("a")
     story.send("a", long, "a0")
@@ -364,7 +364,7 @@ def test_transactions_that_read_from_each_other_are_circular():
     assert story.found() == ["G1c"]
 
 
-def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
+def test_an_anomaly_of_a_capability_declared_absent_is_reported_and_breaks_no_promise():
     for absent, verdict in (([], Verdict.BROKEN), (["fencing"], Verdict.KEPT)):
         story = Story().txn("run", what="declares", absent=absent)
         history = story.txn("a", "1", result="fail", error="Fenced").txn("a", "2").read("1", "2").history()
@@ -404,7 +404,7 @@ def owners(*turns: tuple[str, str]) -> list[str]:
     return story.found()
 
 
-def test_what_an_owner_does_after_a_newer_one_has_opened_the_id_is_a_zombie_write():
+def test_a_commit_by_an_owner_after_a_newer_one_has_opened_the_id_is_a_zombie_write():
     assert owners(("a", "ok"), ("a", "ok"), ("b", "ok"), ("a", "fail"), ("b", "ok")) == []
     assert owners(("a", "ok"), ("b", "ok"), ("a", "ok")) == ["zombie-write"]
     assert owners(("a", "ok"), ("b", "unknown"), ("a", "ok")) == []  # perhaps b never opened it
@@ -496,7 +496,7 @@ def judged(transactions: Iterable[tuple[str, list[tuple[str, int]], str]], logs:
 
 
 @given(st.integers(0, 2**32))
-def test_what_a_right_broker_does_has_no_findings(seed):
+def test_the_history_of_a_correct_broker_has_no_findings(seed):
     assert judged(*world(random.Random(seed), ("ok", "ok", "fail", "unknown"))) == []
 
 

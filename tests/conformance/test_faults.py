@@ -79,6 +79,6 @@ def test_a_program_that_ends_before_its_event_is_an_error(url, program):
     assert process.returncode == 3
 
 
-def test_how_to_call_it_is_said():
+def test_the_fault_injector_says_how_to_call_it():
     with start("stab", "commit/before", "program.py") as process:
         assert "kill commit/before" in (process.stderr.read() if process.stderr else "")

@@ -95,7 +95,7 @@ def test_after_a_head_that_no_frame_has_all_passes_as_it_comes(length, head):
     assert [piece.head for piece in found] == [sized_head(b"good"), None, None]
 
 
-def test_a_head_is_waited_for_in_as_much_memory_as_came_of_it():
+def test_a_head_is_waited_for_in_no_more_memory_than_the_bytes_that_came():
     splitter = FrameSplitter(None)
     size = LONGEST - 4
     tracemalloc.start()
@@ -152,7 +152,7 @@ def test_a_request_that_wanted_no_answer_is_passed_over():
     assert not unanswered.answered.is_set()
 
 
-def test_an_answer_to_nothing_is_nobodys_and_disturbs_none():
+def test_an_answer_without_a_request_is_ignored_and_disturbs_no_request():
     conversation = KafkaConversation()
     asked = conversation.request(request(26, 1))
     assert conversation.answer(answer(7)) is None
@@ -216,7 +216,7 @@ def test_a_receipt_belongs_to_the_message_of_its_producer_and_id():
     assert [conversation.answer(receipt) for receipt in receipts] == [first, second, again]
 
 
-def test_what_the_broker_says_by_itself_is_a_request_that_was_answered():
+def test_a_frame_that_the_broker_sends_by_itself_is_an_answered_request():
     conversation = PulsarConversation()
     closing = conversation.request(command(15, (1, 1), (2, 3)))
     told = [
@@ -269,7 +269,7 @@ def test_a_message_that_is_cut_gives_what_comes_before_the_cut(fields, end):
 
 
 @given(st.binary(max_size=100))
-def test_no_bytes_are_an_error_to_who_looks_for_fields(garbage):
+def test_the_search_for_fields_takes_any_bytes_without_an_error(garbage):
     assert sum(len(value) for _, value in decode(garbage) if isinstance(value, bytes)) <= len(garbage)
 
 

@@ -1,4 +1,4 @@
-"""What the core's tests share."""
+"""Fixtures of the core's tests."""
 
 from __future__ import annotations
 

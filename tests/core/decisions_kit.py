@@ -103,7 +103,7 @@ def decoded(records: Iterable[tuple[Position, bytes]]) -> list[tuple[Position, L
 
 
 class Oracle:
-    """What counts, by the words of the rules, from every record ever stored. No snapshots, nothing incremental.
+    """The records that count by the words of the rules, found from all records without snapshots or increments.
 
     A log that was renewed has an oracle for each of its times: `since` is where that begins, and `log` its id.
     """
@@ -122,7 +122,7 @@ class Oracle:
 
     @classmethod
     def of_each_time(cls, archive: list[tuple[Position, bytes]]) -> dict[Position, Oracle]:
-        """By where a time begins."""
+        """Return an oracle for each time of the log, by the position where that time begins."""
         starts: list[tuple[int, Position, str | None]] = [(0, (), None)]
         for number, (position, record) in enumerate(decoded(archive)):
             before = archive[number - 1]
@@ -221,7 +221,7 @@ class Oracle:
         return found
 
     def chains(self) -> list[str]:
-        """What was acknowledged twice, and what was left out."""
+        """Return the findings of messages that were acknowledged twice or left out."""
         return [
             f"{place}: somebody read from {first} when the group stood at {end}"
             for place, ranges in self.acknowledged().items()
@@ -345,7 +345,7 @@ class World:
         return self
 
     def _weather(self) -> None:
-        """What happens by itself between two steps."""
+        """Let a clock jump, a late copy or retention happen by chance between two steps."""
         if self.random.random() < self.chances.clock:
             self.now += self.random.choice((60, 400, 2_000))
         if self.echoes and self.random.random() < 0.1:
@@ -415,7 +415,7 @@ class Actor:
             self.random.choice(self.acts)(self)
 
     def renew(self) -> None:
-        """What an operator does, in a process of its own; nobody has stopped the others."""
+        """Renew a log that lost records, as an operator does in another process while the others go on."""
         self._begin_anew()
         if self.decisions.lost() is not None:
             self.decisions.renew()
@@ -443,7 +443,7 @@ class Actor:
         self._learn()
 
     def _learn(self) -> None:
-        """What an owner before may have died over: all of it is committed, and the last commit is among it."""
+        """Check the commits that earlier owners may have left: all are committed, and the last commit is among them."""
         opening = self.opening
         assert opening is not None
         found = {transaction for transaction, _ in self.decisions.ledger("X").claims(Deadline(30))}
@@ -503,7 +503,7 @@ class Actor:
             )
 
     def batch(self) -> None:
-        """What a run of a query does: open, claim a batch, sometimes mark it done."""
+        """Act as a run of a query: open, claim a batch, sometimes mark the batch as done."""
         if self.run is None:
             self.run = self.decisions.open("q", name=f"run-{self.random.randrange(4)}")
         id = ("q", self.random.randrange(3), self.random.randrange(2))
@@ -608,7 +608,7 @@ class Actor:
         )
 
     def transact_alone(self) -> None:
-        """What a process without an id does: it makes one up, which nobody else opens, and prepares or commits."""
+        """Act as a process without an id: make one up, which no other process opens, and prepare or commit."""
         ledger, owner = self._alone()
         token = Token(f"m{self.random.getrandbits(40):x}", owner, dict(ledger.begin(Deadline(30))))
         self.world.tokens.append(token)

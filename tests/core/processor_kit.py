@@ -1,4 +1,4 @@
-"""What the tests of processors on the embedded broker share."""
+"""Helpers of the tests of processors on the embedded broker."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Worker:
         tell(("over",))
 
     def _meet(self) -> None:
-        """Nobody begins before all are there: whoever starts late on a busy machine finds everything won already."""
+        """Wait until all workers are there: one that starts late on a busy machine would find all races won."""
         (self._tokens / f"{self._number}.here").touch()
         until = time.monotonic() + SILENCE / 2
         while len([*self._tokens.glob("*.here")]) < WORKERS:
@@ -149,7 +149,7 @@ class Worker:
             time.sleep(0.01)
 
     def _answer(self, race: int) -> tuple[str, str] | None:
-        """What became of a race: the decision and the nonce of the claim that counts; None: it has not begun yet."""
+        """Return the decision and the nonce of the claim that counts; None if the race has not begun yet."""
         decision = self._random.choice([Decision.COMMIT, Decision.ABORT])
         how: dict[str, Any] = {}
         id: Any = ("race", race)
@@ -183,7 +183,7 @@ class Worker:
 
 
 class Shift:
-    """One worker and those who take its place when it was killed; what they were told.
+    """A worker and the workers that take its place when it was killed, with the answers that they got.
 
     `work(*how, number, seed, races)` is what each does in a process of its own.
     """
@@ -228,7 +228,7 @@ def work(
     seed: int,
     races: list[int],
 ) -> None:
-    """What a worker's process does."""
+    """Run a worker in its own process."""
     log = open_log(url, "races", timeout)
     Worker(log, folder, number, seed, of - len(races), dying=dying, timeout=timeout).run(races)
     log.close()
@@ -283,7 +283,7 @@ def _kill_now_and_then(broker: Broker | None, shifts: Sequence[Shift], times: in
 
 
 def check(shifts: Sequence[Shift], log: DecisionLog, races: int) -> Counter[int]:
-    """That nobody was told anything else than others, or than the log has, and that most was decided; who won what."""
+    """Check that all answers agree with each other and the log, and most races were decided; count wins by worker."""
     told = Counter(answer[0] for shift in shifts for answer in shift.answers.values())
     for race in range(races):
         answers = {shift.answers[race] for shift in shifts}

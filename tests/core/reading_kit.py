@@ -1,4 +1,4 @@
-"""What tests of every broker's readers share: a listener that stands in for the core, and waiting for what comes."""
+"""Helpers of the tests of readers of every broker: a listener that stands in for the core, and waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows(columns: MessageColumns) -> list[Message]:
 
 
 class Listener:
-    """What the core is told: partitions with this reader, and those that left."""
+    """A listener in the core's place: it notes the partitions with this reader, and those that left."""
 
     def __init__(self):
         self.here = {}
@@ -59,7 +59,7 @@ class Polling:
         return self.reader.poll(count, Deadline(timeout))
 
     def take(self, count, timeout=SOON):
-        """So many messages, no more."""
+        """Return exactly so many messages."""
         found: list[Any] = []
         deadline = Deadline(timeout)
         while len(found) < count:

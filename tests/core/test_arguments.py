@@ -1,4 +1,4 @@
-"""What a program gives that makes no sense is refused with an error of ours, on every broker before it is asked."""
+"""Arguments that make no sense are refused with an error of ours on every broker, before the broker is asked."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ CALLS: dict[str, Callable[[Bridge], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:transaction .* was left unfinished")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_it_is_refused(bridge: Bridge, call: Callable[[Bridge], Any]) -> None:
+def test_a_wrong_argument_is_refused(bridge: Bridge, call: Callable[[Bridge], Any]) -> None:
     with pytest.raises(InvalidOption):
         call(bridge)
     with bridge.transaction() as txn:  # and harms nothing
         txn.send("t", b"1")
 
 
-def test_as_many_as_no_broker_has_are_all_that_there_are(bridge: Bridge) -> None:
+def test_a_limit_beyond_all_messages_returns_all_messages(bridge: Bridge) -> None:
     with bridge.transaction() as txn:
         txn.send("t", b"1")
     assert len(bridge.consumer("t", "g").poll(1 << 63)) == len(bridge.read("t", 1 << 63)) == 1

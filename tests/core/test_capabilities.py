@@ -10,12 +10,12 @@ from txnbridge.spi import NATIVE, absent, emulated
 ALL = dict.fromkeys(Capability, NATIVE)
 
 
-def test_a_declaration_that_forgets_one_is_refused_by_its_name() -> None:
+def test_a_declaration_that_forgets_a_capability_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match="isolation"):
         Capabilities("toy", {c: NATIVE for c in Capability if c is not Capability.ISOLATION})
 
 
-def test_what_is_absent_is_refused_with_the_reason_and_the_link() -> None:
+def test_an_absent_capability_is_refused_with_the_reason_and_the_link() -> None:
     declared = Capabilities(
         "toy", {**ALL, Capability.REPLAY: absent("it forgets what was read", "https://example.org/1")}
     )

@@ -35,7 +35,7 @@ def through(topic: Topic, value: Any, key: Any = None) -> Message:
         (codecs.pydantic(list[int]), [1, 2]),
     ],
 )
-def test_what_is_encoded_comes_back(codec: codecs.Codec, value: Any) -> None:
+def test_an_encoded_value_comes_back(codec: codecs.Codec, value: Any) -> None:
     assert through(Topic("t", codec), value).value == value
 
 

@@ -72,7 +72,7 @@ def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected, 
     assert values(collected, "transactions_total") == {"unknown": 1}
 
 
-def test_those_that_share_a_transaction_are_counted_each(tmp_path, collected):
+def test_transactions_of_a_group_commit_are_counted_one_by_one(tmp_path, collected):
     with txnbridge.connect(f"embedded:{tmp_path}/a.db", group_commit=True) as bridge:
         bridge.ensure_topics("orders")
         for _ in range(3):
@@ -101,7 +101,7 @@ def test_processors_and_half_messages_are_counted(bridge, collected):
     assert values(collected, "half_messages_total") == {"stored": 1, "committed": 1}
 
 
-def test_the_broker_is_asked_for_what_only_it_knows_and_not_after_the_bridge_is_closed(bridge, collected, monkeypatch):
+def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed(bridge, collected, monkeypatch):
     with bridge.transaction(prepare=True) as txn:
         txn.send("orders", b"1")
     watch = collected.watch(bridge, every=0.05)
@@ -118,7 +118,7 @@ def test_the_broker_is_asked_for_what_only_it_knows_and_not_after_the_bridge_is_
     assert values(collected, "open_transactions") == {}
 
 
-def test_prometheus_reads_them_by_http(tmp_path):
+def test_prometheus_reads_the_metrics_by_http(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

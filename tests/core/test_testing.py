@@ -126,7 +126,7 @@ def test_an_answer_is_lost_and_its_token_tells_the_truth(bridge, happened, state
     assert values(bridge) == seen
 
 
-def test_only_the_next_commit_is_concerned(bridge: Bridge) -> None:
+def test_next_commit_concerns_only_one_commit(bridge: Bridge) -> None:
     next_commit(bridge, Outcome.UNKNOWN)
     with pytest.raises(OutcomeUnknown):
         send(bridge, b"1")

@@ -107,7 +107,7 @@ class ToyWriter(Writer):
 
 
 class SlowWriter(ToyWriter):
-    """Its commit lasts until it may end."""
+    """A writer whose commit lasts until the test lets it end."""
 
     def __init__(self) -> None:
         super().__init__()

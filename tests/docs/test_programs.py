@@ -102,7 +102,7 @@ def test_the_notebook_counts_what_it_reads(cookbook):
 @pytest.mark.parametrize(
     ("wish", "outcome", "values"), [("yes", "committed", [b"4711 to Alice"]), ("no", "aborted", [])]
 )
-def test_what_is_proposed_is_there_if_somebody_says_yes(cookbook, wish, outcome, values):
+def test_a_proposed_payment_is_published_only_if_somebody_says_yes(cookbook, wish, outcome, values):
     token = cookbook.run("propose.py").strip()
     assert cookbook.values("payments") == []
     assert cookbook.run("decide.py", wish, token) == f"{outcome}\n"

@@ -17,7 +17,7 @@ from txnbridge.testing import Child
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the test's file is."""
+    """Return the path of the test's file."""
     return tmp_path / "broker.db"
 
 

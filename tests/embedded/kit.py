@@ -174,7 +174,7 @@ def offsets(broker: Broker, topic: str) -> list[int]:
 
 
 def rows(broker: EmbeddedBroker, query: str, *parameters: object) -> list[tuple[Any, ...]]:
-    """What the file itself says."""
+    """Return the rows of a query of the file itself."""
     with broker.session(Deadline(10)) as connection, broker.store.reading(connection, Deadline(10)):
         return connection.execute(query, parameters).fetchall()
 

@@ -81,7 +81,7 @@ def test_a_topic_grows_and_keeps_what_it_has(broker):
         broker.admin.grow_topic("nowhere", 3, Deadline(5))
 
 
-def test_the_bounds_of_a_topic_are_not_held_back_by_what_is_past_its_deadline(broker):
+def test_the_bounds_of_a_topic_are_not_held_back_by_a_transaction_past_its_deadline(broker):
     prepare(broker, "orders", b"1", hold=600)
     prepare(broker, "orders", b"2", hold=600)
     commit(open_writer(broker), "orders", b"3")
@@ -177,7 +177,7 @@ def test_a_topic_without_retention_keeps_all_and_costs_no_marks(broker, clock):
     assert rows(broker, "SELECT * FROM marks") == []
 
 
-def test_nothing_is_removed_beyond_what_is_undecided(broker, clock):
+def test_retention_stops_before_the_first_undecided_message(broker, clock):
     create(broker, retention_seconds=1)
     writer = open_writer(broker)
     commit(writer, "orders", b"old")
@@ -202,7 +202,7 @@ def test_much_is_removed_in_pieces(opened, clock):
     assert rows(broker, "SELECT * FROM messages") == []
 
 
-def test_writers_remove_what_is_too_old_while_they_write(opened, clock):
+def test_writers_remove_expired_messages_while_they_write(opened, clock):
     broker = opened(timing=Timing(trim_interval=0))
     create(broker, retention_seconds=3600)
     writer = open_writer(broker)
@@ -235,14 +235,14 @@ def test_a_sound_file_has_no_problems(broker, path):
     assert findings(broker, "problem") == findings(broker, "warning") == set()
 
 
-def test_the_doctor_lists_what_holds_readers_back_and_how_to_end_it(broker):
+def test_the_doctor_lists_transactions_that_hold_readers_back_and_how_to_end_them(broker):
     token = prepare(broker, "orders", b"1")
     [advice] = [a for a in broker.admin.check(Deadline(5)) if a.level == "warning"]
     assert token.transaction in advice.subject
     assert f"txnbridge transactions commit (or abort) {token.transaction} --yes --reason TEXT" in advice.remedy
 
 
-def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
+def test_the_doctor_ends_a_transaction_past_its_deadline_and_says_so(broker):
     broker.admin.create_topic("orders", 1, Deadline(5))
     writer = open_writer(broker)
     begin(writer, "orders", b"1", timeout=0.001)

@@ -92,7 +92,7 @@ def test_the_answer_does_not_depend_on_the_order_in_which_the_rows_were_read(cas
     assert assign(shuffled(members), shuffled(partitions), shuffled(owners)) == assign(members, partitions, owners)
 
 
-def test_of_members_that_are_equally_full_it_does_not_matter_which_was_read_first():
+def test_the_order_of_equally_full_members_does_not_matter():
     members = {"a": {0}, "b": {1}, "c": {2}, "e": {0, 1, 2}}
     partitions = {0: 0, 1: 0, 2: 0, 3: 2, 4: 1, 5: 1}
     orders = [dict(order) for order in permutations(members.items())]

@@ -93,7 +93,7 @@ def whole(url: str) -> bool:
     return sent[0] == sent[1] > 0
 
 
-def test_closing_while_threads_commit_refuses_what_is_new_and_waits_for_what_runs(path):
+def test_closing_while_threads_commit_refuses_new_calls_and_waits_for_running_ones(path):
     run(CLOSE_MEANWHILE, f"embedded:{path}")
     assert whole(f"embedded:{path}")
 
@@ -158,7 +158,7 @@ def test_leaving_a_group_and_closing_do_not_wait_for_a_file_that_another_process
 
 
 class Kept(MemoryLog):
-    """Of a broker that drops records by age, so that a thread stays with it; `closed` counts."""
+    """The log of a broker that drops records by age, so that a thread stays with the log; `closed` counts."""
 
     keeps = 3600.0
     closed = 0
@@ -188,7 +188,7 @@ def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path
     bridge.close()
 
 
-def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, monkeypatch):
+def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, monkeypatch):
     bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
     ours = bridge._logs.own_ledger()
     ours.newest_opening(Deadline(30))

@@ -1,4 +1,4 @@
-"""What others have changed in the file is told as damage, in its place, and skips nothing."""
+"""A change by others in the file is reported as damage, in its place, and skips no message."""
 
 from __future__ import annotations
 

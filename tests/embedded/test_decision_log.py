@@ -35,7 +35,7 @@ def test_a_trimmed_log_begins_later_and_numbers_on(opened):
     assert read(log) == [((positions[9][0] + 1,), b"next")]
 
 
-def test_whoever_trims_next_removes_what_a_dead_one_left(broker, monkeypatch):
+def test_the_next_trim_removes_the_records_that_a_dead_process_left(broker, monkeypatch):
     log = broker.decision_log("default", Deadline(5))
     positions = append(log, *[b"%d" % number for number in range(10)])
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What was acknowledged stays, and nothing is half there: after kill -9 anywhere, and on a full disk."""
+"""Acknowledged transactions stay, and none is half there: after kill -9 anywhere, and on a full disk."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def kill_at_random(path, rounds):
 
 
 def left_over(child):
-    """What the child told before it died and nobody has read yet."""
+    """Yield the messages that the child sent before it died and that the test has not read yet."""
     while True:
         try:
             yield child.told(timeout=5)
@@ -118,7 +118,7 @@ def left_over(child):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [20, pytest.param(3000, marks=pytest.mark.full)])
-def test_nothing_acknowledged_is_lost_and_nothing_is_half_there_after_kills(path, kills):
+def test_no_confirmed_transaction_is_lost_and_none_is_half_there_after_kills(path, kills):
     kill_at_random(path, kills)
 
 
@@ -223,7 +223,7 @@ def all_of(broker, topic):
 
 
 def end_as_told(broker, name, told):
-    """Whoever has the token can end the transaction, and finds the outcome that was told."""
+    """Check that any holder of the token can end the transaction, and finds the outcome that was told."""
     if f"{name} token" not in told:
         return
     token = told[f"{name} token"]
@@ -290,7 +290,7 @@ def fill(writer, topic, size):
         committed += 1
 
 
-def test_a_bound_of_the_file_aborts_what_does_not_fit_and_spares_the_rest(opened):
+def test_a_bound_of_the_file_aborts_a_transaction_that_does_not_fit_and_spares_the_rest(opened):
     broker = opened(max_bytes=4 << 20)
     writer = open_writer(broker)
     committed, error = fill(writer, "orders", 10_000)
@@ -372,7 +372,7 @@ def commit_against_limits(path, step):
 
 
 @pytest.mark.parametrize("step", [4096, 4120, 7001, 16384, 16408])
-def test_a_file_that_may_not_grow_aborts_what_does_not_fit_and_spares_the_rest(path, step):
+def test_a_file_that_may_not_grow_aborts_a_transaction_that_does_not_fit_and_spares_the_rest(path, step):
     with Child(commit_against_limits, path, step) as child:
         outcomes = child.result()
     assert set(outcomes) == {"DeliveryFailed", "committed"}

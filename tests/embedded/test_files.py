@@ -165,7 +165,7 @@ def test_a_file_that_was_cut_short_is_told(opened, path):
 
 
 @pytest.mark.parametrize("what", ["removed", "moved", "replaced"])
-def test_nothing_is_committed_into_a_file_that_is_no_longer_there(opened, path, what):
+def test_a_transaction_into_a_file_that_was_removed_moved_or_replaced_is_aborted(opened, path, what):
     broker = opened()
     writer = open_writer(broker)
     commit(writer, "orders", b"1")

@@ -1,4 +1,4 @@
-"""What a newcomer tries first works as it is written down."""
+"""The steps that a newcomer tries first work as the docs say."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_tokens(bridge, tokens):
     assert b"prepared" in [message.value for message in bridge.read("orders", 100)]
 
 
-def test_what_a_group_has_acknowledged(bridge, tokens):
+def test_a_group_goes_on_behind_its_acknowledged_messages(bridge, tokens):
     bridge.commit(tokens["prepared"])
     with bridge.consumer("inputs", "group") as consumer:
         found = [message.value for message in consumer.poll(100, timeout=10)]

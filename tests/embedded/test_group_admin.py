@@ -58,9 +58,7 @@ def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_
 
 
 @pytest.mark.parametrize("sharing", ["partition", "message"])
-def test_what_a_member_had_read_that_was_taken_for_dead_it_cannot_acknowledge_after_the_group_was_set(
-    path, bridge, sharing, monkeypatch
-):
+def test_a_member_taken_for_dead_cannot_acknowledge_after_a_reset_of_its_group(path, bridge, sharing, monkeypatch):
     monkeypatch.setattr("txnbridge_embedded.read.group_assignments.Heartbeat._renew", lambda *given: None)
     with txnbridge.connect(f"embedded:{path}?lease_seconds=0.2") as silent:
         consumer = silent.consumer("orders", "shipping", sharing=sharing)
@@ -80,7 +78,7 @@ def read_and_wait(url):
         time.sleep(60)
 
 
-def test_who_waits_for_a_dead_members_lease_reads_in_the_log_whose_it_is_and_until_when(path, bridge, caplog):
+def test_a_member_that_waits_for_a_dead_members_lease_logs_its_owner_and_its_end(path, bridge, caplog):
     with Child(read_and_wait, f"embedded:{path}?lease_seconds=6") as child:
         pid = child.told()
     caplog.set_level(logging.INFO, "txnbridge.embedded")

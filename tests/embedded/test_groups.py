@@ -24,7 +24,7 @@ SHARED = AckContext(GROUP, "shipping", "message", "me", {PARTITION: (PARTITION_I
 
 @pytest.fixture(autouse=True)
 def _closed():
-    """What a test has opened is closed at its end."""
+    """Close the connections that a test has opened at its end."""
     yield
     while opened:
         opened.pop().close()
@@ -75,7 +75,7 @@ def rows(connection, table):
     return connection.execute(f"SELECT first, last FROM {table} ORDER BY first").fetchall()
 
 
-def test_what_retention_took_away_is_not_acknowledged_with_the_message_behind_it():
+def test_a_message_that_retention_removed_is_not_acknowledged_with_the_one_behind_it():
     connection = file(range(5, 10), first=5)
     ack(connection, 5)
     assert (reached(connection), rows(connection, "acks")) == (0, [(5, 5)])
@@ -88,13 +88,13 @@ def test_a_delivered_message_that_retention_took_away_meanwhile_can_still_be_ack
 
 
 @pytest.mark.parametrize("offsets", [(0,), (4,), (3, 4, 5), (9, 2)])
-def test_what_is_acknowledged_cannot_be_acknowledged_again(connection, offsets):
+def test_an_acknowledged_message_cannot_be_acknowledged_again(connection, offsets):
     ack(connection, 0, 1, 2, 4)
     with pytest.raises(Conflict, match="acknowledged already"):
         ack(connection, *offsets)
 
 
-def test_what_a_prepared_transaction_reserved_cannot_be_acknowledged(connection):
+def test_a_message_that_a_prepared_transaction_reserved_cannot_be_acknowledged(connection):
     ack(connection, 1, 2, number=5)
     with pytest.raises(Conflict, match="reserved by a prepared transaction"):
         ack(connection, 2)
@@ -133,7 +133,7 @@ def test_an_acknowledgement_for_a_deleted_topic_is_refused(connection):
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
 
 
-def test_what_was_given_back_is_marked_until_it_is_acknowledged(connection):
+def test_a_message_given_back_is_marked_until_it_is_acknowledged(connection):
     ack(connection, 1, 2, number=5)
     acks.abort_pending(connection, 5)
     assert connection.execute("SELECT rewinds FROM positions").fetchone() == (1,)
@@ -143,7 +143,7 @@ def test_what_was_given_back_is_marked_until_it_is_acknowledged(connection):
     assert (reached(connection), rows(connection, "pending_acks")) == (3, [])
 
 
-def test_what_was_given_back_can_be_reserved_again(connection):
+def test_a_message_given_back_can_be_reserved_again(connection):
     ack(connection, 1, 2, number=5)
     acks.abort_pending(connection, 5)
     ack(connection, 1, number=6)
@@ -236,7 +236,7 @@ def test_a_move_is_called_off_when_the_member_that_wanted_the_partition_is_gone(
     assert [row.epoch for row in group_assignments.read_assignments(connection, GROUP).values()] == [1, 1]
 
 
-def test_a_released_partition_goes_to_whom_it_should_belong_and_a_dead_members_too():
+def test_a_partition_of_a_releasing_or_dead_member_goes_to_the_member_that_should_have_it():
     connection = group_of(4)
     join(connection, "a", 0)
     join(connection, "b", 100)

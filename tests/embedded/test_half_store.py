@@ -133,7 +133,7 @@ def test_a_parked_half_can_still_be_ended(opened):
     assert len(values(broker, "orders")) == 2
 
 
-def test_what_is_not_there_is_not_found(broker):
+def test_a_half_message_that_is_absent_or_not_parked_is_not_found(broker):
     halves = put(broker)
     with pytest.raises(NotFound):
         halves.end(half_of("other"), Decision.COMMIT, Deadline(5))
@@ -165,7 +165,7 @@ def test_with_the_clock_set_back_a_half_is_asked_about_early_and_the_doctor_tell
     assert advice.level == "warning"
 
 
-def test_a_file_that_others_keep_locked_is_told_by_whoever_asks(broker, path):
+def test_asking_for_due_half_messages_ends_at_its_deadline_while_the_file_is_locked(broker, path):
     halves = put(broker)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -53,7 +53,7 @@ def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
 # --- delivering again ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_given_back_comes_again_at_once_and_counts_its_deliveries(broker, join):
+def test_a_message_given_back_comes_again_at_once_with_its_deliveries_counted(broker, join):
     fill(broker, 6)
     member = join()
     messages = member.take(4)
@@ -65,7 +65,7 @@ def test_what_is_given_back_comes_again_at_once_and_counts_its_deliveries(broker
     assert [(int(m.value), m.deliveries) for m in member.take(1)] == [(2, 3)]
 
 
-def test_seeking_back_delivers_again_what_is_not_acknowledged(broker, join):
+def test_seeking_back_delivers_unacknowledged_messages_again(broker, join):
     fill(broker, 10)
     member = join()
     messages = member.take(8)
@@ -76,7 +76,7 @@ def test_seeking_back_delivers_again_what_is_not_acknowledged(broker, join):
     assert [(int(m.value), m.deliveries) for m in again] == [(2, 2), (3, 2), (5, 2), (6, 2), (7, 2), (8, 1), (9, 1)]
 
 
-def test_what_is_given_back_and_then_sought_comes_once(broker, join):
+def test_a_message_given_back_and_then_sought_comes_once(broker, join):
     fill(broker, 4)
     member = join()
     messages = member.take(3)
@@ -86,7 +86,7 @@ def test_what_is_given_back_and_then_sought_comes_once(broker, join):
     assert numbers(member.take(3)) == [1, 2, 3]
 
 
-def test_what_was_skipped_by_seeking_ahead_comes_to_the_next_member(broker, join):
+def test_messages_skipped_by_seeking_ahead_come_to_the_next_member(broker, join):
     fill(broker, 6)
     member = join()
     member.reader.seek({ORDERS: (4,)})
@@ -95,7 +95,7 @@ def test_what_was_skipped_by_seeking_ahead_comes_to_the_next_member(broker, join
     assert numbers(join().take(4)) == [0, 1, 2, 3]
 
 
-def test_seeking_to_a_time_leaves_out_what_is_acknowledged(broker, join):
+def test_seeking_to_a_time_leaves_acknowledged_messages_out(broker, join):
     writer = kit.open_writer(broker)
     kit.begin(writer)
     for number in range(6):
@@ -110,7 +110,7 @@ def test_seeking_to_a_time_leaves_out_what_is_acknowledged(broker, join):
 # --- prepared transactions that acknowledge ---------------------------------------------------------------------------
 
 
-def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_and_never_after_its_commit(broker, join):
+def test_messages_acknowledged_by_a_prepared_transaction_come_again_only_if_it_is_aborted(broker, join):
     fill(broker, 8)
     member = join()
     messages = member.take(6)
@@ -163,7 +163,7 @@ def test_a_group_starts_where_its_first_member_said_whatever_later_ones_say(brok
     assert numbers(join(start="latest").take(3)) == [0, 1, 2]
 
 
-def test_a_group_reads_what_its_topic_grows_by_from_the_beginning(broker, join):
+def test_a_group_reads_new_partitions_of_its_topic_from_their_beginning(broker, join):
     fill(broker, 2)
     member = join(start="latest")
     broker.admin.grow_topic("orders", 2, Deadline(10))
@@ -206,7 +206,7 @@ def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(brok
     assert numbers(join().take(5)) == [5, 6, 7, 8, 9]
 
 
-def test_what_is_given_back_and_gone_is_told(broker, join):
+def test_a_message_that_was_given_back_and_is_gone_raises_position_lost(broker, join):
     fill(broker, 10)
     member = join()
     member.take(6)
@@ -359,7 +359,7 @@ def test_a_partition_that_is_elsewhere_cannot_be_sought_or_paused(broker, join):
     other.reader.nack({ORDERS: [(0,)]})  # it comes again where the partition is
 
 
-def test_lag_counts_what_is_neither_acknowledged_nor_reserved(broker, join):
+def test_lag_counts_messages_neither_acknowledged_nor_reserved(broker, join):
     fill(broker, 10)
     member = join()
     messages = member.take(5)
@@ -378,7 +378,7 @@ def test_a_member_follows_its_group_although_another_process_keeps_the_file_lock
         assert len(first.take(2) + second.take(2)) == 4
 
 
-def test_who_reads_in_a_group_and_is_dropped_leaves_it(tmp_path):
+def test_a_consumer_that_is_dropped_leaves_its_group(tmp_path):
     url = f"embedded:{tmp_path}/dropped.db"
     with txnbridge.connect(url) as one, txnbridge.connect(url) as two:
         with one.transaction() as txn:

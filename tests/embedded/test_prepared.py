@@ -201,7 +201,7 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
     assert values(broker, "orders") == [b"1"]
 
 
-def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, monkeypatch):
+def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened, monkeypatch):
     broker = opened(timing=Timing(removed_rows=3))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")

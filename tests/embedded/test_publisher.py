@@ -31,7 +31,7 @@ def test_a_message_becomes_visible_without_a_flush(broker):
     wait_until(lambda: values(broker, "orders") == [b"1"])
 
 
-def test_closing_the_broker_stores_what_is_left(opened):
+def test_closing_the_broker_stores_the_messages_that_are_left(opened):
     broker = opened()
     publisher = broker.publisher(None, Deadline(5))
     publish(publisher, "orders", b"1")
@@ -133,7 +133,7 @@ def test_the_first_store_that_failed_in_the_middle_is_looked_up_too(broker, happ
     assert values(broker, "orders") == ([b"1"] if happens else [])
 
 
-def test_a_store_that_nobody_can_tell_the_outcome_of_is_unknown(broker, monkeypatch, publisher):
+def test_a_flush_whose_store_cannot_be_looked_up_is_of_unknown_outcome(broker, monkeypatch, publisher):
     failing(broker.store, happens=True)
     answers = iter((True, False))
     monkeypatch.setattr("txnbridge_embedded.client.files.in_place", lambda *_: next(answers))

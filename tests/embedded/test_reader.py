@@ -71,7 +71,7 @@ def take_values(reader, count):
 
 
 def trim(broker, offset, partition_id=1):
-    """What retention does to the start of a partition."""
+    """Move the start of a partition, as retention does."""
     with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "trimming"):
         base = partition_id << OFFSET_BITS
         connection.execute("DELETE FROM messages WHERE id >= ? AND id < ?", (base, base + offset))
@@ -107,7 +107,7 @@ def test_columns_have_the_same_rows_as_messages(transactions, most, start):
         assert other.poll_columns(most, 0) == []
 
 
-def test_what_is_prepared_is_invisible_and_holds_back_what_came_after_it(broker, reading):
+def test_a_prepared_message_is_invisible_and_holds_back_later_messages(broker, reading):
     reader = reading()
     token = kit.prepare(broker, "orders", b"prepared")
     kit.commit(kit.open_writer(broker), "orders", b"after")
@@ -119,7 +119,7 @@ def test_what_is_prepared_is_invisible_and_holds_back_what_came_after_it(broker,
     assert take_values(reader, 2) == take_values(marked, 2) == [b"prepared", b"after"]
 
 
-def test_what_is_aborted_is_never_seen_and_leaves_no_lag(broker, reading):
+def test_an_aborted_message_is_never_seen_and_leaves_no_lag(broker, reading):
     reader = reading()
     token = kit.prepare(broker, "orders", b"aborted", b"aborted")
     kit.commit(kit.open_writer(broker), "orders", b"after")
@@ -193,7 +193,7 @@ def test_seeking_ahead_waits_for_the_message_that_comes_there(broker, reading):
 
 
 @pytest.mark.parametrize("position", [(), (1, 2), (-1,), ("1",), None])
-def test_seeking_to_what_is_no_position_is_refused(reading, position):
+def test_seeking_to_an_invalid_position_is_refused(reading, position):
     with pytest.raises(InvalidOption, match="not a position"):
         reading().seek({ORDERS: position})
 
@@ -224,7 +224,7 @@ def test_a_reader_that_starts_at_the_earliest_starts_behind_what_retention_remov
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_what_was_read_is_handed_out_before_another_partition_is_found_lost(broker, reading, lost):
+def test_messages_already_read_are_handed_out_before_another_partition_is_found_lost(broker, reading, lost):
     broker.admin.create_topic("orders", 2, Deadline(10))
     writer = kit.open_writer(broker)
     for partition in range(2):
@@ -295,7 +295,7 @@ def test_a_poll_ends_by_its_deadline(reading):
     assert deadline.left() == 0
 
 
-def test_what_can_be_read_comes_before_the_trouble_of_ending_what_is_overdue(broker, reading, monkeypatch):
+def test_readable_messages_come_before_an_error_of_ending_an_overdue_transaction(broker, reading, monkeypatch):
     kit.prepare(broker, "orders", b"overdue", hold=0.001)
     kit.commit(kit.open_writer(broker), "marker", b"marker")
     reader = reading("orders", "marker")

@@ -33,7 +33,7 @@ def test_each_acknowledges_its_own_in_any_order(broker, join):
     assert kit.rows(broker, "SELECT count(*) FROM leases") == [(0,)]
 
 
-def test_what_is_given_back_comes_to_whoever_polls_next_with_its_deliveries_counted(broker, join):
+def test_a_message_given_back_comes_to_the_next_poll_with_its_deliveries_counted(broker, join):
     fill(broker, 4)
     first, second = join(), join()
     messages = first.take(4)
@@ -46,7 +46,7 @@ def test_what_is_given_back_comes_to_whoever_polls_next_with_its_deliveries_coun
     assert first.poll() == []
 
 
-def test_what_is_neither_acknowledged_nor_given_back_comes_again_in_time(opened, join):
+def test_a_message_neither_acknowledged_nor_given_back_is_redelivered_after_a_time(opened, join):
     broker = opened(redeliver_seconds=0.3)
     fill(broker, 3)
     first, second = join(broker=broker), join(broker=broker)
@@ -87,7 +87,7 @@ def test_a_member_that_is_taken_for_dead_gives_everything_back(broker, join):
     assert [message.deliveries for message in again] == [3, 3, 3]
 
 
-def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_and_never_after_its_commit(broker, join):
+def test_messages_acknowledged_by_a_prepared_transaction_come_again_only_if_it_is_aborted(broker, join):
     fill(broker, 4)
     first, second = join(), join()
     messages = first.take(4)
@@ -137,7 +137,7 @@ def test_a_paused_partition_is_left_to_others(broker, join):
     assert numbers(first.take(1)) == [1]
 
 
-def test_there_is_no_position_to_seek(broker, join):
+def test_a_shared_group_has_no_position_to_seek(broker, join):
     member = join()
     for call in (lambda: member.reader.seek({ORDERS: (0,)}), lambda: member.reader.seek_to_time(0, Deadline(1))):
         with pytest.raises(NotSupported, match="have no position to seek"):
@@ -162,7 +162,7 @@ def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(brok
     assert position(broker) == 10
 
 
-def test_a_group_for_which_nothing_is_left_is_told_too(broker, join):
+def test_a_group_whose_messages_retention_removed_all_raises_position_lost(broker, join):
     fill(broker, 3)
     member = join()
     trim(broker, 3)
@@ -170,7 +170,7 @@ def test_a_group_for_which_nothing_is_left_is_told_too(broker, join):
         member.poll()
 
 
-def test_what_is_being_worked_on_when_retention_takes_it_is_not_lost(broker, join):
+def test_a_message_removed_by_retention_while_it_is_processed_can_be_acknowledged(broker, join):
     fill(broker, 6)
     member = join()
     messages = member.take(4)
@@ -180,7 +180,7 @@ def test_what_is_being_worked_on_when_retention_takes_it_is_not_lost(broker, joi
     assert position(broker) == 3
 
 
-def test_lag_counts_what_is_neither_acknowledged_nor_reserved(broker, join):
+def test_lag_counts_messages_neither_acknowledged_nor_reserved(broker, join):
     fill(broker, 6)
     first, second = join(), join()
     messages = first.take(4)

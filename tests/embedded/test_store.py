@@ -117,7 +117,7 @@ def test_a_writer_that_goes_on_at_once_does_not_overtake_one_of_another_process_
     assert found == [(b"first",), (b"patient",)]
 
 
-def test_whoever_has_the_turn_and_is_stopped_holds_nobody_up(broker, path):
+def test_a_paused_process_that_holds_the_turn_holds_no_writer_up(broker, path):
     descriptor = os.open(f"{path}-turn", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)  # as if by a process that was paused right here
     commit(open_writer(broker), "orders", b"1")  # it has a deadline

@@ -157,7 +157,7 @@ def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(opened, 
     assert values(broker, "orders") == [b"before", b"after"]
 
 
-def test_what_send_many_took_before_an_error_stays_taken(opened):
+def test_messages_that_send_many_took_before_an_error_are_committed(opened):
     broker = opened(max_message_bytes=100)
     writer = open_writer(broker)
     begin(writer)
@@ -307,7 +307,7 @@ def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, mo
 # --- deadlines -------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_comes_next_ends_what_is_past_its_deadline(opened, clock):
+def test_a_reader_ends_a_transaction_that_is_past_its_deadline(opened, clock):
     first, second = opened(), opened()
     writer = open_writer(first)
     begin(writer, "orders", b"late", timeout=60)
@@ -349,7 +349,7 @@ def test_a_newer_owner_shuts_out_the_older_and_is_named(opened):
     assert values(new_broker, "orders") == [b"new"]
 
 
-def test_a_newer_owner_ends_what_the_older_had_stored(opened):
+def test_a_newer_owner_ends_the_transaction_that_the_older_one_had_stored(opened):
     old = open_writer(opened(), "billing")
     begin(old, "orders", b"old")
     old.flush(Deadline(5))
@@ -413,7 +413,7 @@ def test_a_writer_that_was_taken_for_dead_does_not_come_back_once_its_id_has_a_n
 # --- what became of it -----------------------------------------------------------------------------------------------
 
 
-def test_status_tells_what_was_committed(broker):
+def test_status_tells_that_an_open_transaction_was_committed(broker):
     writer = open_writer(broker)
     token = token_of(broker, writer, begin(writer, "orders", b"1"))
     found = status(broker, token)
@@ -485,7 +485,7 @@ def test_status_is_unknown_for_ever_once_the_record_is_gone(opened):
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
 
 
-def test_the_record_of_a_writer_that_told_nobody_goes_with_it(opened):
+def test_the_record_of_a_writer_that_gave_out_no_token_is_deleted_with_the_writer(opened):
     broker = opened()
     writer = open_writer(broker)
     commit(writer, "orders", b"1")
@@ -498,7 +498,7 @@ def test_the_record_of_a_writer_that_told_nobody_goes_with_it(opened):
 
 
 def failing(store, *, happens: bool):
-    """What `Store._commit` does when SQLite fails while it commits."""
+    """Let the next `Store._commit` fail as if SQLite failed while it commits."""
     real = store._commit
 
     def commit(connection, what):
@@ -539,7 +539,7 @@ def test_a_commit_that_failed_and_did_not_happen_counts_as_aborted(small, large)
 
 
 @pytest.mark.parametrize("happens", [True, False])
-def test_if_the_file_cannot_tell_the_outcome_is_unknown_until_it_can(broker, monkeypatch, happens):
+def test_an_outcome_is_unknown_until_the_file_can_tell_it(broker, monkeypatch, happens):
     writer = open_writer(broker)
     transaction = begin(writer, "orders", b"1")
     failing(broker.store, happens=happens)

@@ -13,7 +13,7 @@ API_VERSIONS, METADATA, END_TXN, PRODUCE = 18, 3, 26, 0
 
 
 class Client:
-    """One connection. What it sends and receives are whole frames."""
+    """A connection that sends and receives whole frames."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), 30)

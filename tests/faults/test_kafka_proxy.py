@@ -32,7 +32,7 @@ def told_ports(port: int) -> list[int]:
     return [each.port for each in ask(port, metadata([])).brokers]
 
 
-def test_who_comes_through_the_proxy_stays_with_it(kafka_broker, proxy):
+def test_a_client_that_connects_through_the_proxy_stays_with_it(kafka_broker, proxy):
     assert proxy.url == f"kafka://127.0.0.1:{proxy.ports[0]}"
     assert told_ports(proxy.ports[0]) == list(proxy.ports)
     assert told_ports(port_of(kafka_broker)) == [port_of(kafka_broker)]

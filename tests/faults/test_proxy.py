@@ -60,7 +60,7 @@ def ask_anew(proxy: Proxy, kind: int, body: bytes = b"") -> bytes:
         return client.ask(kind, body)
 
 
-def test_what_is_said_arrives_in_both_directions(client):
+def test_the_proxy_passes_bytes_in_both_directions(client):
     body = bytes(range(256)) * 4000  # about 1 MB
     assert client.ask(PRODUCE, body) == body
     assert client.ask(END_TXN, b"two") == b"two"
@@ -76,7 +76,7 @@ def test_a_held_request_arrives_only_when_it_is_let_go(proxy, echo, client):
     assert client.receive() == (1, b"late")
 
 
-def test_what_follows_a_held_request_on_its_connection_waits_too(proxy, echo, client):
+def test_a_request_behind_a_held_one_on_its_connection_waits_too(proxy, echo, client):
     hold = proxy.hold(requests="EndTxn")
     client.send(END_TXN, b"first")
     client.send(PRODUCE, b"second")
@@ -86,7 +86,7 @@ def test_what_follows_a_held_request_on_its_connection_waits_too(proxy, echo, cl
     assert [echo.arrived.get(timeout=30) for _ in range(2)] == [b"first", b"second"]
 
 
-def test_only_as_many_are_held_as_asked_for_and_of_that_kind(proxy, client):
+def test_a_hold_keeps_only_as_many_requests_of_its_kind_as_asked_for(proxy, client):
     hold = proxy.hold(requests="EndTxn")
     assert client.ask(PRODUCE, b"another kind") == b"another kind"
     client.send(END_TXN, b"held")
@@ -156,7 +156,7 @@ def test_a_dropped_request_never_arrives(proxy, echo, client):
     assert echo.arrived.get(timeout=30) == b"marker"
 
 
-def test_waiting_for_what_does_not_come_fails(proxy, client):
+def test_waiting_for_a_request_that_does_not_come_fails(proxy, client):
     hold = proxy.hold(requests="EndTxn")
     for wait in (hold.wait, hold.answered):
         with pytest.raises(AssertionError, match=r"nothing of the kind 26 came within 0\.1 s"):
@@ -301,12 +301,12 @@ def test_two_proxies_do_not_share_a_port(proxy):
         ({"requests": "Commit"}, "'Commit' is no kind of request; known: Produce, Fetch"),
     ],
 )
-def test_a_hold_that_says_nothing_clear_is_refused(proxy, what, message):
+def test_a_hold_of_no_clear_kind_of_request_or_answer_is_refused(proxy, what, message):
     with pytest.raises(InvalidOption, match=message):
         proxy.hold(**what)
 
 
-def test_nothing_can_be_picked_out_of_a_protocol_that_is_not_known(echo):
+def test_a_proxy_that_knows_no_protocol_refuses_to_hold_a_request(echo):
     with Proxy([Route(0, echo.port)]) as plain:
         with pytest.raises(InvalidOption, match="knows no protocol"):
             plain.hold(requests=1)

@@ -44,7 +44,7 @@ def client(proxy: faults.Proxy) -> Iterator[Client]:
         yield client
 
 
-def test_who_comes_through_the_proxy_stays_with_it(pulsar_broker, proxy, client, direct):
+def test_a_client_that_connects_through_the_proxy_stays_with_it(pulsar_broker, proxy, client, direct):
     assert proxy.url == f"pulsar://127.0.0.1:{proxy.ports[0]}/public/default"
     topic = new_topic("lookup")
     assert client.lookup(topic) == proxy.url.removesuffix("/public/default").encode()
@@ -138,7 +138,7 @@ def test_an_answer_is_picked_by_the_name_of_its_request(proxy, client, name):
         used.result(timeout=30)
 
 
-def test_what_the_broker_sends_by_itself_is_held_too(pulsar_broker, proxy, client):
+def test_a_message_that_the_broker_pushes_is_held_too(pulsar_broker, proxy, client):
     topic = new_topic("held-message")
     commit_one(port_of(pulsar_broker.url), topic, b"pushed")
     hold = proxy.hold(answers="MESSAGE")

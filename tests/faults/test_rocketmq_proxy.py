@@ -54,7 +54,7 @@ def test_answers_belong_to_their_requests_in_any_order():
     assert conversation.answer(head(0, 1, ANSWER)) is None
 
 
-def test_what_the_broker_asks_by_itself_goes_by_its_own_name():
+def test_a_request_by_the_broker_is_known_by_its_own_code():
     conversation = RocketMQConversation()
     conversation.request(head(310, 7))
     asked = conversation.answer(head(39, 7, ONE_WAY))
@@ -81,7 +81,7 @@ def test_no_heads_in_any_order_are_an_error(heads):
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"code":1e999,"opaque":1,"flag":0}', b'{"code":"x"}', b"{}"])
-def test_a_header_that_is_none_is_nothing(content):
+def test_a_malformed_header_is_no_kind_of_request(content):
     assert RocketMQConversation().request(struct.pack(">i", len(content)) + content).kind == -1
 
 
@@ -172,7 +172,7 @@ def topic(rocketmq_broker: brokers.RocketMQ, request: pytest.FixtureRequest) -> 
 
 
 @real
-def test_who_comes_through_the_proxy_stays_with_it(rocketmq_broker, proxy, client, direct, topic):
+def test_a_client_that_connects_through_the_proxy_stays_with_it(rocketmq_broker, proxy, client, direct, topic):
     assert proxy.url == f"rocketmq://127.0.0.1:{proxy.ports[0]}"
     assert client.brokers(LONG) == {BROKER: f"127.0.0.1:{proxy.ports[1]}"}
     assert direct.brokers(LONG) == {BROKER: rocketmq_broker.broker_address()}
@@ -209,7 +209,7 @@ def test_a_held_answer_is_about_something_that_happened(proxy, client, direct, t
 
 
 @real
-def test_of_many_in_flight_the_one_that_is_picked_is_held(proxy, client, direct, topic):
+def test_only_the_picked_one_of_many_requests_in_flight_is_held(proxy, client, direct, topic):
     half = half_address(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
     before = client.submit(BROKER, send(WireMessage(topic, b"before"), "shop", 0), LONG)
     assert before.result().queue_offset == 0
@@ -249,6 +249,6 @@ def test_a_cut_connection_is_replaced_by_the_next_and_its_calls_may_have_had_eff
 
 
 @real
-def test_what_is_no_kind_is_refused(proxy):
+def test_an_unknown_kind_of_request_is_refused(proxy):
     with pytest.raises(InvalidOption, match="END_TRANSACTION"):
         proxy.hold(requests="EndTxn")

@@ -1,4 +1,4 @@
-"""Where our packages are: what the tests of the house look at."""
+"""The places of our packages, for the tests of the house."""
 
 from __future__ import annotations
 

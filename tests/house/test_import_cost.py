@@ -24,7 +24,7 @@ NOT_THE_CORE = {package.name for package in packages()} - {"txnbridge"}
 
 
 def heavy_modules_after(statement: str) -> set[str]:
-    """Which of the heavy modules a fresh interpreter holds after a statement."""
+    """Return the heavy modules that a fresh interpreter holds after a statement."""
     code = f"import sys; {statement}; print(*sys.modules)"
     # -I: no environment variable and no current folder puts something into that interpreter.
     run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
@@ -43,7 +43,7 @@ def test_connecting_loads_no_command_and_no_client_of_another_broker(tmp_path):
     assert loaded & {"click", "rich", "confluent_kafka", "pyspark", "pyarrow"} == set()
 
 
-def test_what_is_heavy_would_be_seen():
+def test_an_import_of_a_heavy_module_would_be_seen():
     assert heavy_modules_after("import asyncio, txnbridge, click, sqlalchemy.orm, txnbridge_embedded") == {
         "asyncio",
         "click",

@@ -89,7 +89,7 @@ def is_anothers_private(importer: str, name: str) -> bool:
 
 
 def offences(importer: str, source: str) -> list[str]:
-    """What a module imports against the rules, one sentence each."""
+    """Return the imports of a module that break the rules, one sentence each."""
     names = [name for name in imported(importer, source) if is_ours(name)]
     found = [f"{importer} may not import {name}" for name in names if not may_import(importer, name)]
     found += [f"{importer} imports {name}, private" for name in names if is_anothers_private(importer, name)]

@@ -56,7 +56,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Which modules of ours each module imports, wherever in it the import stands."""
+    """Return, for each module, our modules that it imports, wherever the import stands."""
     sources = {
         name.removesuffix(".__init__"): (name, path.read_text())
         for package in packages()
@@ -103,6 +103,6 @@ def test_imports_make_no_circle():
     assert circle(graph) == []
 
 
-def test_what_breaks_a_rule_is_found():
+def test_a_sentence_or_an_import_that_breaks_a_rule_is_found():
     assert HEADLESS.match("What it is told.") and not HEADLESS.match("Return what it is told.")
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circle({"a": {"b"}, "b": {"c"}, "c": set()})

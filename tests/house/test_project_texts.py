@@ -1,4 +1,4 @@
-"""What the files of the project may not say, and what they must."""
+"""Tests of words that the files of the project may not have, and of those that they must have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOREIGN = re.compile(
 
 
 def project_files() -> list[Path]:
-    """What is in git or would be added to it."""
+    """Return the files that are in git or would be added to it."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return [path for name in names if name and (path := ROOT / name).is_file()]
@@ -67,7 +67,7 @@ def test_no_file_names_a_machine_path_or_a_registry():
     "line",
     ["see /fa" + "rm/x", "https://pypi" + ".org/simple", "cd /wo" + "rk/main", "pip install 'txn" + "bridge[x]'"],
 )
-def test_a_line_that_names_one_is_found(line):
+def test_a_line_that_names_a_foreign_place_is_found(line):
     assert foreign_lines(f"good\n{line}\ngood") == [line]
 
 

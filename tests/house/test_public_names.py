@@ -1,4 +1,4 @@
-"""What is public is listed by name, is there, and says what it is."""
+"""Each public name is listed, is there, and is documented."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def f(): ...
     assert list(bound_names(source, imports=False)) == ["x", "z", "K", "f"]
 
 
-def test_what_says_nothing_about_itself_is_seen():
+def test_an_undocumented_public_name_is_seen():
     undocumented = dataclasses.make_dataclass("Undocumented", ["field"])
     assert not is_documented(undocumented)
     assert not is_documented(lambda: None)

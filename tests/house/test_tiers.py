@@ -54,7 +54,7 @@ def test_a_noted_run_replaces_the_last_one_with_the_same_arguments(pytester):
     assert re.fullmatch(rf"\| `{command}` \| 1 \| 1 \| 0 \| \d+ \| \d{{4}}-\d\d-\d\d \|\n", row)
 
 
-def test_of_the_folders_with_brokers_the_gate_takes_what_is_offline_and_the_smoke_tests_first():
+def test_the_gate_runs_the_smoke_tests_first_and_the_offline_tests_of_rooms_with_brokers():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/house", "tests/kafka"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = list(dict.fromkeys(line.split("::")[0] for line in ran.stdout.splitlines() if "::" in line))

@@ -30,7 +30,7 @@ class Certificate:
 
 
 class Authority:
-    """Somebody who signs certificates."""
+    """An authority that signs certificates."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""What tests look at behind the public interface."""
+"""Helpers that look behind the public interface."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def describe(bridge: Bridge, *ids: str) -> dict[str, TransactionDescription]:
-    """What the coordinator says of Kafka's own ids; those that it does not know are absent."""
+    """Return the coordinator's descriptions of Kafka's own ids; unknown ids are absent."""
     return requests_of(bridge).describe(ids, Deadline(30))

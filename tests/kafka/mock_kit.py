@@ -117,7 +117,7 @@ class Coordinator(Requests):
         self.told = replace(self.told, state="Empty", epoch=self.told.epoch + 1)
 
     def becomes(self, state: str, epochs: int = 0, producers: int = 0) -> None:
-        """What is true from now on: a state, in an epoch so much later, of a producer id so much later."""
+        """Change the state from now on, and add to the epoch and the producer id."""
         told = self.told
         self.told = replace(told, state=state, epoch=told.epoch + epochs, pid=told.pid + producers)
 

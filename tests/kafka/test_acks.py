@@ -36,7 +36,7 @@ RESTARTS = 3
 
 
 @given(group=NAMES, generation=st.integers(-1, 2**31 - 1), name=NAMES, instance=st.none() | NAMES)
-def test_a_member_is_read_from_what_the_client_says_of_it(
+def test_a_membership_is_read_from_the_clients_metadata(
     group: str, generation: int, name: str, instance: str | None
 ) -> None:
     behind = b"\1" if instance is None else b"\0" + instance.encode() + b"\0"
@@ -45,7 +45,7 @@ def test_a_member_is_read_from_what_the_client_says_of_it(
 
 
 @given(st.binary() | st.binary().map(lambda rest: b"CGMDv2:" + rest))
-def test_what_is_not_understood_is_told_as_another_version(told: bytes) -> None:
+def test_a_group_membership_that_cannot_be_parsed_is_told_as_another_version(told: bytes) -> None:
     with suppress(BackendMissing):
         membership_of(told)
 
@@ -176,7 +176,7 @@ def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
 def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
     bridge: txnbridge.Bridge, mortal: brokers.Broker, new_topic: Callable[[], str], txnbridge_url: str, group: str
 ) -> None:
-    """And says that what it was in comes again."""
+    """The processor's error says that the messages of its open transaction come again."""
     source, target = new_topic(), new_topic()
     send(bridge, source, b"1")
     killed: list[Event] = []

@@ -1,4 +1,4 @@
-"""What an administrator sees, ends and mends, and what the doctor says, on live brokers."""
+"""Tests of an administrator and of the doctor on live brokers: what they list, end, repair and report."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> KafkaS
 
 
 def no_ledger(application: str, id: str) -> Ledger:
-    """For what other tests have left open on the same broker."""
+    """Return an empty ledger, for transactions that other tests have left open on the same broker."""
     ledger = create_autospec(Ledger, instance=True)
     ledger.entries.return_value = []
     return cast(Ledger, ledger)
@@ -177,7 +177,7 @@ def commit_one(broker: brokers.Broker, topic: str, value: bytes) -> None:
 
 
 def visible(broker: brokers.Broker, topic: str) -> list[bytes | None]:
-    """What readers of committed messages see in partition 0, up to where they have to wait."""
+    """Return the values that readers of committed messages see in partition 0, up to where they have to wait."""
     settings = {
         "bootstrap.servers": bootstrap_of(broker),
         "group.id": "admin-tests",
@@ -410,7 +410,7 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     log.close()
 
 
-def test_what_the_doctor_may_not_see_it_says(guarded, make_admin):
+def test_the_doctor_says_what_it_may_not_see(guarded, make_admin):
     broker, proxy = guarded
     commit_one(broker, make_topic(broker, "seen"), b"message")
     admin = make_admin(proxy, **as_guest(proxy))
@@ -539,7 +539,7 @@ def test_a_prepared_transaction_is_ended_by_either_name_and_tells_the_truth_ever
     assert bridge.abort(str(txn.token)) is wanted
 
 
-def test_how_a_prepared_one_ended_is_known_after_its_id_served_another(connect, topic, owner):
+def test_the_outcome_of_a_prepared_transaction_is_known_after_its_id_served_another_one(connect, topic, owner):
     bridge = connect(transactional_id=f"{owner}-small", kafka={"prepared_ids": 1})
     with bridge.transaction(prepare=True) as first:
         first.send(topic, b"first")
@@ -551,7 +551,7 @@ def test_how_a_prepared_one_ended_is_known_after_its_id_served_another(connect, 
     assert bridge.admin.abort(second.id) is Outcome.ABORTED
 
 
-def test_an_open_one_can_only_be_aborted(bridge, kafka_broker, topic, owner):
+def test_an_open_transaction_can_only_be_aborted(bridge, kafka_broker, topic, owner):
     producer = producer_of(kafka_broker, f"{owner}.77")
     write(producer, topic, b"open")
     with pytest.raises(InvalidState, match="only its writer can commit"):
@@ -563,7 +563,7 @@ def test_an_open_one_can_only_be_aborted(bridge, kafka_broker, topic, owner):
     assert wait_until(lambda: visible(kafka_broker, topic) == [b"marker"], LONG)
 
 
-def test_what_nobody_knows_and_what_has_ended_is_not_found(bridge, kafka_broker, topic, owner):
+def test_an_unknown_or_ended_transaction_is_not_found(bridge, kafka_broker, topic, owner):
     for name in ("nobody", "nobody.0", "nobody.p0", "nobody/12/3"):
         with pytest.raises(NotFound, match=name):
             bridge.admin.abort(name)
@@ -581,7 +581,7 @@ def test_undecided_is_no_end(make_admin):
 
 
 def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafka_broker, topic, unique, monkeypatch):
-    """Its writer commits after it was looked up and before it is shut out."""
+    """The writer commits after the abort has looked the transaction up and before it fences the writer."""
     admin, id = make_admin(), unique("racer")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"quick")
@@ -595,7 +595,7 @@ def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafk
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
 
 
-def test_a_log_that_cannot_be_read_hides_nothing_and_its_prepared_ones_are_not_aborted(
+def test_an_unreadable_log_hides_no_transaction_and_its_prepared_ones_are_not_aborted(
     start_kafka, connect, kafka_broker, unique
 ):
     broker = start_kafka()
@@ -713,7 +713,7 @@ def test_a_repair_after_which_the_writer_goes_on(hold):
     assert wait_until(lambda: one.visible() == [b"before", b"held", b"again"], LONG)
 
 
-def test_what_has_not_ended_is_not_repaired(bridge, kafka_broker, topic, owner):
+def test_a_transaction_that_has_not_ended_is_not_repaired(bridge, kafka_broker, topic, owner):
     producer = producer_of(kafka_broker, f"{owner}.77")
     write(producer, topic, b"open")
     with pytest.raises(InvalidState, match="has not ended"):
@@ -741,7 +741,7 @@ def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
 
 
 def begin_again(one: Held, describe: Callable[..., Any]) -> None:
-    """As its writer does: the same epoch, and something new in the transaction."""
+    """Begin a transaction as the writer would: with the same epoch, and a new group in it."""
     told = describe([one.id], Deadline(LONG))[one.id]
     one.admin.requests.add_offsets(one.id, told.pid, told.epoch, "some-group", Deadline(LONG))
 
@@ -764,7 +764,7 @@ def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_how_it_ended_is_known_after_its_id_was_opened_again(hold, commit):
+def test_a_repair_knows_the_outcome_of_a_transaction_whose_id_was_opened_again(hold, commit):
     one = hold(commit)
     one.admin.requests.fence(one.id, 60_000, Deadline(LONG))
     assert one.state() == "Empty"
@@ -777,7 +777,7 @@ def test_how_it_ended_is_known_after_its_id_was_opened_again(hold, commit):
 
 @pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothing(hold, commit, again):
+def test_the_outcome_of_a_later_transaction_of_the_same_id_elsewhere_decides_no_repair(hold, commit, again):
     one = hold(commit)
     requests = one.admin.requests
     if again:
@@ -793,7 +793,7 @@ def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothi
     assert wait_until(lambda: one.visible() == kept, LONG)
 
 
-def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, monkeypatch):
+def test_a_repair_does_not_guess_an_outcome_that_the_coordinators_log_no_longer_has(hold, monkeypatch):
     one = hold(True)
     monkeypatch.setattr(
         hanging_transactions, "recorded_decisions", lambda *_: []
@@ -833,7 +833,7 @@ def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_brok
 
 
 @pytest.mark.full
-def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, unique):
+def test_the_older_log_of_kafka_3_9_tells_every_decision_and_its_partitions(start_kafka, make_admin, unique):
     broker = start_kafka(version="3.9.2")
     check_endings(broker, make_admin(broker), unique, 0)
 
@@ -960,7 +960,7 @@ def test_transactions_that_are_open_for_long_are_a_warning_and_fresh_ones_are_no
     producer.abort_transaction(LONG)
 
 
-def test_a_prepared_one_is_a_warning_with_the_command_that_ends_it(bridge, topic):
+def test_a_prepared_transaction_is_a_warning_with_the_command_that_ends_it(bridge, topic):
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
     (advice,) = [one for one in bridge.admin.doctor() if one.subject == f"transaction {txn.id}"]
@@ -969,7 +969,7 @@ def test_a_prepared_one_is_a_warning_with_the_command_that_ends_it(bridge, topic
     bridge.abort(str(txn.token))
 
 
-def test_markers_that_are_where_they_belong_are_told(make_admin, bridge, topic):
+def test_the_doctor_says_that_all_markers_are_written(make_admin, bridge, topic):
     with bridge.transaction() as txn:
         txn.send(topic, b"well")
     assert wait_until(lambda: [one.level for one in advice_of(make_admin(), "markers")] == ["ok"], LONG)

@@ -1,4 +1,4 @@
-"""What a program sees when a broker refuses a request: each error that Kafka's design knows, at each request.
+"""Tests of refused requests: a program's error for each error that Kafka's design knows, at each request.
 
 The brokers are librdkafka's mock, and what the coordinator remembers is what the test says: these tests show which of
 our errors each answer becomes, that nothing hangs, and that the writer works again. What really happened to the
@@ -126,7 +126,7 @@ def bridge(world: World) -> Bridge:
 
 @pytest.fixture(scope="module")
 def shared(cluster: MockCluster) -> Iterator[World]:
-    """One for all rows that leave their writer as good as new, because opening one takes most of a row's time."""
+    """Share a world among all rows that leave its writer usable: opening a writer takes most of a row's time."""
     with new_world(cluster) as world:
         send(world.connect())
         yield world
@@ -138,7 +138,7 @@ def send(bridge: Bridge) -> None:
 
 
 def acknowledge(world: World, txn: Transaction) -> None:
-    """As a consumer's message would be, by somebody who is no member of the group: the mock asks nobody."""
+    """Acknowledge a message without being a member of the group: the mock checks no membership."""
     consumer = confluent_kafka.Consumer(
         {"bootstrap.servers": world.cluster.url.removeprefix("kafka://"), "group.id": GROUP}, logger=Silent()
     )
@@ -155,7 +155,7 @@ class Silent:
 
 @contextmanager
 def told(raised: type[TxnBridgeError] | None, says: str = ".") -> Iterator[None]:
-    """In time: exactly this error with such a message, or none."""
+    """Check that the block raises exactly this error with such a message, or none, in time."""
     with within(0), nullcontext() if raised is None else pytest.raises(raised, match=says) as caught:
         yield
     assert caught is None or type(caught.value) is raised
@@ -254,7 +254,7 @@ def with_and_without_acks() -> Iterator[tuple[str, int, type[TxnBridgeError] | N
 
 
 @pytest.mark.parametrize(("request_kind", "code", "raised", "says", "acks"), [*with_and_without_acks()], ids=title)
-def test_what_a_program_sees_when_a_request_is_refused(
+def test_a_program_sees_the_listed_error_when_a_request_is_refused(
     shared: World, request_kind: str, code: int, raised: type[Exception] | None, says: str, acks: bool
 ) -> None:
     (bridge,) = shared.bridges
@@ -271,7 +271,7 @@ def test_what_a_program_sees_when_a_request_is_refused(
         send(bridge)
 
 
-def test_what_the_broker_has_stored_already_counts_as_stored(world: World, bridge: Bridge) -> None:
+def test_a_message_that_the_broker_has_stored_already_counts_as_stored(world: World, bridge: Bridge) -> None:
     world.cluster.fail("Produce", K.DUPLICATE_SEQUENCE_NUMBER)
     assert one_transaction(world, bridge).outcome is Outcome.COMMITTED
 
@@ -285,7 +285,7 @@ def test_what_the_broker_has_stored_already_counts_as_stored(world: World, bridg
 def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(
     world: World, code: int, raised: type[TxnBridgeError], many: bool
 ) -> None:
-    """Not only that the client is in the wrong state, or full."""
+    """The error says more than that the client is in the wrong state, or full."""
     bridge = world.connect(**{"queue.buffering.max.messages": 10})
     send(bridge)
     world.cluster.fail("Produce", code)
@@ -306,7 +306,9 @@ FOR_EVER = 100_000
 
 
 @pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce"])
-def test_what_is_never_taken_is_aborted_at_the_deadline(world: World, bridge: Bridge, request_kind: str) -> None:
+def test_a_transaction_whose_request_is_never_accepted_is_aborted_at_its_deadline(
+    world: World, bridge: Bridge, request_kind: str
+) -> None:
     code = K.NOT_ENOUGH_REPLICAS if request_kind == "Produce" else K.NOT_COORDINATOR
     world.cluster.fail(request_kind, *[code] * FOR_EVER)
     txn = bridge.transaction(timeout=SHORT)
@@ -409,7 +411,9 @@ def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
 
 @pytest.mark.parametrize("how", ["silent", "denied"])
 @pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE], ids=title)
-def test_a_refused_commit_of_which_nobody_tells_is_unknown(world: World, code: int, how: str) -> None:
+def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown(
+    world: World, code: int, how: str
+) -> None:
     bridge = world.connect()
     world.cluster.fail("EndTxn", code)
     txn = bridge.transaction(timeout=SHORT)
@@ -427,7 +431,9 @@ def test_a_refused_commit_of_which_nobody_tells_is_unknown(world: World, code: i
 
 
 @pytest.mark.parametrize("how", ["silent", "denied"])
-def test_an_abort_of_which_nobody_tells_is_unknown(world: World, bridge: Bridge, how: str) -> None:
+def test_an_abort_whose_outcome_the_coordinator_does_not_tell_is_unknown(
+    world: World, bridge: Bridge, how: str
+) -> None:
     txn = bridge.transaction(timeout=SHORT)
     txn.send(TOPIC, b"2")
     writer_of(txn).flush(Deadline(TIMEOUT))
@@ -461,7 +467,7 @@ def test_an_abort_that_is_refused_is_asked_for_by_another_way(world: World, brid
 
 @pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce", ACKS, "EndTxn"])
 @pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE], ids=title)
-def test_who_was_shut_out_by_a_newer_owner_is_told_by_whom_and_stays_so(
+def test_an_owner_fenced_by_a_newer_one_is_told_by_whom_and_stays_fenced(
     world: World, request_kind: str, code: int
 ) -> None:
     older = world.connect()
@@ -516,7 +522,7 @@ OPENINGS: list[tuple[int, type[TxnBridgeError] | None, str]] = [
 
 
 @pytest.mark.parametrize(("code", "raised", "says"), OPENINGS, ids=title)
-def test_what_a_program_sees_when_its_id_cannot_be_opened(
+def test_a_program_sees_the_listed_error_when_its_id_cannot_be_opened(
     world: World, code: int, raised: type[TxnBridgeError] | None, says: str
 ) -> None:
     world.cluster.fail("InitProducerId", code)
@@ -544,7 +550,7 @@ def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(
         world.cluster.fail_topic(INPUT, 0)
 
 
-def test_who_opens_an_id_while_a_newer_owner_does_is_told(world: World) -> None:
+def test_an_owner_that_opens_an_id_while_a_newer_one_does_is_fenced(world: World) -> None:
     armed: list[bool] = []
 
     def take_over(event: Event) -> None:

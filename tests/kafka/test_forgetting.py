@@ -63,7 +63,7 @@ WHEN = {
 @pytest.mark.parametrize("rounds", [1, pytest.param(ROUNDS, marks=pytest.mark.full)], ids=["once", "often"])
 @pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
 @pytest.mark.parametrize("first", ["commit", "abort"])
-def test_what_ended_right_before_a_broker_was_killed_stays_as_it_ended(
+def test_a_transaction_that_ended_right_before_a_broker_was_killed_stays_as_it_ended(
     connect: Connect,
     owner: str,
     new_topic: NewTopic,
@@ -72,7 +72,7 @@ def test_what_ended_right_before_a_broker_was_killed_stays_as_it_ended(
     when: int,
     rounds: int,
 ) -> None:
-    """And the next one of the same writer ends the other way."""
+    """The writer's next transaction ends the other way."""
     bridge = connect(transactional_id=owner, writers=1, timeout=60)
     for number in range(rounds):
         topic = new_topic(PARTITIONS)
@@ -132,7 +132,7 @@ def test_ending_by_token_finishes_what_a_coordinator_forgot_that_died_meanwhile(
     last = CoordinatorSession.last_transaction
 
     def dies(self: CoordinatorSession, deadline: Deadline) -> None:
-        """It has ended the transaction, and leaves it open in a partition."""
+        """Leave the transaction, which the coordinator has ended, open in a partition."""
         monkeypatch.setattr(CoordinatorSession, "last_transaction", last)
         assert last(self, deadline) is not None
         producer.produce(owner, b"2", partition=0)

@@ -56,7 +56,7 @@ def says(decision: Decision) -> Callable[..., Decision]:
     return lambda *_: decision
 
 
-def test_what_its_topic_refuses_is_parked_and_others_go_on(
+def test_a_half_message_that_its_topic_refuses_is_parked_while_others_go_on(
     bridge: Bridge, topic: str, new_topic: Callable[[], str], group: str, admin: AdminClient
 ) -> None:
     small = new_topic()
@@ -75,7 +75,7 @@ def test_what_its_topic_refuses_is_parked_and_others_go_on(
         eventually(lambda: len(seen(bridge, small)) == 2, "it is published")
 
 
-def test_what_its_topic_would_refuse_is_refused_before_the_work(
+def test_a_half_message_that_its_topic_would_refuse_is_refused_before_the_work(
     bridge: Bridge, new_topic: Callable[[], str], group: str, admin: AdminClient
 ) -> None:
     small, compacted, works = new_topic(), new_topic(), list[str]()

@@ -70,7 +70,9 @@ def test_the_next_abort_of_the_plain_client_destroys_what_was_committed(hold: Ho
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-def test_before_our_next_message_there_it_is_finished_as_it_was_decided(hold: Hold, end: str) -> None:
+def test_a_transaction_without_its_marker_is_finished_before_our_next_message_in_its_topic(
+    hold: Hold, end: str
+) -> None:
     held = hold(True)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         with bridge.transaction() as txn:
@@ -82,7 +84,7 @@ def test_before_our_next_message_there_it_is_finished_as_it_was_decided(hold: Ho
     assert wait_until(lambda: held.visible() == wanted, LONG)
 
 
-def test_what_was_aborted_stays_so(hold: Hold) -> None:
+def test_an_aborted_message_stays_invisible(hold: Hold) -> None:
     held = hold(False)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
@@ -91,7 +93,9 @@ def test_what_was_aborted_stays_so(hold: Hold) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_what_a_later_transaction_came_to_elsewhere_decides_nothing(hold: Hold, commit: bool, again: bool) -> None:
+def test_the_outcome_of_a_later_transaction_elsewhere_decides_no_missing_marker(
+    hold: Hold, commit: bool, again: bool
+) -> None:
     held = hold(commit)
     requests = held.admin.requests
     if again:
@@ -106,8 +110,8 @@ def test_what_a_later_transaction_came_to_elsewhere_decides_nothing(hold: Hold, 
     assert wait_until(lambda: held.visible() == [*kept, b"again"], LONG)
 
 
-def test_the_end_of_another_opening_there_decides_nothing(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose markers were forgotten too, and which had stored nothing there: else the partition would know its epoch."""
+def test_the_end_of_another_opening_decides_no_missing_marker(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other opening's markers were forgotten too, and it had stored nothing: else its epoch would be known."""
     held = hold(True)
     told = held.admin.requests.describe([held.id], Deadline(LONG))[held.id]
     for _ in range(2):
@@ -151,7 +155,7 @@ def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_cou
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
 
 
-def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
+def test_a_transaction_of_unknown_outcome_gets_no_markers_and_its_id_sends_nothing(
     hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold(True)
@@ -163,7 +167,7 @@ def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
     assert held.visible() == [b"before"]
 
 
-def test_another_topic_is_not_touched_and_the_first_is_mended_when_it_is_used(hold: Hold) -> None:
+def test_missing_markers_are_written_only_when_their_topic_is_used(hold: Hold) -> None:
     held = hold(True)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1, create_topics=1) as bridge:
         send(bridge, f"{held.topic}-other", b"1")

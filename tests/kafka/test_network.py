@@ -1,4 +1,4 @@
-"""What a commit says after the network failed, besides what test_outcomes shows: the table in docs/kafka.md."""
+"""Tests of a commit after the network failed, besides those in test_outcomes: the table in docs/kafka.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def through(proxy: faults.Proxy, owner: str) -> Iterator[Bridge]:
         proxy.release()
 
 
-def test_when_the_connection_drops_and_comes_back_it_is_committed(proxy, through, bridge, topic):
+def test_a_commit_succeeds_when_the_connection_drops_and_comes_back(proxy, through, bridge, topic):
     with through.transaction(timeout=SHORT) as txn:
         txn.send(topic, b"1")
         flush(txn)
@@ -49,9 +49,7 @@ def test_when_the_connection_drops_and_comes_back_it_is_committed(proxy, through
 
 
 @pytest.mark.full
-def test_when_the_request_is_lost_and_nobody_comes_back_it_is_aborted_when_its_time_is_over(
-    proxy, through, bridge, topic
-):
+def test_a_transaction_whose_commit_is_lost_is_aborted_when_its_time_is_over(proxy, through, bridge, topic):
     with pytest.raises(OutcomeUnknown) as caught:
         with through.transaction(timeout=SHORT) as txn:
             txn.send(topic, b"never")
@@ -73,7 +71,7 @@ def test_a_missing_topic_is_made_also_by_a_broker_that_answers_slowly(proxy, bri
     assert values(seen(bridge, missing)) == [b"2"]
 
 
-def test_it_is_told_which_prepared_transaction_keeps_the_next_one_waiting_also_by_a_slow_broker(proxy, owner, topic):
+def test_a_waiting_prepare_names_the_oldest_prepared_transaction_even_if_the_broker_is_slow(proxy, owner, topic):
     with txnbridge.connect(proxy.url, timeout=LONG, transactional_id=owner, kafka={"prepared_ids": 1}) as through:
         with through.transaction(prepare=True) as txn:
             txn.send(topic, b"1")

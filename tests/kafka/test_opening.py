@@ -17,7 +17,7 @@ from txnbridge.testing import next_commit
 
 
 def states(bridge: Bridge, *ids: str) -> set[str]:
-    """What the coordinator says of Kafka's own ids."""
+    """Return the coordinator's states of Kafka's own ids."""
     return {found.state for found in describe(bridge, *ids).values()}
 
 
@@ -45,7 +45,7 @@ def open_with_one_writer(url: str, owner: str) -> None:
     txnbridge.connect(url, transactional_id=owner, writers=1).close()
 
 
-def test_who_dies_while_it_opens_an_id_leaves_nothing_of_its_predecessors_unfenced(
+def test_a_death_while_opening_an_id_leaves_no_older_transaction_unfenced(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
 ) -> None:
     older = connect(transactional_id=owner, writers=3)
@@ -62,7 +62,7 @@ def test_who_dies_while_it_opens_an_id_leaves_nothing_of_its_predecessors_unfenc
     assert values(seen(newer, topic)) == []
 
 
-def test_what_was_begun_to_be_prepared_is_ended_and_what_is_prepared_is_spared(
+def test_a_new_owner_ends_a_transaction_not_yet_prepared_and_spares_a_prepared_one(
     connect: Connect, topic: str, owner: str
 ) -> None:
     older = connect(transactional_id=owner)
@@ -79,7 +79,7 @@ def test_what_was_begun_to_be_prepared_is_ended_and_what_is_prepared_is_spared(
     assert values(seen(newer, topic)) == [b"prepared"]
 
 
-def test_who_was_taken_over_is_told_by_whom(
+def test_a_fenced_owner_is_told_which_process_took_its_id(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
 ) -> None:
     older = connect(transactional_id=owner)
@@ -96,7 +96,7 @@ def told_of_owners(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if "an older owner" in text]
 
 
-def test_who_opens_an_id_whose_owner_is_in_a_transaction_is_told(
+def test_opening_an_id_whose_owner_is_in_a_transaction_logs_that_owner(
     connect: Connect, topic: str, owner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     older = connect(transactional_id=owner, writers=2)
@@ -108,17 +108,17 @@ def test_who_opens_an_id_whose_owner_is_in_a_transaction_is_told(
     assert writer_of(txn).id in told and f"pid {os.getpid()}" in told
 
 
-def test_of_an_owner_that_is_in_no_transaction_nothing_is_said(
+def test_opening_an_id_whose_owner_is_in_no_transaction_logs_no_owner(
     connect: Connect, topic: str, owner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be alive or long gone: a broker knows only who is in a transaction."""
+    """The owner may be alive or long gone: a broker knows only owners that are in a transaction."""
     send(connect(transactional_id=owner), topic, b"0")
     connect(transactional_id=owner)
     assert told_of_owners(caplog) == []
 
 
 def test_a_zombie_does_not_take_the_id_back(connect: Connect, topic: str, owner: str) -> None:
-    """Whatever it tries, however often: the newer owner goes on as if it were not there."""
+    """The newer owner goes on as if the zombie were not there, whatever the zombie tries and however often."""
     older = connect(transactional_id=owner, writers=2)
     send(older, topic, b"0")
     newer = connect(transactional_id=owner, writers=2)

@@ -1,4 +1,4 @@
-"""What a program is told when the network, the broker or its own process fails at the end of a transaction."""
+"""Tests of the outcome that a program gets when the network, the broker or its process fails at an end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_commit_that_never_arrives_is_not_taken_for_the_one_before(
     assert values(seen(bridge, topic)) == wanted
 
 
-def test_what_was_lost_on_its_way_is_aborted_for_good_once_its_writer_goes_on(
+def test_a_commit_lost_on_its_way_is_aborted_for_good_once_its_writer_goes_on(
     proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
 ) -> None:
     send(through, topic, b"0")
@@ -100,7 +100,7 @@ def test_what_was_lost_on_its_way_is_aborted_for_good_once_its_writer_goes_on(
 
 
 @pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce"])
-def test_what_was_never_stored_is_aborted_although_the_coordinator_speaks_of_the_one_before(
+def test_a_transaction_never_stored_is_aborted_although_the_coordinator_shows_the_one_before(
     proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, request_kind: str
 ) -> None:
     send(through, topic, b"0")
@@ -353,7 +353,7 @@ def test_an_id_that_the_broker_forgot_aborts_one_transaction_at_most_and_works_a
         assert values(seen(bridge, "topic")) == [b"0", b"1"]
 
 
-def test_what_became_of_a_token_whose_id_the_broker_forgot_is_told_by_its_log_or_unknown_and_not_guessed(
+def test_the_outcome_of_a_token_whose_id_is_forgotten_comes_from_the_log_or_is_unknown(
     forgetful: brokers.Broker, owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with txnbridge.connect(forgetful.url, transactional_id=owner, writers=1, create_topics=1) as bridge:

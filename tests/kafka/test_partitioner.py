@@ -30,7 +30,7 @@ def partitions_of_java(folder: Path, keys: list[bytes]) -> list[int]:
 
 @pytest.fixture
 def keys() -> list[bytes]:
-    """Of every length that the hash treats differently, text and not, and the empty one."""
+    """Return keys of every length that the hash treats differently, text and bytes, and the empty key."""
     random = Random("keys")
     texts = [f"order-{number}".encode() for number in range(KEYS // 2)]
     found = [b"", "schlüssel-ß-✓".encode(), *texts]

@@ -1,4 +1,4 @@
-"""What is said, and refused, at connect about the topics that every promise stands on."""
+"""Tests of the warnings and refusals at connect about the topics that every promise stands on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
         (3, {"min.insync.replicas": "4"}, ["problem"], "nothing can be stored"),
     ],
 )
-def test_what_is_weak_about_a_topic_is_named(copies: int, settings: Any, levels: list[str], said: str) -> None:
+def test_a_weakness_of_a_topic_is_named(copies: int, settings: Any, levels: list[str], said: str) -> None:
     topic: Any = SimpleNamespace(partitions={0: SimpleNamespace(replicas=list(range(copies)))})
     found = list(check_replicas({STATE: topic}, {STATE: settings}))
     assert [advice.level for advice in found] == levels
@@ -43,13 +43,13 @@ def test_what_is_weak_about_a_topic_is_named(copies: int, settings: Any, levels:
     assert all(advice.subject == STATE for advice in found)
 
 
-def test_on_one_node_nobody_is_warned_of_what_cannot_be_otherwise(txnbridge_url, connect, owner, caplog):
+def test_a_cluster_of_one_node_gets_no_warning_about_replicas(txnbridge_url, connect, owner, caplog):
     connect(transactional_id=owner)
     connect(transactional_id=owner)  # now that all topics are there
     assert not [text for text in warned(caplog) if "__" in text or "copy" in text]
 
 
-def test_where_nothing_can_be_stored_writers_are_refused_and_the_doctor_is_not(start_kafka, caplog):
+def test_writers_are_refused_and_the_doctor_is_not_where_no_transaction_can_be_stored(start_kafka, caplog):
     broker = start_kafka(settings={"transaction.state.log.min.isr": "2"})
     with txnbridge.connect(broker.url) as bridge:
         # A question about an id makes the broker create the topic.
@@ -92,7 +92,7 @@ def test_on_several_nodes_weak_topics_are_warned_of_once_a_bridge(start_kafka, c
     assert "one broker only" in told[0] and "1 copy" in told[1]
 
 
-def test_who_connects_does_not_wait_for_topics_of_which_nobody_tells(connect, owner, monkeypatch):
+def test_connecting_does_not_wait_long_for_topic_settings_that_the_broker_does_not_tell(connect, owner, monkeypatch):
     connect(transactional_id=owner)
     given: list[float] = []
 
@@ -107,7 +107,7 @@ def test_who_connects_does_not_wait_for_topics_of_which_nobody_tells(connect, ow
 
 
 def test_a_connection_asks_one_question_more(connect, owner, monkeypatch):
-    """What tells the brokers tells the copies of topics too; their settings are the question."""
+    """The request that lists the brokers lists the topics' replicas too; only the topics' settings need another."""
     connect(transactional_id=owner)
     asked: list[str] = []
 

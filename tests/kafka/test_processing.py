@@ -93,7 +93,7 @@ def test_a_static_member_that_restarts_has_its_partitions_again_and_the_others_n
         stays.close()
 
 
-def test_of_two_static_members_with_one_name_the_older_stops_and_nothing_is_lost_or_doubled(
+def test_the_older_of_two_static_members_with_one_name_stops_and_no_message_is_lost_or_doubled(
     static: Callable[..., Bridge], bridge: Bridge, new_topic: NewTopic, group: str
 ) -> None:
     source, target = new_topic(), new_topic()
@@ -127,7 +127,7 @@ def test_where_the_broker_shares_partitions_a_name_that_is_in_use_is_refused(
         assert values(take(consumer, 1)) == [b"2"]
 
 
-def test_what_stood_behind_a_message_given_back_comes_again_and_is_acknowledged_in_order(
+def test_messages_behind_one_given_back_come_again_and_are_acknowledged_in_order(
     bridge: Bridge, topic: str, group: str
 ) -> None:
     send(bridge, topic, b"1", b"2", b"3")

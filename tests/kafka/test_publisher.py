@@ -88,7 +88,7 @@ def values(url, topic, partition=0):
     return [message.value() for message in stored(url, topic, partition)]
 
 
-def test_what_was_flushed_is_there_once_and_in_order(kafka_broker, publisher, topic):
+def test_flushed_messages_are_there_once_and_in_order(kafka_broker, publisher, topic):
     expected = [b"%d" % number for number in range(5000)]
     for value in expected:
         send(publisher, topic, value)
@@ -116,7 +116,7 @@ def test_a_message_becomes_visible_without_a_flush(kafka_broker, publisher, topi
         deadline.check("becoming visible")
 
 
-def test_closing_stores_what_is_left_and_nothing_more_is_taken(kafka_broker, publisher, topic):
+def test_closing_a_publisher_stores_the_messages_left_and_takes_no_more(kafka_broker, publisher, topic):
     send(publisher, topic, b"1")
     publisher.close(Deadline(30))
     publisher.close(Deadline(30))
@@ -184,7 +184,7 @@ def test_partitions_that_are_added_are_found(kafka_broker, publisher, topic, adm
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_stored_behind_a_message_that_the_broker_refuses(kafka_broker, open_publisher, make_topic):
+def test_no_message_is_stored_behind_one_that_the_broker_refuses(kafka_broker, open_publisher, make_topic):
     topic = make_topic(2, **{"max.message.bytes": "10000"})
     # Small batches, five of them on their way at once: so others are behind the refused one when the answer comes.
     publisher = open_publisher(**{"batch.num.messages": "10", "linger.ms": "0"})
@@ -256,7 +256,12 @@ def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(kafka_brok
     assert values(kafka_broker.url, topic) == [b"%d" % number for number in range(1000)] + [b"waits"] * 10
 
 
-def test_closing_ends_at_its_deadline_and_gives_up_what_is_left(kafka_broker, open_publisher, topic, pausing):  # noqa: F811
+def test_closing_a_publisher_ends_at_its_deadline_and_gives_up_the_messages_left(
+    kafka_broker,
+    open_publisher,
+    topic,
+    pausing,  # noqa: F811
+):
     publisher = open_publisher()
     send(publisher, topic, b"1")
     publisher.flush(Deadline(30))
@@ -273,7 +278,7 @@ def test_closing_ends_at_its_deadline_and_gives_up_what_is_left(kafka_broker, op
     assert error.__traceback__ is not None  # and by it the client, which sends nothing more
 
 
-def test_its_own_retries_make_no_duplicates(kafka_broker, open_publisher, topic):
+def test_the_retries_of_a_publisher_make_no_duplicates(kafka_broker, open_publisher, topic):
     with faults.proxy(kafka_broker) as proxy:
         publisher = open_publisher(proxy.url)
         send(publisher, topic, b"0")

@@ -99,7 +99,7 @@ class Openings(Ledger):
 
 
 class Listener:
-    """What the core is told: partitions with this reader, and those that left."""
+    """A listener in the core's place: it notes the partitions with this reader, and those that left."""
 
     def __init__(self):
         self.here = {}
@@ -155,7 +155,7 @@ class Member:
         return self.reader.poll(count, Deadline(timeout))
 
     def take(self, count, timeout=30):
-        """So many messages, no more."""
+        """Return exactly so many messages."""
         found: list[Any] = []
         deadline = Deadline(timeout)
         while len(found) < count:
@@ -216,13 +216,13 @@ class Cluster:
         return name
 
     def producer(self):
-        """One that may be in a transaction while another one is."""
+        """Return a producer that may be in a transaction while another one is."""
         made = Producer({"bootstrap.servers": self.bootstrap, "transactional.id": uuid.uuid4().hex, "log_level": 0})
         made.init_transactions(30)
         return made
 
     def write(self, topic, *values, partition=0, commit=True, **options):
-        """One transaction."""
+        """Write these values in one transaction."""
         producer = self._writer = self._writer or self.producer()
         producer.begin_transaction()
         for value in values:
@@ -247,12 +247,12 @@ class Cluster:
             time.sleep(0.01)
 
     def trim(self, topic, partition, before):
-        """What retention does."""
+        """Delete the first records, as retention does."""
         for done in self.admin.delete_records([TopicPartition(topic, partition, before)]).values():
             done.result(20)
 
     def expire(self, group):
-        """What a broker does with the positions of a group without members, a week later."""
+        """Delete the positions of a group without members, as a broker does a week later."""
         for done in self.admin.delete_consumer_groups([group]).values():
             done.result(20)
 
@@ -385,7 +385,7 @@ def pieces(monkeypatch, member, before_second=lambda: None):
 
 
 @pytest.mark.parametrize("enough", [None, 200])
-def test_one_poll_hands_out_what_is_at_hand_up_to_what_was_asked_for_and_is_enough(cluster, join, monkeypatch, enough):
+def test_a_poll_hands_out_the_messages_at_hand_up_to_its_limit_and_to_enough_bytes(cluster, join, monkeypatch, enough):
     topic = cluster.topic()
     cluster.write(topic, *(b"%010d" % n for n in range(46)))
     member = join(topic, None, timing=TENS if enough is None else replace(TENS, poll_bytes=enough))
@@ -397,7 +397,7 @@ def test_one_poll_hands_out_what_is_at_hand_up_to_what_was_asked_for_and_is_enou
 
 
 @pytest.mark.parametrize("kind", [COOPERATIVE, CONSUMER], ids=["cooperative", "consumer"])
-def test_what_was_read_of_a_partition_that_leaves_within_the_same_poll_is_not_handed_out(
+def test_messages_of_a_partition_that_leaves_within_the_same_poll_are_not_handed_out(
     cluster, join, group, monkeypatch, kind
 ):
     topic = cluster.topic(2)
@@ -467,7 +467,7 @@ def test_without_a_group_reading_starts_where_it_is_told(cluster, join):
     assert values(latest.take(1)) == values(late.take(1)) == [b"4"]
 
 
-def test_what_is_added_to_a_topic_is_read_from_its_beginning(cluster, join):
+def test_a_partition_added_to_a_topic_is_read_from_its_beginning(cluster, join):
     topic = cluster.topic()
     member = join(topic, None, start="latest")
     cluster.grow(topic, 3)
@@ -548,7 +548,7 @@ def test_lag_does_not_count_markers_and_what_was_aborted_once_they_are_passed(cl
     again.until(lambda: again.lag() == {(topic, 0): 0})
 
 
-def test_lag_comes_to_nothing_without_a_poll(cluster, join, group):
+def test_lag_falls_to_zero_without_a_poll(cluster, join, group):
     topic = cluster.topic(2)
     cluster.write(topic, *numbered(2))
     member = join(topic, group)
@@ -655,7 +655,7 @@ def test_members_that_begin_at_once_are_not_taken_for_expired(cluster, join, gro
 
 @KINDS
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_what_is_added_to_a_groups_topic_is_read_from_its_beginning(cluster, join, group, kind, start):
+def test_a_partition_added_to_a_groups_topic_is_read_from_its_beginning(cluster, join, group, kind, start):
     topic = cluster.topic()
     member = join(topic, group, kind, start=start)
     member.has(1)
@@ -670,7 +670,7 @@ def test_what_is_added_to_a_groups_topic_is_read_from_its_beginning(cluster, joi
         join(topic, group, kind, start=start).take(1)
 
 
-def test_what_was_added_while_nobody_was_there_is_read_from_its_beginning(cluster, join, group):
+def test_a_partition_added_while_no_member_was_there_is_read_from_its_beginning(cluster, join, group):
     topic = cluster.topic()
     first = join(topic, group, start="latest")
     first.has(1)
@@ -680,7 +680,7 @@ def test_what_was_added_while_nobody_was_there_is_read_from_its_beginning(cluste
     assert values(join(topic, group, start="latest").take(1)) == [b"early"]
 
 
-def test_the_record_is_not_read_again_while_nothing_is_missing(cluster, join, group):
+def test_the_record_of_a_groups_start_is_not_read_again_while_no_partition_is_missing(cluster, join, group):
     topic = cluster.topic(2)
     cluster.write(topic, b"1")
     first = join(topic, group)
@@ -760,7 +760,7 @@ def test_trouble_with_the_decision_log_comes_out_of_the_poll_and_nothing_is_hand
 # --- retention --------------------------------------------------------------------------------------------------------
 
 
-def test_what_retention_has_removed_is_told_and_not_skipped(cluster, join, group):
+def test_messages_that_retention_removed_raise_position_lost_and_are_not_skipped(cluster, join, group):
     topic = cluster.topic(2)
     cluster.write(topic, *numbered(10))
     cluster.write(topic, b"other", partition=1)
@@ -792,7 +792,7 @@ def test_what_retention_has_removed_is_told_and_not_skipped(cluster, join, group
         assert [m.position for m in member.poll()] == []
 
 
-def test_what_retention_removes_under_a_reader_is_told(cluster, join):
+def test_messages_that_retention_removes_under_a_reader_raise_position_lost(cluster, join):
     topic = cluster.topic()
     cluster.write(topic, *numbered(10))
     member = join(topic, None)
@@ -852,7 +852,7 @@ def test_after_a_seek_nothing_comes_that_was_fetched_before(cluster, join, group
     assert expected == {0: count, 1: count}
 
 
-def test_what_a_group_has_acknowledged_is_not_read_again_by_seeking(cluster, join, group):
+def test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking(cluster, join, group):
     topic = cluster.topic()
     cluster.write(topic, *numbered(10))
     member = join(topic, group)
@@ -1025,7 +1025,7 @@ def test_a_transaction_ends_before_its_partition_leaves(cluster, join, group, ki
 
 
 @KINDS
-def test_what_a_listener_raises_comes_out_of_the_poll_and_the_partition_leaves_all_the_same(cluster, join, group, kind):
+def test_an_error_of_a_listener_comes_out_of_the_poll_and_the_partition_leaves_all_the_same(cluster, join, group, kind):
     class Failed(Exception):
         pass
 
@@ -1176,7 +1176,7 @@ def read_and_wait(bootstrap, topic, group, kind, client):
 
 
 @KINDS
-def test_what_a_killed_member_did_not_acknowledge_comes_again_elsewhere(start_kafka, group, kind):
+def test_messages_that_a_killed_member_did_not_acknowledge_come_again_elsewhere(start_kafka, group, kind):
     quick = {
         "group.consumer.min.session.timeout.ms": "2000",
         "group.consumer.session.timeout.ms": "3000",

@@ -48,7 +48,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
         assert values(take(consumer, len(MORE))) == MORE
 
 
-def test_what_was_read_before_a_topic_was_made_anew_is_not_acknowledged_there(
+def test_messages_read_before_a_topic_was_recreated_are_not_acknowledged_in_the_new_one(
     bridge: Bridge, topic: str, group: str, renew: Callable[[str], None]
 ) -> None:
     send(bridge, topic, *FEW)
@@ -85,7 +85,7 @@ def test_a_processor_that_slept_stops_instead_of_skipping(
     assert values(seen(bridge, target)) == FEW[:5]
 
 
-def test_a_position_that_was_acknowledged_in_the_topic_before_is_not_taken_for_one_in_this(
+def test_a_position_acknowledged_in_a_deleted_topic_is_not_taken_for_one_in_the_new_topic(
     bridge: Bridge, topic: str, group: str, txnbridge_url: str
 ) -> None:
     """An acknowledgement may reach the broker just behind the renewal."""

@@ -1,4 +1,4 @@
-"""What Kafka answers to raw requests, row by row, and that every request ends by its deadline."""
+"""Tests of Kafka's answers to raw requests, row by row; every request ends by its deadline."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class World:
         return self.requests.end(self.id, *who, commit, Deadline(LONG), bump_epoch=True)
 
     def completed(self) -> TransactionDescription:
-        """What the coordinator says once the markers are written: a kill before that may lose them."""
+        """Return the coordinator's description once the markers are written: a kill before that may lose them."""
         assert wait_until(lambda: self.described().state.startswith("Complete"), LONG)
         return self.described()
 
@@ -200,7 +200,7 @@ def committed_one(world: World) -> tuple[int, int]:
 
 
 def committed_by_its_producer(world: World) -> tuple[int, int]:
-    """By the oldest request, which is the one that librdkafka knows: the epoch stays."""
+    """Commit by the oldest request, which is the one that librdkafka knows: the epoch stays."""
     who = world.begun()
     world.producers[-1].commit_transaction(LONG)
     assert world.completed().epoch == who[1]
@@ -345,13 +345,15 @@ def check_row(world: World, situation: Situation, commit: bool, code: int) -> No
 
 
 @pytest.mark.parametrize(("situation", "commit", "code"), rows(5))
-def test_what_the_coordinator_says_to_end_txn_5(world, situation, commit, code):
+def test_the_coordinator_answers_end_txn_5_as_the_table_says(world, situation, commit, code):
     assert world.version == 5
     check_row(world, situation, commit, code)
 
 
 @pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
-def test_what_the_coordinator_says_to_end_txn_4(kafka_broker, make_world, older_end, situation, commit, code):
+def test_the_coordinator_answers_end_txn_4_as_the_table_says(
+    kafka_broker, make_world, older_end, situation, commit, code
+):
     check_row(make_world(kafka_broker, version=4), situation, commit, code)
 
 
@@ -368,14 +370,16 @@ def older_transactions() -> Iterator[brokers.Broker]:
 
 
 @pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
-def test_what_kafka_3_9_says_to_end_txn(older_kafka, make_world, situation, commit, code):
+def test_kafka_3_9_answers_end_txn_as_the_table_says(older_kafka, make_world, situation, commit, code):
     world = make_world(older_kafka)
     assert world.version == 4
     check_row(world, situation, commit, code)
 
 
 @pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
-def test_what_a_cluster_with_transaction_version_1_says(older_transactions, make_world, situation, commit, code):
+def test_a_cluster_with_transaction_version_1_answers_end_txn_as_the_table_says(
+    older_transactions, make_world, situation, commit, code
+):
     world = make_world(older_transactions)
     assert world.version == 4
     check_row(world, situation, commit, code)
@@ -457,7 +461,7 @@ def check_ended(world: World, mine: TransactionDescription, commit: bool) -> Non
     assert ended.epoch == mine.epoch + (world.version == 5)
 
 
-def test_what_the_coordinator_tells_of_an_id_from_birth_to_time_out(world):
+def test_the_coordinator_describes_an_id_from_birth_to_time_out(world):
     check_states(world)
 
 
@@ -477,7 +481,7 @@ def test_opening_an_id_again_destroys_the_evidence(world):
 
 
 @pytest.mark.full
-def test_what_kafka_3_9_tells_of_an_id(older_kafka, make_world):
+def test_kafka_3_9_describes_an_id_from_birth_to_time_out(older_kafka, make_world):
     world = make_world(older_kafka)
     check_states(world)
     # It keeps the start of what was before: the state has to be looked at first.
@@ -488,7 +492,7 @@ def test_what_kafka_3_9_tells_of_an_id(older_kafka, make_world):
 
 
 @pytest.mark.full
-def test_what_a_cluster_with_transaction_version_1_tells_of_an_id(older_transactions, make_world):
+def test_a_cluster_with_transaction_version_1_describes_an_id_from_birth_to_time_out(older_transactions, make_world):
     check_states(make_world(older_transactions))
 
 
@@ -629,7 +633,7 @@ def test_without_a_broker_every_call_ends_by_its_deadline(call):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_where_nothing_listens_a_bridge_says_so_in_one_line_and_does_not_wait_for_it(host):
+def test_a_bridge_to_an_address_where_nothing_listens_says_so_in_one_line_without_waiting(host):
     with pytest.raises(BrokerUnavailable, match=f"nothing listens at {host}:1 .* correct the URL") as refused:
         txnbridge.connect(f"kafka://{host}:1", timeout=600)
     assert "\n" not in str(refused.value)
@@ -756,7 +760,7 @@ def test_an_end_is_asked_for_until_the_broker_is_back(world, kafka_broker):
         starting.join()
 
 
-def test_many_threads_share_it(world):
+def test_many_threads_share_the_runner_of_requests(world):
     ids = [f"{world.id}-{number}" for number in range(12)]
     found: list[tuple[int, int]] = []
 
@@ -775,7 +779,7 @@ def test_many_threads_share_it(world):
     assert len(world.requests._runner._idle) <= request_retry._MOST_IDLE
 
 
-def test_a_closed_one_refuses(world):
+def test_closed_requests_refuse_a_call(world):
     world.requests.cluster_id(Deadline(LONG))
     world.requests.close()
     world.requests.close()
@@ -830,7 +834,7 @@ def test_a_node_that_stands_still_does_not_hold_up_the_others(cluster):
 
 
 @pytest.mark.full
-def test_what_three_nodes_know_is_put_together(cluster):
+def test_the_answers_of_three_nodes_are_put_together(cluster):
     who = cluster.begun()
     listed = {each.id for each in cluster.requests.transactions(Deadline(LONG), ["Ongoing"])}
     assert cluster.id in listed
@@ -926,7 +930,7 @@ def test_every_final_answer_has_a_sentence():
 
 
 def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_flow(kafka_broker, monkeypatch):
-    """Its other questions have ended the process when a broker died meanwhile."""
+    """The administrator's other requests have ended the process when a broker died meanwhile."""
 
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("asked")

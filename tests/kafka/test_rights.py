@@ -50,7 +50,7 @@ kafka_names: Any = kafka  # which has names that its types do not know
 
 @dataclass(frozen=True)
 class Right:
-    """One line of the page: `name` is of one user's things in these tests, `shown` what the page says for it."""
+    """A line of the page: `name` is a name of one user in these tests, `shown` is the page's text for that name."""
 
     kind: str
     name: str
@@ -91,7 +91,7 @@ ALL = (OWNED, ANONYMOUS, SEND, MAKE, CONSUME, GROUP, LOOK, EMPTY, LOG, TRIM, REP
 
 @dataclass(frozen=True)
 class User:
-    """Somebody with some rights, and with topics of their own."""
+    """A user with some rights, and with topics of their own."""
 
     name: str
     port: int
@@ -261,7 +261,7 @@ NEEDS: dict[str, tuple[Callable[[User], None], tuple[Right, ...]]] = {
 
 
 @pytest.mark.parametrize("what", NEEDS)
-def test_with_the_rights_that_it_needs_and_no_others_it_works(world, what):
+def test_a_task_works_with_the_rights_that_it_needs_and_no_others(world, what):
     do, needed = NEEDS[what]
     do(world.user(needed))
 
@@ -271,7 +271,7 @@ def test_with_the_rights_that_it_needs_and_no_others_it_works(world, what):
     [(what, right) for what, (_, needed) in NEEDS.items() for right in needed if right is not LOOK],
     ids=lambda value: value if isinstance(value, str) else f"without-{value.kind}-{value.name}",
 )
-def test_without_any_one_of_them_it_is_denied(world, what, missing):
+def test_a_task_without_any_one_of_its_rights_is_denied(world, what, missing):
     do, needed = NEEDS[what]
     user = world.user([right for right in needed if right is not missing])
     with pytest.raises((AccessDenied, NotSupported)) as caught:
@@ -324,7 +324,7 @@ class Logless:
         return self.opened[-1]
 
     def sent(self) -> list[object]:
-        """What is committed, behind the one that was there."""
+        """Return the committed values behind the one that was there."""
         with self.administrator().consumer(self.topic) as consumer:
             found: list[object] = []
             while not found or any(consumer.lag().values()):
@@ -371,7 +371,7 @@ def test_without_its_log_an_owner_goes_on_and_says_once_what_is_weaker(logless, 
 
 
 @pytest.mark.parametrize("case", LOGLESS)
-def test_what_needs_the_log_is_absent_by_name(logless, case):
+def test_a_capability_that_needs_the_decision_log_is_absent_by_name(logless, case):
     bridge = logless(case).open()
     assert bridge.capabilities[Capability.PREPARE].level is Level.ABSENT
     with pytest.raises(NotSupported, match="prepare") as caught:
@@ -381,7 +381,7 @@ def test_what_needs_the_log_is_absent_by_name(logless, case):
         assert "without the decision log" in bridge.capabilities[weaker].note
 
 
-def test_of_two_owners_without_the_log_the_older_is_fenced_and_does_not_take_the_id_back(logless):
+def test_the_older_of_two_owners_without_the_log_is_fenced_and_does_not_take_the_id_back(logless):
     world = logless()
     older = world.open(writers=2)
     send(older, world.topic, b"0")
@@ -498,7 +498,7 @@ def test_without_the_log_a_transaction_whose_time_is_over_stops_its_owner(txnbri
 
 
 @pytest.mark.parametrize("logged", [False, True], ids=["without-log", "with-log"])
-def test_what_only_the_log_could_tell_is_unknown_and_says_so_and_never_taken_for_aborted(logless, logged):
+def test_an_outcome_that_only_the_log_could_tell_is_unknown_and_never_taken_for_aborted(logless, logged):
     """A time-out raises an epoch by one: an opening that nobody recorded must not look like it."""
     world = logless()
     older = (world.administrator if logged else world.open)(transactional_id=world.user.name, writers=1)
@@ -535,7 +535,7 @@ def test_a_writer_that_was_opened_again_without_the_log_leaves_nothing_to_be_tak
         assert world.administrator(**options).status(token).state is TokenState.COMMITTED
 
 
-def test_what_became_of_a_prepared_one_that_only_the_log_knows_is_denied_by_name(logless):
+def test_the_outcome_of_a_prepared_transaction_known_only_to_the_log_is_denied_by_name(logless):
     world = logless()
     owner = world.administrator(transactional_id=world.user.name, kafka={"prepared_ids": 1})
     for end in (owner.commit, owner.abort):  # the second has the id that the first one had

@@ -266,7 +266,7 @@ GOOD: dict[str, tuple[str, Callable[[World], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("way", GOOD)
-def test_what_is_given_once_opens_the_door_for_both_clients(world, ask, way):
+def test_credentials_given_once_admit_both_clients(world, ask, way):
     listener, tell = GOOD[way]
     expected = by_requests(world.settings("PLAINTEXT", {}), LONG, [])
     assert ask(world.settings(listener, tell(world)), LONG, []) == expected
@@ -353,7 +353,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("way", [pytest.param(n, marks=[pytest.mark.full] if b.full else []) for n, b in BAD.items()])
-def test_a_door_that_stays_shut_is_told_within_the_deadline_with_what_to_check(world, ask, way):
+def test_a_refused_login_is_told_within_the_deadline_with_what_to_check(world, ask, way):
     bad, lines = BAD[way], list[str]()
     settings = world.settings(bad.listener, bad.tell(world), SHORT)
     with within(SHORT), pytest.raises((AccessDenied, BrokerUnavailable)) as caught:
@@ -404,7 +404,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-    """What time.monotonic() says to the holder of tokens."""
+    """Return the clock that the holder of tokens gets for time.monotonic()."""
     now = [1000.0]
     monkeypatch.setattr(security, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now

@@ -1,4 +1,4 @@
-"""What a bridge is told, for both clients: nothing is taken that nobody knows, and no secret is shown."""
+"""Tests of a bridge's settings for both clients: no unknown setting is taken, and no secret is shown."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_half_open_connection_is_noticed_well_within_the_deadline(timeout, pat
     assert int(found.client["socket.timeout.ms"]) == round(found.access.answer_seconds * 1000) == patience
 
 
-def test_what_the_user_says_wins_over_our_defaults():
+def test_a_users_setting_wins_over_our_default():
     found = read({"client.id": "billing", "socket.timeout.ms": 2500})
     assert (found.client["client.id"], found.access.client_id) == ("billing", "billing")
     assert (found.client["socket.timeout.ms"], found.access.answer_seconds) == ("2500", 2.5)
@@ -187,7 +187,7 @@ def test_an_unknown_setting_is_refused_with_the_nearest_known_one(name, nearest)
         ("request.required.acks", "all"),
     ],
 )
-def test_what_holds_here_all_the_same_may_be_said(name: str, value: object) -> None:
+def test_a_setting_that_holds_anyway_may_be_given(name: str, value: object) -> None:
     assert read({name: value}) == read({})
 
 
@@ -315,7 +315,7 @@ def test_tls_settings_without_tls_are_refused(name):
     assert "has no effect without security.protocol=SSL or SASL_SSL" in refusal({name: "x"})
 
 
-def test_by_default_certificates_and_names_are_checked():
+def test_certificates_and_names_are_checked_by_default():
     context = read({"security.protocol": "SSL"}).access.tls
     assert context is not None
     assert (context.check_hostname, context.verify_mode) == (True, ssl.CERT_REQUIRED)
@@ -400,7 +400,7 @@ def test_a_key_that_cannot_be_opened_is_refused_and_nobody_is_asked(tmp_path, pa
     ],
     ids=lambda told: next(iter(told)) if isinstance(told, dict) else "",
 )
-def test_what_tls_cannot_use_is_named(told, named):
+def test_a_setting_that_tls_cannot_use_is_named(told, named):
     reason = refusal({"security.protocol": "SSL", **told})
     assert named in reason
     assert SECRET not in reason
@@ -477,7 +477,7 @@ def test_a_java_key_store_is_refused_with_the_command_that_converts_it(stores, k
     ],
     ids=str,
 )
-def test_what_a_store_does_not_need_is_refused(told):
+def test_a_setting_that_a_store_does_not_need_is_refused(told):
     reason = refusal({"security.protocol": "SSL", **told})
     assert next(iter(told)).rpartition(".")[0] in reason
     assert SECRET not in reason
@@ -581,7 +581,7 @@ JAAS_PARTS = ["a.B", "required", "x", "=", ";", '"', "'", "\\", " ", "\n", "//",
 
 
 def told_about(line: str) -> str:
-    """What is said about a line that cannot be used; empty if it can."""
+    """Return the refusal of a line; empty if the line can be used."""
     try:
         java.login(line, "PLAIN")
     except InvalidOption as error:
@@ -592,7 +592,7 @@ def told_about(line: str) -> str:
 @given(st.one_of(st.text(), st.lists(st.sampled_from(JAAS_PARTS)).map("".join)))
 @example('a.B required x="')
 @example("a.B required x=;")
-def test_whatever_a_jaas_line_is_it_is_read_or_refused(line):
+def test_any_jaas_line_is_read_or_refused(line):
     assert told_about(line)  # none of them names a login module that we know
 
 
@@ -654,7 +654,7 @@ def ours(line: str) -> tuple[str, dict[str, str]] | None:
 
 
 @pytest.mark.live  # it starts Java
-def test_what_java_reads_in_a_jaas_line_we_read_too(tmp_path):
+def test_a_jaas_line_is_read_as_java_reads_it(tmp_path):
     lines = [
         "a.B required;",
         "a.B required",

@@ -73,7 +73,7 @@ def test_each_thread_gets_the_report_of_its_own_record_and_one_of_them_polls(cli
     assert not client.polled_at_once
 
 
-def test_when_the_time_of_the_thread_that_polls_is_over_another_one_polls(client: Client) -> None:
+def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client: Client) -> None:
     producer = SharedProducer({})
     client.held = True
     with ThreadPoolExecutor(2) as pool:

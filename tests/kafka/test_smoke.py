@@ -30,7 +30,7 @@ from tests.kafka.test_takeovers import (  # noqa: F401
     test_an_owner_that_slept_before_it_opened_an_id_aborts_nothing_that_a_newer_one_prepared,
 )
 from tests.kafka.test_writing import test_a_transaction_may_last_longer_than_its_bridge_waits  # noqa: F401
-from tests.looks import test_who_only_looks_makes_no_topic  # noqa: F401
+from tests.looks import test_a_read_of_a_missing_topic_creates_no_topic  # noqa: F401
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 

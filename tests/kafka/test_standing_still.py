@@ -87,7 +87,11 @@ class Still:
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_it_goes_on_where_it_was_decided(unverified: brokers.Broker, bridge: Bridge, commit: bool) -> None:  # noqa: F811
+def test_a_group_that_stands_still_goes_on_as_its_transaction_was_decided(
+    unverified: brokers.Broker,  # noqa: F811
+    bridge: Bridge,
+    commit: bool,
+) -> None:
     one = Still(unverified, bridge, commit)
     with bridge.consumer(one.source, one.group) as consumer:
         assert values(take(consumer, 1 if commit else 3)) == ([b"3"] if commit else [b"1", b"2", b"3"])
@@ -105,7 +109,7 @@ def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Br
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind", b"later"], LONG)
 
 
-def test_one_that_was_not_ended_is_waited_for(
+def test_a_group_waits_for_a_transaction_that_has_not_ended(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
@@ -137,7 +141,7 @@ def test_one_that_was_not_ended_is_waited_for(
         assert values(take(waits, 1)) == [b"2"]
 
 
-def test_without_the_rights_it_is_told_and_nothing_is_touched(
+def test_a_reader_without_the_right_to_write_markers_logs_the_remedy_and_touches_nothing(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
@@ -167,7 +171,7 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
 
 
 @pytest.mark.parametrize("role", ["reads", "writes"])
-def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_there(
+def test_a_transaction_that_a_gone_process_left_is_finished_by_any_bridge_at_work_there(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     with_timing: Callable[..., None],
@@ -184,7 +188,7 @@ def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_ther
         assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)
 
 
-def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
+def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
@@ -209,7 +213,7 @@ def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
         assert wait_until(lambda: visible(unverified, name) == [b"its own", b"beside"], LONG)
 
 
-def test_a_bridge_that_may_not_finish_it_says_so_and_looks_no_more(
+def test_a_bridge_that_may_not_finish_a_gone_transaction_says_so_and_looks_no_more(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
@@ -245,7 +249,7 @@ with txnbridge.connect(url, transactional_id=group, writers=1) as bridge:
 def test_a_group_goes_on_whenever_its_broker_and_its_processor_die_together(
     kafka_broker: brokers.Broker, txnbridge_url: str, connect: Connect, unique: Callable[[str], str], group: str
 ) -> None:
-    """In twenty rounds: in three of so many it stood still for good before."""
+    """The test has twenty rounds: in three of so many the group stood still for good before."""
     source, target = unique("source"), unique("target")
     writer = connect(writers=1)
     for topic in (source, target):

@@ -47,7 +47,7 @@ def work(bridge: Bridge, topic: str, name: str, told: dict[bytes, Outcome | None
 
 
 def take_over(connect: Connect, topic: str, owner: str, times: int) -> dict[bytes, Outcome | None]:
-    """One owner after the other takes the id from the one that works; what each transaction was said to be."""
+    """Let one owner after the other take the id from the working one; return each transaction's reported outcome."""
     told: dict[bytes, Outcome | None] = {}
     with ThreadPoolExecutor(times + 1) as pool:
         working: list[Future[None]] = []
@@ -73,7 +73,7 @@ TRUE = {(Outcome.COMMITTED, 2), (Outcome.ABORTED, 0)}
 
 
 @pytest.mark.parametrize("times", [12, pytest.param(50, marks=pytest.mark.full)])
-def test_what_a_working_owner_says_is_true_whenever_it_is_taken_over(
+def test_the_outcomes_that_an_owner_reports_are_true_whenever_it_is_taken_over(
     connect: Connect, bridge: Bridge, halves: str, owner: str, times: int
 ) -> None:
     check(bridge, halves, take_over(connect, halves, owner, times))
@@ -86,7 +86,7 @@ def test_a_few_takeovers_leave_nothing_half_visible(connect: Connect, bridge: Br
 def test_an_opener_that_slept_ends_nothing_of_a_newer_owner_by_half(
     connect: Connect, bridge: Bridge, halves: str, owner: str
 ) -> None:
-    """It costs that one a transaction at most."""
+    """The opener costs the newer owner one transaction at most."""
     dead = connect(transactional_id=owner, writers=1)
     left = dead.transaction()
     left.send(halves, b"left open", partition=0)

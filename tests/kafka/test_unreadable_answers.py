@@ -1,4 +1,4 @@
-"""Whatever bytes a broker answers with, what comes out is an error of ours, or one after which it is asked again."""
+"""Each answer of a broker gives an error of ours, or one after which the broker is asked again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LOGINS: dict[str, dict[str, str]] = {
 
 
 class Once(RequestRunner):
-    """It asks once, and says what came of that."""
+    """A runner that makes a request once, and returns its result."""
 
     def repeat(self, deadline: Deadline, what: str, attempt: Callable[[Connections], T], *_: Any, **__: Any) -> T:
         return self._once(attempt, deadline.left())

@@ -1,4 +1,4 @@
-"""What the quick ways of sending keep of the promises of the long one."""
+"""Tests that the quick ways of sending keep the promises of the long one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbered(count):
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter])
-def test_what_does_not_fit_into_the_buffer_waits_and_is_sent_in_order(bridge, topic, kind):
+def test_messages_that_do_not_fit_into_the_buffer_wait_and_are_sent_in_order(bridge, topic, kind):
     with bridge.transaction() as txn:
         txn.send_many(topic, kind(numbered(3000)))
         assert writer_of(txn).messages == 3000
@@ -46,7 +46,7 @@ def test_what_does_not_fit_into_the_buffer_waits_and_is_sent_in_order(bridge, to
 
 @pytest.mark.parametrize("odd", [(), [(b"x", "text key")], [b"alone"], [(b"x", b"k", None)]])
 def test_values_with_keys_that_do_not_fit_wait_in_order_too(bridge, topic, odd):
-    """With an odd one in a chunk each item is looked at; without, a loop in C takes them."""
+    """A chunk with an odd item is taken item by item, any other by a loop in C."""
     items = [(None if n % 7 == 0 else b"%d" % n, None if n % 5 == 0 else b"k%d" % n) for n in range(2500)]
     with bridge.transaction() as txn:
         txn.send_many(topic, [*items, *odd])
@@ -56,7 +56,7 @@ def test_values_with_keys_that_do_not_fit_wait_in_order_too(bridge, topic, odd):
     assert len(found) == 2500 + len(odd)
 
 
-def test_one_by_one_what_does_not_fit_waits_too(bridge, topic):
+def test_messages_sent_one_by_one_that_do_not_fit_wait_too(bridge, topic):
     with bridge.transaction() as txn:
         for value in numbered(300):
             txn.send(topic, value)
@@ -89,7 +89,7 @@ def test_a_message_that_is_too_large_is_not_taken_and_those_around_it_are(bridge
 
 
 @pytest.mark.parametrize("key", [None, b"k"])
-def test_one_that_is_too_large_among_many_is_named_and_only_abort_is_left(bridge, topic, key):
+def test_a_message_too_large_among_many_is_named_and_only_abort_is_left(bridge, topic, key):
     items = [b"1", b"2", b"x" * 2_000_000, b"never"]
     with pytest.raises(TransactionAborted, match="item 2 of send_many"):
         with bridge.transaction() as txn:

@@ -1,4 +1,4 @@
-"""What tests of the wire client ask a real broker for beside the client itself."""
+"""Helpers of the tests of the wire client, which ask a real broker beside the client itself."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def payloads(entries: list[wire.ReceivedEntry]) -> list[bytes]:
 
 
 def everything(client: wire.PulsarClient, topic: str) -> list[bytes]:
-    """What a new reader can read, up to what the broker calls the last message."""
+    """Return the values that a new reader can read, up to what the broker calls the last message."""
     reader = client.read(topic, timeout=SOON)
     last = reader.last_message_id(SOON)
     found: list[wire.ReceivedEntry] = []

@@ -24,7 +24,7 @@ PRESENCE = Path(__file__).parent
 # a transaction is over, which test_writing.py asks of a short one.
 SLOW = re.compile(r"wherever|slept_commits_nothing\[commit/before")
 # Of the decision log: hundreds of random worlds, and many thousand decisions.
-MANY = re.compile(r"what_does_not_count\[200|reads_stay_short")
+MANY = re.compile(r"that_does_not_count\[200|reads_stay_short")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped

@@ -1,4 +1,4 @@
-"""What tests of the backend share: settings without a bridge, and a broker's own view of its topics."""
+"""Helpers of the tests of the backend: settings without a bridge, and a broker's own view of its topics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Kept:
 
 
 def settings_for(url: str, **given: Any) -> PulsarSettings:
-    """As a bridge to this URL has them."""
+    """Return the settings that a bridge to this URL has."""
     service, _, path = url.partition("://")[2].partition("/")
     tenant, _, namespace = path.partition("?")[0].partition("/")
     defaults: dict[str, Any] = {"timeout": SOON, "hold": None, "application": "tests", "create_topics": 0}
@@ -81,6 +81,6 @@ class Connection:
 
 
 def open_cluster(connection: Connection) -> ClusterAccess:
-    """What the parts of a backend are given."""
+    """Return a cluster, as the parts of a backend get it."""
     rest, events = connection.rest, Emitter("tests", ())
     return ClusterAccess("tests", connection.settings, connection.client, connection.topics, rest, events)

@@ -1,4 +1,4 @@
-"""What the official client does for tests, in a process of its own: `python official.py URL WHAT TOPIC`.
+"""The official client at work for tests, in a process of its own: `python official.py URL WHAT TOPIC`.
 
 It says lines of JSON.
 """
@@ -38,7 +38,7 @@ def write(client: Any, topic: str) -> None:
 
 
 def read(client: Any, topic: str) -> None:
-    """What a member of the group gets up to a message "end", which it leaves, and everything else that it got too."""
+    """Print the messages that a member of the group gets up to "end"; the member acknowledges none."""
     consumer = client.subscribe(topic, "group", pulsar.ConsumerType.Failover)
     while (message := consumer.receive(PATIENCE_MS)).data() != b"end":
         sys.stdout.write(json.dumps(message.data().decode()) + "\n")

@@ -1,4 +1,4 @@
-"""What tests of readers share: readers as the core has them, and a writer on the wire."""
+"""Helpers of the tests of readers: readers as the core has them, and a writer on the wire."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def settings(folder: Path, server: Certificate, authority: Authority, port: int,
 
 @contextmanager
 def start_secured(folder: Path) -> Iterator[Secured]:
-    """With `user` and `other`, who may produce and consume in public/default, and the superuser `admin`."""
+    """Start a broker with `user` and `other`, who may use public/default, and the superuser `admin`."""
     authority = Authority(folder, "authority")
     port, tls, web = free_ports(3)
     configured = settings(folder, authority.issue("server"), authority, port, tls, web)

@@ -40,7 +40,7 @@ BOTH_ENDS = pytest.mark.parametrize("commit", [True, False], ids=["commit", "abo
 
 
 def has_left(client, member, topic, *contents):
-    """Whatever else a group still gets comes before this marker."""
+    """Check that a group still gets these contents, and no others, before a marker message."""
     write(client, topic, b"marker")
     found = values(member.take(len(contents) + 1))
     assert sorted(found) == sorted([*contents, b"marker"])
@@ -54,7 +54,7 @@ def begun(client, topic, member, *contents, count=1, **given):
 
 
 def go_back(member, messages):
-    """What the core does behind an abort."""
+    """Go back to these messages, as the core does behind an abort."""
     if member.reader._subscription.sharing == "partition":
         member.seek({partition: min(positions) for partition, positions in by_partition(messages).items()})
     else:
@@ -65,7 +65,7 @@ def go_back(member, messages):
 
 
 @ALL_SHARINGS
-def test_what_a_committed_transaction_acknowledged_never_comes_again(client, topic, member, sharing):
+def test_a_message_that_a_committed_transaction_acknowledged_never_comes_again(client, topic, member, sharing):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
     reader = member(topic, sharing=sharing)
     found = {m.value: m for m in reader.take(5)}
@@ -76,7 +76,7 @@ def test_what_a_committed_transaction_acknowledged_never_comes_again(client, top
 
 
 @ALL_SHARINGS
-def test_what_an_aborted_transaction_acknowledged_comes_again(client, topic, member, sharing):
+def test_a_message_that_an_aborted_transaction_acknowledged_comes_again(client, topic, member, sharing):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
     reader = member(topic, sharing=sharing)
     found = {m.value: m for m in reader.take(5)}
@@ -155,10 +155,8 @@ def test_messages_that_wait_for_a_transaction_follow_its_end_wherever_their_read
 
 
 @pytest.mark.parametrize("sharing", ["partition", "message"])
-def test_while_its_transaction_is_aborted_by_others_a_reader_goes_on_with_what_it_has_in_hand(
-    client, topic, member, sharing
-):
-    """As it happens to prepared transactions: nobody tells the reader."""
+def test_a_reader_whose_transaction_others_abort_goes_on_with_the_messages_it_holds(client, topic, member, sharing):
+    """This happens to prepared transactions: no process tells the reader."""
     reader, first, txn = begun(
         client, topic, member, *(b"%d" % number for number in range(6)), count=2, sharing=sharing
     )
@@ -172,7 +170,7 @@ def test_while_its_transaction_is_aborted_by_others_a_reader_goes_on_with_what_i
 
 @BOTH_ENDS
 @pytest.mark.parametrize("first", ["older", "newer"])
-def test_of_two_members_only_one_acknowledges_the_rest_of_an_entry(pulsar_broker, client, topic, member, first, commit):
+def test_only_one_of_two_members_acknowledges_the_rest_of_an_entry(pulsar_broker, client, topic, member, first, commit):
     """A partition moves, and the older member, which has not heard of it, acknowledges the same part as the newer."""
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 2)
     for number in range(2):
@@ -195,8 +193,8 @@ def test_of_two_members_only_one_acknowledges_the_rest_of_an_entry(pulsar_broker
 
 
 @BOTH_ENDS
-def test_of_two_members_that_have_a_shared_entry_only_one_acknowledges_its_last_part(client, topic, member, commit):
-    """Then the entry leaves the group, although none of them knows what the other one has committed."""
+def test_only_one_of_two_members_that_hold_a_shared_entry_acknowledges_its_last_part(client, topic, member, commit):
+    """The entry then leaves the group, although neither member knows what the other one has committed."""
     write(client, topic, batch_of(b"1", b"2", b"3"))
     older, newer = (member(topic, sharing="message") for _ in range(2))
     first, *held = older.take(3)
@@ -341,7 +339,7 @@ def test_a_member_that_gives_back_a_part_of_an_entry_gives_up_the_rest(open_brid
 
 @pytest.mark.parametrize("commit", [False, True])
 def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridge, monkeypatch, commit):
-    """Somebody else may abort the transaction, and then the broker delivers the entry whole to another member."""
+    """Another process may abort the transaction, and then the broker delivers the entry whole to another member."""
     a, b = open_bridge(), open_bridge()
     topic = new_topic(a)
     send(a, topic, *[b"%d" % number for number in range(10)])
@@ -391,7 +389,7 @@ def test_a_prepared_transaction_of_a_shared_group_acknowledges_a_part_of_an_entr
 
 
 @BOTH_SHARED
-def test_what_was_given_up_of_an_entry_comes_again_to_the_same_member(client, topic, member, sharing):
+def test_a_part_of_an_entry_that_was_given_up_comes_again_to_the_same_member(client, topic, member, sharing):
     write(client, topic, batch_of(*(b"%d" % number for number in range(6))))
     reader = member(topic, sharing=sharing)
     first = reader.take(4)  # and two that wait
@@ -439,7 +437,7 @@ def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, m
 
 
 @BOTH_SHARED
-def test_after_a_conflict_what_was_refused_with_it_comes_again(client, topic, member, sharing):
+def test_messages_refused_together_with_a_conflict_come_again(client, topic, member, sharing):
     """The broker takes none of a command's positions, so no abort brings them back by itself."""
     write(client, topic, b"1", b"2")
     reader = member(topic, sharing=sharing)
@@ -462,7 +460,7 @@ def test_messages_that_were_given_back_cannot_be_acknowledged(client, topic, mem
     reader.end(txn, commit=False)
 
 
-def test_after_its_partition_left_a_delivery_cannot_be_acknowledged(client, topic, member):
+def test_a_delivery_cannot_be_acknowledged_after_its_partition_left(client, topic, member):
     reader, found, txn = begun(client, topic, member, b"1")
     reader.cut()
     with pytest.raises(Conflict):
@@ -534,7 +532,7 @@ class Naive:
 
 
 def left_over(client, topic):
-    """What the next consumer of the group gets before a marker."""
+    """Return the messages that the next consumer of the group gets before a marker message."""
     write(client, topic, b"marker")
     consumer = client.subscribe(topic, "group", timeout=SOON, type=wire.SubscriptionType.SHARED, start=wire.EARLIEST)
     found = []
@@ -602,7 +600,7 @@ def test_acknowledging_a_batch_whole_for_one_of_its_messages_loses_the_others(cl
 
 
 def test_an_acknowledgement_that_is_repeated_in_its_transaction_conflicts_with_itself(client, topic, member):
-    """So an answer that was lost cannot be had by asking again: ours gives the transaction up."""
+    """A lost answer cannot be had by asking again, so our writer gives the transaction up."""
     write(client, topic, b"1")
     naive = Naive(client, topic)
     found = naive.take(1)
@@ -679,7 +677,7 @@ def test_a_reader_without_a_memory_of_what_it_has_in_hand_is_given_it_twice(clie
 
 
 def test_a_place_in_an_open_transaction_is_not_the_end_of_a_topic(client, topic, member):
-    """What is in an open transaction can be read by nobody yet, and is lost by who begins behind it."""
+    """A message in an open transaction can be read by nobody yet, and a reader that begins behind it loses it."""
     write(client, topic, b"old")
     txn = begin(client, topic)
     producer = client.create_producer(topic, timeout=SOON, transactions=True)

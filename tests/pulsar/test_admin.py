@@ -49,7 +49,7 @@ def name():
 
 @pytest.fixture
 def namespace(pulsar_broker, name):
-    """One that nobody else uses, named as the test's topic: all tests together leave many topics in the common one."""
+    """A namespace of this test alone: all tests together leave many topics in the common one."""
     ask(pulsar_broker, "PUT", f"namespaces/public/{name}")
     return name
 
@@ -115,7 +115,7 @@ def test_a_missing_topic_can_neither_grow_nor_be_deleted(admin, name):
         admin.delete_topic(name, soon())
 
 
-def test_a_topic_that_others_made_without_partitions_is_one_of_one_partition(admin, client, name):
+def test_a_topic_that_others_made_without_partitions_counts_as_one_partition(admin, client, name):
     client.create_producer(full(name), timeout=SOON)
     assert named(admin, name)[0].partitions == 1
     assert admin.create_topic(name, 1, soon()) is False
@@ -227,7 +227,7 @@ def prepare_half(url, admin_url, id, topic):
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["of an id", "without an id"])
-def test_what_a_dead_process_had_not_yet_prepared_can_only_be_aborted_by_hand(
+def test_a_transaction_that_a_dead_process_had_not_prepared_can_only_be_aborted_by_hand(
     pulsar_broker, open_bridge, client, owned
 ):
     bridge = open_bridge()
@@ -301,14 +301,14 @@ def test_the_doctor_tells_which_topics_lose_what_nobody_has_read_yet(pulsar_brok
 
 
 def waited_for(found, what):
-    """What is told of policies, which take a moment."""
+    """Return the answer once there is one: a policy takes a moment to be in force."""
     deadline = soon()
     while not (told := found()):
         deadline.check(what)
     return told
 
 
-def test_who_makes_a_topic_that_keeps_nothing_is_warned(pulsar_broker, admin, namespace, caplog):
+def test_creating_a_topic_that_keeps_no_messages_logs_a_warning(pulsar_broker, admin, namespace, caplog):
     admin.create_topic("kept", 1, soon())
     assert "retention of 0" not in caplog.text
     nothing = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
@@ -363,7 +363,7 @@ def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(
     assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
 
-def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is_listed(
+def test_the_error_says_that_a_transaction_with_a_deleted_subscription_hides_the_list(
     pulsar_broker, admin, client, namespace
 ):
     topic = full("read", namespace)
@@ -378,7 +378,7 @@ def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is
 
 
 def of_transactions(bridge):
-    """What the doctor says of transactions, by their names."""
+    """Return the doctor's advice on transactions, by their names."""
     return {each.subject.removeprefix("transaction "): each for each in bridge.admin.doctor()}
 
 
@@ -444,11 +444,11 @@ def send_late(client, topic, txn, value=b"late"):
 
 
 def held(admin):
-    """What the doctor says of topics that are held back, by their names."""
+    """Return the doctor's advice on topics that are held back, by their names."""
     return {each.subject: each for each in admin.check(soon()) if "no coordinator knows" in each.text}
 
 
-def test_what_was_committed_stays_when_a_topic_that_a_late_message_holds_back_is_repaired(admin, client, namespace):
+def test_committed_messages_stay_when_a_topic_held_back_by_a_late_message_is_repaired(admin, client, namespace):
     topic, other = full("held", namespace), full("other", namespace)
     txn, _ = open_with(client, topic, b"early")
     assert not held(admin)  # its coordinator knows it
@@ -470,7 +470,7 @@ def test_what_was_committed_stays_when_a_topic_that_a_late_message_holds_back_is
         admin.repair(str(txn), soon())
 
 
-def test_what_was_committed_but_never_registered_on_a_topic_is_committed_there_by_a_repair(admin, client, namespace):
+def test_a_repair_commits_a_committed_transaction_on_a_topic_where_it_was_not_registered(admin, client, namespace):
     registered, missed = full("registered", namespace), full("missed", namespace)
     txn, _ = open_with(client, registered, b"1")
     send_late(client, missed, txn, b"2")
@@ -482,7 +482,7 @@ def test_what_was_committed_but_never_registered_on_a_topic_is_committed_there_b
     assert everything(client, missed) == [b"2", b"plain"]
 
 
-def test_what_came_after_a_commit_and_is_all_of_it_is_committed_by_a_repair(admin, client, namespace):
+def test_a_repair_commits_a_transaction_whose_only_message_came_after_its_commit(admin, client, namespace):
     topic = full("late", namespace)
     send_late(client, topic, None, b"before")
     txn = begin(client, topic)
@@ -510,7 +510,7 @@ def orphan(client, topic, kind):
 
 
 @pytest.mark.parametrize("kind", ORPHANS)
-def test_what_nothing_tells_to_be_committed_is_aborted_only_by_who_says_so(admin, client, namespace, kind):
+def test_a_transaction_without_proof_of_a_commit_is_aborted_only_on_request(admin, client, namespace, kind):
     topic = full("held", namespace)
     admin.create_topic("empty", 1, soon())
     txn = orphan(client, topic, kind)
@@ -522,7 +522,7 @@ def test_what_nothing_tells_to_be_committed_is_aborted_only_by_who_says_so(admin
     assert everything(client, topic) == [b"plain"]
 
 
-def test_what_nothing_tells_to_be_committed_is_committed_by_who_says_so(admin, client, namespace):
+def test_a_transaction_without_proof_of_a_commit_is_committed_on_request(admin, client, namespace):
     topic = full("held", namespace)
     txn = orphan(client, topic, "never begun")
     assert admin.end(str(txn), Decision.COMMIT, soon()) is Outcome.COMMITTED
@@ -531,7 +531,7 @@ def test_what_nothing_tells_to_be_committed_is_committed_by_who_says_so(admin, c
         admin.end(str(txn), Decision.ABORT, soon())
 
 
-def test_who_says_abort_of_what_was_committed_hears_that_it_is_committed(admin, client, namespace):
+def test_an_abort_of_a_committed_transaction_answers_that_it_is_committed(admin, client, namespace):
     registered, missed = full("registered", namespace), full("missed", namespace)
     txn, _ = open_with(client, registered, b"1")
     send_late(client, missed, txn, b"2")
@@ -541,8 +541,8 @@ def test_who_says_abort_of_what_was_committed_hears_that_it_is_committed(admin, 
 
 
 @pytest.mark.parametrize(("hours", "found"), [(-4, False), (0, True), (4, False)])
-def test_for_a_repair_the_messages_of_about_its_time_are_read(cluster, client, namespace, hours, found):
-    """And none are waited for where none came since."""
+def test_a_repair_reads_the_messages_from_about_the_time_of_its_transaction(cluster, client, namespace, hours, found):
+    """No message is waited for where none came since."""
     topic = full("idle", namespace)
     send_late(client, topic, None, b"1")
     txn, _ = open_with(client, topic, b"2")
@@ -551,7 +551,9 @@ def test_for_a_repair_the_messages_of_about_its_time_are_read(cluster, client, n
     assert broker_evidence._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
 
 
-def test_the_topic_that_nobody_reads_is_never_held_back(pulsar_broker, admin, open_bridge, client, namespace):
+def test_the_topic_of_the_late_write_canary_is_never_reported_as_held_back(
+    pulsar_broker, admin, open_bridge, client, namespace
+):
     bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
     older = begin(client, full("older", namespace))  # as long as it is open, late messages are not refused
     with bridge.transaction() as txn:
@@ -565,7 +567,7 @@ def test_the_topic_that_nobody_reads_is_never_held_back(pulsar_broker, admin, op
     client.transactions.end(older, False, SOON)
 
 
-def test_what_a_coordinator_knows_is_not_touched_by_a_repair(admin, client, namespace):
+def test_a_repair_does_not_touch_a_transaction_that_its_coordinator_knows(admin, client, namespace):
     topic = full("open", namespace)
     txn, _ = open_with(client, topic, b"1")
     with pytest.raises(InvalidState, match=f"transactions abort {txn}"):

@@ -19,7 +19,7 @@ topic = plugin.topic  # the wire client's tests have another one
 
 
 def read_by(official: Any, name: str) -> list[tuple[bytes, str, dict[str, str]]]:
-    """By one reader a partition, as far as the official client says that there is something."""
+    """Read by one reader a partition, as long as the official client says that there are messages."""
     pulsar = importlib.import_module("pulsar")
     found = []
     for partition in official.get_topic_partitions(name):

@@ -55,7 +55,7 @@ def is_there(bridge: Bridge, topic: str) -> bool:
 
 
 def kept_from(broker: brokers.Pulsar, topic: str) -> tuple[int, int]:
-    """Behind what the broker may drop."""
+    """Return the first position that the broker may not drop."""
     found = admin(broker, "GET", f"{path_of(topic)}/internalStats")["cursors"]["txnbridge"]["markDeletePosition"]
     ledger, _, entry = found.partition(":")
     return int(ledger), int(entry) + 1
@@ -78,7 +78,7 @@ def prepare_commit_and_wait(url: str, admin_url: str, topic: str) -> None:
     time.sleep(600)  # it is killed long before
 
 
-def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_then_nobody_knows(
+def test_the_proof_topic_of_a_dead_bridge_is_deleted_an_hour_after_its_last_deadline(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient
 ) -> None:
     bridge = open_bridge()
@@ -101,7 +101,7 @@ def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_th
 
 
 def wait_until_cleared(bridge: Bridge, token: str) -> None:
-    """Which it is as soon as the broker has noticed that its writer has gone."""
+    """Wait until the proof topic is deleted: as soon as the broker has noticed that its writer has gone."""
 
     def is_gone() -> bool:
         if is_there(bridge, proof_of(token)):
@@ -139,7 +139,7 @@ def test_a_bridge_whose_marker_topic_was_cleared_up_writes_on_with_evidence(
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
 
-def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> None:
+def test_a_cleanup_does_not_create_a_missing_topic(open_bridge: Connect) -> None:
     bridge = open_bridge()
     topic = f"persistent://public/default/{unique('missing')}"
     with pytest.raises(NotFound):
@@ -150,7 +150,7 @@ def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> N
 # --- transactional ids ----------------------------------------------------------------------------------------------
 
 
-def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_truth(
+def test_cleanup_drops_the_records_of_an_id_that_no_living_token_needs_and_no_others(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, with_timing: WithTiming
 ) -> None:
     id = unique("owner")
@@ -169,7 +169,7 @@ def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_tru
     assert state_of(bridge, young) is TokenState.COMMITTED
 
 
-def test_an_unresolved_transaction_keeps_what_its_slot_needs(
+def test_a_cleanup_keeps_the_records_that_the_slot_of_an_unresolved_transaction_needs(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect
 ) -> None:
     bridge = open_bridge(transactional_id=unique("owner"), pulsar={"prepared_ids": 1})
@@ -203,7 +203,7 @@ def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
 # --- who does it ----------------------------------------------------------------------------------------------------
 
 
-def test_whoever_opens_clears_up_after_the_dead(
+def test_an_opening_bridge_cleans_up_after_dead_ones(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, with_timing: WithTiming
 ) -> None:
     namespace = unique("clear")  # of its own: here all is over at once

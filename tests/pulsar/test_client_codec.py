@@ -193,7 +193,7 @@ def fill(message: Any, fields: dict[str, Any]) -> Any:
 
 
 @given(message=ANY_MESSAGE)
-def test_protobuf_reads_what_we_write_and_we_what_it_writes(judge, message):
+def test_protobuf_and_our_codec_read_the_commands_that_the_other_one_writes(judge, message):
     name, fields = message
     theirs = fill(judge(name)(), fields)
     assert judge(name).FromString(encode(name, fields)) == theirs

@@ -485,7 +485,7 @@ def test_no_secret_is_shown(caplog):
 
 @pytest.fixture
 def certified(tmp_path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """What a broker and its clients need to trust each other."""
+    """Return the TLS contexts by which a broker and its clients trust each other."""
     authority = Authority(tmp_path, "authority")
     server = authority.issue("server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

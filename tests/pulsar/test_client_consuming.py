@@ -23,7 +23,7 @@ def ids(entries):
 
 
 @ALL_TYPES
-def test_of_a_batch_what_is_not_acknowledged_comes_again(client, topic, type):
+def test_the_unacknowledged_messages_of_a_batch_come_again(client, topic, type):
     write(client, topic, batch_of(b"0", b"1", b"2", b"3"))
     consumer = subscribe(client, topic, type=type)
     found = ids(receive(consumer, 4))
@@ -199,7 +199,7 @@ def test_seeking_goes_to_any_message_of_a_batch(client, topic):
 
 
 def reopened(reader, count):
-    """What it gives next. A broker that sees the old connection end late may close the new consumer with the old."""
+    """Return the reader's next messages. A broker that sees its old connection end late may close the new consumer."""
     while True:
         reader.reopen(SOON)
         with suppress(wire.BrokerConnectionLost):

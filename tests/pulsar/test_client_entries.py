@@ -455,7 +455,7 @@ def test_an_entry_without_a_checksum_is_read():
 
 
 def feed(reader: FrameReader, data: bytes) -> list[bytes]:
-    """As a connection does it: as much at a time as there is room for."""
+    """Feed the bytes as a connection does: as many at a time as there is room for."""
     found = []
     while data:
         with reader.space() as space:

@@ -100,7 +100,7 @@ def test_a_name_can_be_used_by_one_producer_at_a_time(client, topic):
     client.create_producer(topic, name="same", timeout=SOON, connection_key="other").close(SOON)
 
 
-def test_a_topic_that_is_held_exclusively_takes_nobody_else(client, topic):
+def test_a_topic_with_an_exclusive_producer_takes_no_other_producer(client, topic):
     owner = client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE)
     assert owner.topic_epoch == 0
     with pytest.raises(wire.ProducerFenced):

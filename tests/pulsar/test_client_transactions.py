@@ -47,7 +47,7 @@ def test_ending_twice_is_told_as_not_found_whatever_the_first_was(client, topic,
         client.transactions.register(txn, SOON, [topic])
 
 
-def test_of_many_that_end_at_once_one_does_it_and_the_others_learn_the_state(client, topic):
+def test_one_of_many_concurrent_ends_succeeds_and_the_others_learn_the_state(client, topic):
     txn = begin(client, topic)
     producer_on(client, topic).send(wire.Single(b"x"), txn, timeout=SOON).result(SOON)
     start = threading.Barrier(5)

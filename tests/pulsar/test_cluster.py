@@ -78,7 +78,7 @@ def nodes_of(cluster: Cluster, topic: str, partitions: int) -> set[int]:
 
 
 def official_sees(cluster: Cluster, node: int, topic: str) -> list[str]:
-    """What the official client reads of a topic that knows one node alone."""
+    """Return the messages of a topic that the official client reads when it knows one node alone."""
     if importlib.util.find_spec("pulsar") is None:
         pytest.skip("needs the official client: pip install pulsar-client")
     command = [sys.executable, str(PROGRAM), f"pulsar://{cluster.broker.address(node)}", "see"]
@@ -92,7 +92,7 @@ def official_sees(cluster: Cluster, node: int, topic: str) -> list[str]:
 
 
 @BOTH_NODES
-def test_who_knows_one_broker_is_sent_on_to_the_one_that_serves_a_topic(cluster: Cluster, node: int) -> None:
+def test_a_client_that_knows_one_broker_is_sent_on_to_the_one_that_serves_a_topic(cluster: Cluster, node: int) -> None:
     other = 3 - node
     topic = full_topic_name(cluster.name_on(other, full_topic_name))
     with PulsarClient(f"pulsar://{cluster.broker.address(node)}") as client:
@@ -103,7 +103,7 @@ def test_who_knows_one_broker_is_sent_on_to_the_one_that_serves_a_topic(cluster:
 
 
 @BOTH_NODES
-def test_what_the_rest_interface_of_one_broker_does_reaches_the_other(
+def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(
     cluster: Cluster, open_bridge: Callable[..., Bridge], node: int
 ) -> None:
     url = f"http://{cluster.broker.web_address(node)}"
@@ -194,7 +194,7 @@ def prepare_and_die(url: str, admin_url: str, id: str, topics: list[str]) -> Non
 
 
 def known(end: Callable[[str], Outcome], token: str) -> Outcome:
-    """What it says once it knows: until a broker has loaded a marker topic that was another's, nobody may."""
+    """Return the outcome once it is known: not before a broker has loaded the proof topic of another broker."""
     until = Deadline(PATIENCE)
     while True:
         try:
@@ -205,7 +205,7 @@ def known(end: Callable[[str], Outcome], token: str) -> Outcome:
 
 @BOTH_ENDS
 @pytest.mark.parametrize("dies", ["coordinator", "topic", "fence"])
-def test_what_was_prepared_is_ended_truly_once_though_a_broker_it_needs_dies(
+def test_a_prepared_transaction_is_ended_truly_although_a_broker_that_it_needs_dies(
     cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge, dies: str, commit: bool
 ) -> None:
     id = cluster.name_on(
@@ -275,7 +275,7 @@ class Writing:
 
 
 @BOTH_NODES
-def test_of_transactions_during_which_a_broker_dies_each_ends_as_its_program_was_told(
+def test_each_transaction_during_which_a_broker_dies_ends_as_its_program_was_told(
     cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge, node: int
 ) -> None:
     topics = [topic_on(cluster, bridge, each) for each in (1, 2)]
@@ -380,7 +380,7 @@ def test_reading_processing_and_publishing_go_on_while_topics_move_and_brokers_d
 
 
 @BOTH_NODES
-def test_nothing_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
+def test_no_call_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
     cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge, node: int
 ) -> None:
     topic = topic_on(cluster, bridge, node)

@@ -26,7 +26,7 @@ PREFIX = "_logs-"
 
 
 class OpenLog(PulsarLog):
-    """With a connection of its own, as another process has it."""
+    """A log with a connection of its own, as another process has it."""
 
     def __init__(self, url, name, timeout=SOON, **given):
         self.connection = Connection(url, **{"prefix": PREFIX, **given})
@@ -46,7 +46,7 @@ class OpenLog(PulsarLog):
 
 @pytest.fixture
 def path(name):
-    """Of its topic, in the REST interface."""
+    """Return the path of the log's topic in the REST interface."""
     return f"persistent/public/default/{PREFIX}log-{name}"
 
 
@@ -100,7 +100,7 @@ def test_the_topic_has_a_durable_subscription_before_its_first_record(pulsar_bro
 
 
 def close_ledger(broker, path):
-    """What follows goes into another ledger.
+    """Make the broker write later records into another ledger.
 
     A broker answers an acknowledgement before there is a ledger that keeps a subscription's place. If it lets go of the
     topic before there is, it has forgotten it.
@@ -115,7 +115,7 @@ def state_of_subscription(broker, path):
 
 @pytest.fixture(scope="module")
 def forgetful_broker():
-    """It keeps nothing longer than subscriptions need it; not even what may be needed to tell duplicates."""
+    """A broker that keeps no record longer than subscriptions need it, not even to recognize duplicates."""
     with pulsar_or_skip(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"}) as broker:
         yield broker
 
@@ -127,7 +127,7 @@ def forgetful_log(forgetful_broker, name, opened):
 
 @pytest.fixture
 def drop_unneeded(forgetful_broker, path):
-    """What a broker does by itself now and then."""
+    """Return a function that drops unneeded ledgers, as a broker does by itself now and then."""
 
     def drop():
         close_ledger(forgetful_broker, path)
@@ -154,7 +154,7 @@ def test_a_log_goes_on_in_another_ledger(pulsar_broker, log, path):
     assert bounds(log) == (before[0], after[1])
 
 
-def test_nothing_is_dropped_that_was_not_trimmed(forgetful_log, drop_unneeded):
+def test_a_record_that_was_not_trimmed_is_not_dropped(forgetful_log, drop_unneeded):
     append(forgetful_log, b"0", b"1")
     for _ in range(3):
         drop_unneeded()
@@ -162,7 +162,7 @@ def test_nothing_is_dropped_that_was_not_trimmed(forgetful_log, drop_unneeded):
     assert [record for _, record in read(forgetful_log)] == [b"0", b"1", b"more", b"more", b"more"]
 
 
-def test_what_is_trimmed_is_dropped_by_whole_ledgers_and_the_rest_stays(forgetful_log, drop_unneeded):
+def test_trimmed_records_are_dropped_by_whole_ledgers_and_the_rest_stays(forgetful_log, drop_unneeded):
     log = forgetful_log
     old = append(log, b"0", b"1")
     drop_unneeded()
@@ -217,7 +217,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_pulsar, opened):
 
 
 def test_a_log_outlives_a_broker_that_deletes_what_nobody_uses(start_pulsar, opened):
-    """As Pulsar comes, it keeps nothing that no subscription needs, and deletes topics without one."""
+    """By default Pulsar keeps nothing that no subscription needs, and deletes topics without a subscription."""
     settings = {
         "brokerDeleteInactiveTopicsFrequencySeconds": "1",
         "brokerDeleteInactiveTopicsMaxInactiveDurationSeconds": "1",

@@ -1,4 +1,4 @@
-"""What a coordinator says has ended, and has not where a topic was being moved: our own ends make it so."""
+"""Tests of transactions that a coordinator says have ended, but not on a topic that was moved: we end them there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ITS_OWN = ("__transaction_buffer_snapshot", "__change_events")
 
 @pytest.fixture(scope="module")
 def pulsar_broker() -> Iterator[brokers.Pulsar]:
-    """One that no other tests use, because unloading concerns all that is on it."""
+    """A broker that no other tests use, because unloading concerns all topics on it."""
     with pulsar_or_skip() as broker:
         yield broker
 
@@ -99,7 +99,7 @@ def forgetting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = 
 # --- one after the other ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_unloaded_while_it_was_committed_is_told(
+def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(
     bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, results = movable(bridge), movable(bridge)
@@ -123,7 +123,7 @@ def test_what_was_unloaded_while_it_was_committed_is_told(
         assert values(take(consumer, 1)) == [b"3"]
 
 
-def test_what_is_unloaded_a_moment_later_is_told_too(
+def test_a_topic_unloaded_a_moment_after_a_commit_is_told_of_it_too(
     bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = movable(bridge)
@@ -133,7 +133,7 @@ def test_what_is_unloaded_a_moment_later_is_told_too(
     assert values(seen(bridge, topic)) == [b"1"]
 
 
-def test_who_closes_right_behind_a_commit_hears_of_it_first(
+def test_a_bridge_closed_right_after_a_commit_first_tells_it_to_a_topic_that_is_unloaded(
     open_bridge: Connect,
     bridge: Bridge,
     unload: Callable[[str], None],
@@ -164,7 +164,7 @@ def test_an_abort_is_told_as_well(
     assert values(seen(bridge, topic)) == [b"0"]
 
 
-def test_where_nothing_moves_nothing_is_told_and_nothing_goes_on(
+def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(
     bridge: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
@@ -181,7 +181,7 @@ def test_where_nothing_moves_nothing_is_told_and_nothing_goes_on(
     assert not told
 
 
-def test_what_others_committed_by_token_is_told_everywhere(
+def test_a_commit_by_token_of_another_bridge_is_told_to_every_topic_and_group(
     open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, results = new_topic(bridge), new_topic(bridge, partitions=3)
@@ -200,7 +200,7 @@ def test_what_others_committed_by_token_is_told_everywhere(
         assert values(take(consumer, 1)) == [b"2"]
 
 
-def test_who_opens_an_id_tells_what_its_dead_owner_had_committed(
+def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(
     open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = unique("owned")
@@ -219,7 +219,7 @@ def test_who_opens_an_id_tells_what_its_dead_owner_had_committed(
 
 
 @pytest.mark.parametrize("shows", [True, False], ids=["proven", "by hand"])
-def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
+def test_a_new_owner_does_not_take_back_a_commit_that_its_coordinator_forgot(
     open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, shows: bool
 ) -> None:
     name = unique("owned")
@@ -255,7 +255,7 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
         txn.commit()
 
 
-def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
+def test_a_writer_does_not_take_back_a_commit_that_its_coordinator_forgot(
     bridge: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = new_topic(bridge)
@@ -294,7 +294,7 @@ def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("by", ["its owner", "a newer owner"])
-def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_how_that_ended(
+def test_the_proof_topic_of_a_prepared_transaction_is_used_again_once_it_tells_the_outcome(
     open_bridge: Connect, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     name = unique("owned")
@@ -371,7 +371,7 @@ def test_commits_while_topics_are_unloaded_lose_nothing_and_double_nothing(
 def test_a_coordinator_forgets_topics_that_are_being_unloaded(
     bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a client meets that takes its word for it, and the cure."""
+    """A client that trusts the coordinator misses commits; an end sent to the partition itself is the cure."""
     monkeypatch.setattr(EndDelivery, "ended", lambda *_: None)
     topic = movable(bridge)
     other = movable(bridge, topic)
@@ -404,7 +404,7 @@ def test_a_token_tells_what_its_transaction_touched() -> None:
     assert Participants.read({}) == NO_PARTICIPANTS
 
 
-def test_what_is_too_much_for_a_token_is_left_out() -> None:
+def test_participants_too_many_for_a_token_are_left_out() -> None:
     many = tuple(f"persistent://public/default/some-topic-{number}" for number in range(100))
     assert Participants(many).fields() == {}
     assert len(Participants(tuple(f"persistent://public/default/t-partition-{n}" for n in range(1000))).fields()) == 2
@@ -413,7 +413,7 @@ def test_what_is_too_much_for_a_token_is_left_out() -> None:
 @pytest.mark.parametrize(
     "fields", [{"r": 1, "g": {}}, {"r": {"a": 1}, "g": {}}, {"r": {}}, {"r": {"a": "x"}, "g": {}}, {"r": {}, "g": []}]
 )
-def test_what_is_none_is_refused(fields: dict[str, Any]) -> None:
+def test_damaged_evidence_in_a_token_is_refused(fields: dict[str, Any]) -> None:
     damaged = {"x": list(TxnId(1, 2)), "a": True, "m": "persistent://a/b/c", "s": [1, 2], "n": "x", **fields}
     with pytest.raises(InvalidToken):
         TokenEvidence.read(damaged)

@@ -1,4 +1,4 @@
-"""What the decision log knows of a fence topic, and what an opener concludes from both."""
+"""Tests of a fence topic's identity in the decision log, and of an opener's conclusion from both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def notice(fence_id: str) -> FenceRecord:
     return FenceRecord("older", "host", 0, fence_id=fence_id)
 
 
-def test_the_first_opening_chooses_one_and_all_later_ones_follow_it() -> None:
+def test_the_first_opening_chooses_a_fence_identity_and_all_later_ones_follow() -> None:
     ledger = Kept()
     chosen = fence_id(ledger).follow(None, SOON)
     assert chosen
@@ -44,7 +44,7 @@ def test_the_first_opening_chooses_one_and_all_later_ones_follow_it() -> None:
     assert fence_id(ledger).follow(notice(chosen), SOON) == chosen
 
 
-def test_what_stands_on_the_fence_topic_counts_where_its_opener_did_not_come_to_record_it() -> None:
+def test_an_identity_on_the_fence_topic_counts_although_its_opener_did_not_record_it() -> None:
     ledger = Kept()
     assert fence_id(ledger).follow(notice("first"), SOON) == "first"
     fence_id(ledger).record("first", SOON)
@@ -57,13 +57,13 @@ def test_a_fence_topic_that_was_deleted_is_noticed(before: FenceRecord | None) -
         fence_id(Kept(lineage="first")).follow(before, SOON)
 
 
-def test_who_may_not_use_the_log_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_owner_that_may_not_use_the_log_goes_on_without_it(caplog: pytest.LogCaptureFixture) -> None:
     found = fence_id(Denied())
     found.record(found.follow(None, SOON), SOON)
     assert fence_id(Denied()).follow(notice("first"), SOON) == "first"
     assert "it will not be noticed if the fence topic is deleted" in caplog.text
 
 
-def test_of_two_that_record_at_once_one_lineage_counts() -> None:
+def test_only_one_of_two_identities_recorded_at_once_counts() -> None:
     with pytest.raises(EvidenceLost):
         fence_id(Overtaken()).record("mine", SOON)

@@ -1,4 +1,4 @@
-"""What is kept on fence and marker topics can be read by the next version: these texts were written by this one."""
+"""Records on fence and proof topics can be read by the next version: this version wrote these texts."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_a_notice_is_read_as_it_was_written() -> None:
     assert FenceRecord.unpack(GOLDEN) == NOTICE
 
 
-def test_where_a_mark_stands_is_kept_where_it_is_known() -> None:
+def test_the_position_of_a_proof_message_is_kept_where_it_is_known() -> None:
     at = replace(PROOF_LOCATION, at=(7, 9))
     assert at.fields() == {**PROOF_LOCATION.fields(), "p": [7, 9]}
     assert (ProofLocation.read(at.fields()), ProofLocation.read(PROOF_LOCATION.fields())) == (at, PROOF_LOCATION)
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"[]", b"1", GOLDEN.replace(b'"v":1', b'"v":2'), GOLDEN[:-9]])
-def test_what_is_no_notice_proves_nothing(data: bytes | None) -> None:
+def test_data_that_is_no_fence_record_proves_nothing(data: bytes | None) -> None:
     with pytest.raises(EvidenceLost):
         FenceRecord.unpack(data)
 
@@ -75,5 +75,5 @@ def test_a_record_on_a_marker_topic_is_written_and_read_as_ever(record: ProofRec
     assert (record.pack(), ProofRecord.unpack(golden)) == (golden, record)
 
 
-def test_what_is_no_record_of_ours_is_passed_over() -> None:
+def test_a_record_that_is_not_ours_is_passed_over() -> None:
     assert [ProofRecord.unpack(data) for data in (None, b"", b"hello", b"[1]", b'{"v":2,"k":"mark"}')] == [None] * 5

@@ -73,7 +73,7 @@ def is_lost(consumer: Consumer):
 
 
 @pytest.mark.usefixtures("begun")
-def test_where_a_group_was_moved_by_its_administrator_it_goes_on(connect, topic, group, subscription):
+def test_a_group_goes_on_where_its_administrator_moved_it(connect, topic, group, subscription):
     subscription("POST", "/resetcursor", {"ledgerId": -1, "entryId": -1})
     with connect().consumer(topic, group) as consumer:
         assert values(take(consumer, 2)) == [b"1", b"2"]
@@ -93,7 +93,7 @@ def test_partitions_that_were_added_since_are_begun(connect, bridge, topic, grou
 def test_without_rest_a_group_whose_subscription_was_deleted_is_a_new_one(
     open_bridge, bridge, topic, group, subscription
 ):
-    """As it is with every other client of Pulsar."""
+    """Every other client of Pulsar behaves in this way."""
     subscription("DELETE")
     markers = mark(bridge, topic)
     with open_bridge(pulsar={"admin_url": ""}).consumer(topic, group) as consumer:

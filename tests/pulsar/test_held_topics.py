@@ -88,7 +88,7 @@ def test_a_reader_that_waits_gets_what_was_committed(
         assert not consumer.poll(1, timeout=1)
 
 
-def test_a_repair_ends_it_as_its_proof_topic_says(held: tuple[Bridge, str], die: Die) -> None:
+def test_a_repair_ends_a_transaction_as_its_proof_topic_says(held: tuple[Bridge, str], die: Die) -> None:
     bridge, topic = held
     cluster = cluster_of(bridge)
     assert cluster.rest is not None
@@ -110,7 +110,7 @@ def send_after_abort(client: PulsarClient, topic: str) -> TxnId:
     return txn
 
 
-def test_what_names_no_proof_topic_is_left_alone(open_bridge: Connect, client: PulsarClient) -> None:
+def test_a_transaction_that_names_no_proof_topic_is_left_alone(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, cluster = concrete(new_topic(bridge)), cluster_of(bridge)
     assert cluster.rest is not None
@@ -130,7 +130,7 @@ def test_a_topic_where_a_transaction_has_ended_before_is_not_held_back(
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_what_its_coordinator_knows_is_left_alone(open_bridge: Connect, client: PulsarClient) -> None:
+def test_a_transaction_that_its_coordinator_knows_is_left_alone(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, cluster = new_topic(bridge), cluster_of(bridge)
     assert cluster.rest is not None

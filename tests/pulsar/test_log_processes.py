@@ -17,7 +17,7 @@ SECONDS = 90  # a broker that was killed is back within thirty, also on a busy m
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_four_processes_race_and_nobody_disagrees(start_pulsar, tmp_path, races, dying, kills):
-    """On a broker as it comes, which drops what no subscription needs."""
+    """The broker has its default settings, by which it drops records that no subscription needs."""
     broker = start_pulsar(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
     log = race(OpenLog, broker.url, tmp_path, races, dying, SECONDS, broker, kills)
     if races == 1_000:

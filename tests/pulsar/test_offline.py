@@ -1,4 +1,4 @@
-"""What writers, owners and publishers conclude from answers, and how long they take: without a broker."""
+"""Tests without a broker: what writers, owners and publishers conclude from answers, and how long they take."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | 
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
-def test_what_tells_how_a_commit_ended_that_was_not_heard_of_is_kept(
+def test_the_evidence_of_a_commit_without_an_answer_is_kept(
     ready: PulsarWriter, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def end(*_: object) -> EndResult:
@@ -250,7 +250,7 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
 # --- what a coordinator forgot ----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended(
+def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def left(number: int, topic: str) -> AnnouncedTransaction:
@@ -304,7 +304,7 @@ def over(number: int, *topics: str) -> AnnouncedTransaction:
     )
 
 
-def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alone() -> None:
+def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no_other() -> None:
     owner, written = announcing()
     many = [f"persistent://public/default/topic-{number}" for number in range(100)]
     first, second = over(1, "t"), over(2, "t")
@@ -368,7 +368,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
     answer.set()
 
 
-def test_closing_waits_for_no_longer_than_it_may(hanging: LateWriteGuard) -> None:
+def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging: LateWriteGuard) -> None:
     started = time.monotonic()
     hanging.close(Deadline(0.5))
     assert time.monotonic() - started < 8  # its thread would take 10 seconds
@@ -419,7 +419,7 @@ def fails_at_first() -> Callable[..., bool]:
     return deduplicates
 
 
-def test_after_a_first_look_that_failed_what_is_stored_is_known_all_the_same() -> None:
+def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() -> None:
     publisher, sent = publisher_where(fails_at_first(), last=4)
     with pytest.raises(BrokerUnavailable):
         send_one(publisher, 3)
@@ -439,7 +439,7 @@ def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: i
     assert not sent
 
 
-def test_what_the_broker_knows_to_be_stored_is_noted_and_gone_on_from() -> None:
+def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> None:
     ledger = Kept(stored=2)
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
     for number in range(6):
@@ -461,7 +461,7 @@ def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> 
     assert sent == [5, 6] and tried == [{"stored": 4}]
 
 
-def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_publisher_that_may_not_note_its_sequence_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     def denied(*_: object) -> Any:
         raise AccessDenied("no right")
 

@@ -1,4 +1,4 @@
-"""What brokers answer by REST to who asks after transactions, and what is made of it: one status has two meanings."""
+"""Tests of brokers' answers by REST about transactions: one status has two meanings."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_any_other_refusal_is_passing_or_told_at_the_deadline(refusal: Any) -> N
     ],
     ids=["open", "not loaded", "no coordinator", "of another", "silence", "ended"],
 )
-def test_only_what_its_coordinator_says_to_have_ended_is_repaired(answer: Any, error: type[Exception]) -> None:
+def test_only_a_transaction_that_its_coordinator_says_has_ended_is_repaired(
+    answer: Any, error: type[Exception]
+) -> None:
     with answering(transactionMetadata=[answer]) as asked:
         asked.topics = []
         with pytest.raises(error) as raised:
@@ -145,7 +147,7 @@ def test_only_what_its_coordinator_says_to_have_ended_is_repaired(answer: Any, e
         assert raised.type is error
 
 
-def test_of_a_coordinator_that_was_never_there_nobody_is_asked() -> None:
+def test_a_repair_asks_no_broker_about_a_coordinator_that_never_existed() -> None:
     with answering(transactionMetadata=[OPEN]) as asked:
         asked.topics = []
         with pytest.raises(NotFound):
@@ -155,7 +157,7 @@ def test_of_a_coordinator_that_was_never_there_nobody_is_asked() -> None:
 
 @contextmanager
 def holding(*answers: Any) -> Iterator[Asked]:
-    """One topic is held back by the transaction, after which its coordinator answers so when it is asked."""
+    """Hold a topic back by the transaction, whose coordinator then gives these answers."""
     with answering(
         headers={"entry": {"X-Pulsar-txnid-most-bits": "0", "X-Pulsar-txnid-least-bits": "15"}},
         timing=Timing(coordinator_seconds=0.5),

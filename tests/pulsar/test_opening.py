@@ -33,7 +33,7 @@ from txnbridge.testing import Child, tell
 
 @pytest.fixture(autouse=True)
 def _nothing_is_open(request: pytest.FixtureRequest) -> None:
-    """What other tests left open, prepared above all, keeps brokers from refusing what comes late."""
+    """End the transactions that other tests left open: they keep brokers from refusing late writes."""
     if "client" in request.fixturenames:
         end_all(request.getfixturevalue("pulsar_broker"))
 
@@ -44,7 +44,7 @@ def id() -> str:
 
 
 def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
-    """What an owner that was paused between two steps does when it wakes up."""
+    """Send as an owner does that was paused between two steps, when it wakes up."""
     bridge = txn._connection.bridge
     assert isinstance(bridge, Bridge)
     producer = cluster_of(bridge).client.create_producer(concrete(topic), timeout=SOON, transactions=True)
@@ -82,7 +82,7 @@ def test_the_newer_owner_ends_what_was_announced_and_spares_what_was_prepared(
     assert read_all(client, concrete(topic)) == [b"prepared"]
 
 
-def test_the_older_owner_is_told_who_came(open_bridge: Connect, id: str) -> None:
+def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: Connect, id: str) -> None:
     older = open_bridge(transactional_id=id)
     topic = new_topic(older)
     newer = open_bridge(transactional_id=id)
@@ -92,7 +92,7 @@ def test_the_older_owner_is_told_who_came(open_bridge: Connect, id: str) -> None
 
 
 @pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])
-def test_what_the_older_owner_sends_after_the_takeover_is_refused(
+def test_a_message_that_the_older_owner_sends_after_the_takeover_is_refused(
     open_bridge: Connect, client: PulsarClient, id: str, where: str
 ) -> None:
     older = open_bridge(transactional_id=id)
@@ -182,7 +182,7 @@ def test_a_naive_owner_takes_the_id_back(open_bridge: Connect, client: PulsarCli
         send(newer, topic, b"x")
 
 
-def test_an_owner_whose_fence_topic_was_made_anew_is_shut_out_by_what_stands_there(
+def test_an_owner_whose_fence_topic_was_recreated_is_fenced_by_the_record_of_the_newer_one(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, id: str
 ) -> None:
     older = open_bridge(transactional_id=id)
@@ -226,7 +226,7 @@ def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_of_many_that_open_an_id_at_once_one_is_the_owner(
+def test_only_one_of_many_that_open_an_id_at_once_is_the_owner(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:
     def race(number: int) -> Bridge | None:
@@ -251,7 +251,7 @@ def test_of_many_that_open_an_id_at_once_one_is_the_owner(
     assert read_all(client, concrete(topic)) == committed
 
 
-def test_of_naive_owners_that_open_at_once_several_write(client: PulsarClient) -> None:
+def test_several_naive_owners_that_open_at_once_write(client: PulsarClient) -> None:
     """The broken variant: the broker gives all that fence at the same moment the same epoch."""
     for _ in range(20):
         topic = f"persistent://public/default/{unique('fence')}"

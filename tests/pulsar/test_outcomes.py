@@ -1,4 +1,4 @@
-"""What became of a transaction: always the truth, from whatever process, whoever asked for what first."""
+"""Tests of outcomes: always the truth, from whatever process, whichever end was asked for first."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ANSWERS: list[tuple[list[Any], Any]] = [
 
 
 @pytest.mark.parametrize(("answers", "expected"), ANSWERS, ids=str)
-def test_what_an_end_came_to_is_said_for_certain_only_where_every_request_was_answered(
+def test_the_result_of_an_end_is_certain_only_where_every_request_was_answered(
     answers: list[Any], expected: Any
 ) -> None:
     waiting = list(answers)
@@ -172,7 +172,7 @@ def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_
 
 
 def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_bridge: Connect) -> None:
-    """Of a writer whose first try was not answered: behind it the transaction may be open."""
+    """A presence whose first try was not answered may be stored late: the transaction may be open behind it."""
     bridge = open_bridge(writers=1)
     topic = new_topic(bridge)
     with bridge.transaction() as txn:
@@ -185,7 +185,7 @@ def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_brid
 
 
 def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_one(open_bridge: Connect) -> None:
-    """It says that it is there before it learns that it is not the owner any more: in front of what the newer one
+    """The older owner writes its presence before it learns that it is fenced: in front of what the newer owner
     commits later.
     """
     id = unique("owner")
@@ -282,7 +282,7 @@ def commit_and_die(url: str, admin_url: str, topic: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["step:register/before", "step:register/after", "step:commit/before"])
-def test_what_a_killed_process_left_open_holds_readers_back_no_longer_than_its_time(
+def test_an_open_transaction_of_a_killed_process_holds_no_reader_beyond_its_deadline(
     pulsar_broker: brokers.Pulsar, client: PulsarClient, bridge: Bridge, topic: str, where: str
 ) -> None:
     with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill=where) as child:
@@ -290,9 +290,7 @@ def test_what_a_killed_process_left_open_holds_readers_back_no_longer_than_its_t
     assert read_all(client, concrete(topic)) == []
 
 
-def test_what_a_killed_process_had_committed_stays(
-    pulsar_broker: brokers.Pulsar, client: PulsarClient, topic: str
-) -> None:
+def test_a_commit_of_a_killed_process_stays(pulsar_broker: brokers.Pulsar, client: PulsarClient, topic: str) -> None:
     with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="step:commit/after") as child:
         child.stopped()
     assert read_all(client, concrete(topic)) == [b"x"]

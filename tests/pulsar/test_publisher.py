@@ -74,7 +74,7 @@ def send_all(publisher, topic, values, sequences=False):
     publisher.flush(Deadline(SOON))
 
 
-def test_what_goes_wrong_with_the_connection_makes_no_copies_and_no_gaps(pulsar_broker, publisher, new_topic, client):
+def test_lost_connections_make_no_duplicates_and_no_gaps(pulsar_broker, publisher, new_topic, client):
     topic = new_topic()
     with faults.proxy(pulsar_broker) as proxy:
         plain = publisher(url=proxy.url)
@@ -141,7 +141,7 @@ def test_a_sequence_goes_on_behind_a_publisher_that_was_cut_off(pulsar_broker, p
 def test_a_name_that_the_broker_knows_no_more_publishes_nothing_twice(
     pulsar_broker, publisher, new_topic, client, name
 ):
-    """As a broker that was not used by that name for hours: also one that made the topic anew answers that it knows
+    """A broker forgets a name that was not used for hours; one that recreated the topic answers as well that it knows
     nothing.
     """
     topic = new_topic()
@@ -161,7 +161,7 @@ def test_a_name_that_the_broker_knows_no_more_publishes_nothing_twice(
     assert stored(client, topic) == numbered(5, 3)
 
 
-def test_what_a_publisher_that_died_had_stored_is_noted_by_its_first_flush(publisher, ledgers, new_topic, name):
+def test_a_publishers_first_flush_and_its_close_note_the_stored_sequence(publisher, ledgers, new_topic, name):
     topic = new_topic()
     dead = publisher(name)
     send_all(dead, topic, numbered(3), sequences=True)

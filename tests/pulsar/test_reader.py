@@ -77,9 +77,7 @@ def test_topics_are_called_as_they_were_asked_for(client, topic, member):
 # --- alone -------------------------------------------------------------------------------------------------------
 
 
-def test_alone_a_reader_that_waits_in_an_empty_topic_outlives_that_the_topic_moves(
-    pulsar_broker, client, topic, member
-):
+def test_a_reader_without_a_group_waits_on_in_an_empty_topic_that_moves(pulsar_broker, client, topic, member):
     client.create_producer(topic, timeout=SOON).close(SOON)
     reader = member(topic, None, start="latest")
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
@@ -87,7 +85,7 @@ def test_alone_a_reader_that_waits_in_an_empty_topic_outlives_that_the_topic_mov
     assert values(reader.take(1)) == [b"1"]
 
 
-def test_alone_reading_may_begin_at_a_time(client, topic, member):
+def test_a_reader_without_a_group_may_begin_at_a_time(client, topic, member):
     batch = wire.MessageBatch()
     for number in range(5):
         batch.append(b"%d" % number, event_time=1_600_000_000_000 + number)
@@ -101,7 +99,7 @@ def test_alone_reading_may_begin_at_a_time(client, topic, member):
     assert values(reader.take(1)) == [b"later"]
 
 
-def test_alone_any_position_can_be_gone_to(client, topic, member):
+def test_a_reader_without_a_group_can_go_to_any_position(client, topic, member):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
     reader = member(topic, None)
     found = reader.take(5)
@@ -125,7 +123,7 @@ def test_messages_that_retention_has_removed_cannot_be_gone_to(pulsar_broker, cl
         reader.seek({(topic, 0): old.position})
 
 
-def test_alone_nothing_is_lost_or_doubled_when_connections_break(client, topic, member):
+def test_a_reader_without_a_group_loses_and_doubles_nothing_when_connections_break(client, topic, member):
     write(client, topic)
     reader = member(topic, None)
     producer = client.create_producer(topic, timeout=SOON)
@@ -311,7 +309,7 @@ def test_members_that_come_at_once_begin_at_the_same_time(client, topic, member)
     assert sorted(values(found)) == [b"1", b"2"]
 
 
-def test_where_everything_is_older_a_group_begins_at_the_end(client, topic, member):
+def test_a_group_that_starts_at_a_time_after_all_messages_begins_at_the_end(client, topic, member):
     write(client, topic, b"old", batch_of(b"old", b"old"))
     reader = member(topic, start=int(time.time() * 1000) + 3_600_000)
     write(client, topic, b"new")
@@ -343,7 +341,9 @@ def test_messages_of_a_batch_that_are_given_back_come_again_alone(client, topic,
     assert values(reader.take(1)) == [b"marker"]
 
 
-def test_what_a_broker_leaves_out_when_it_goes_back_comes_before_later_messages(client, topic, member, monkeypatch):
+def test_entries_that_a_broker_leaves_out_when_it_goes_back_come_before_later_messages(
+    client, topic, member, monkeypatch
+):
     """A broker that reads on while it goes back may jump there (hazard H94): here entries 3 to 6 do not arrive once."""
     write(client, topic, *(b"%d" % number for number in range(10)))
     group = member(topic)
@@ -377,7 +377,7 @@ def test_a_member_that_waits_gets_what_a_broker_has_left_out(client, topic, memb
     assert values(group.take(2)) == [b"1", b"2"]
 
 
-def test_in_a_group_seeking_brings_back_what_is_not_acknowledged(client, topic, member):
+def test_seeking_in_a_group_brings_back_unacknowledged_messages(client, topic, member):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
     reader = member(topic)
     found = reader.take(5)
@@ -388,7 +388,7 @@ def test_in_a_group_seeking_brings_back_what_is_not_acknowledged(client, topic, 
     assert values(reader.take(2)) == [b"3", b"4"]
 
 
-def test_in_a_group_seeking_forward_passes_over_what_lies_between(client, topic, member):
+def test_seeking_forward_in_a_group_passes_over_the_messages_between(client, topic, member):
     write(client, topic, *(b"%d" % number for number in range(4)))
     other = member(topic, None)
     positions = [m.position for m in other.take(4)]
@@ -439,14 +439,14 @@ def test_members_share_the_partitions_and_take_over_from_those_who_leave(topic, 
 
 
 def test_partitions_come_together(topic, member, partitioned):
-    """Who reads until everything is read that it holds would take the first for all."""
+    """A reader that reads all partitions that it holds would take the first partition for all of them."""
     partitioned(8)
     reader = member(topic)
     reader.until(lambda: reader.positions())
     assert len(reader.positions()) == 8
 
 
-def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(topic, member, partitioned):
+def test_partitions_come_although_rest_does_not_answer_and_rest_is_asked_once(topic, member, partitioned):
     # A busy machine may take longer for the partitions than a reader sends no request.
     timing = Timing(rest_seconds=0.2, no_rest_seconds=3600.0)
     partitioned(4)
@@ -482,7 +482,7 @@ def test_a_connection_that_breaks_ends_the_assignment_and_everything_comes_again
 
 
 @BOTH_SHARED
-def test_of_shared_messages_a_member_takes_no_more_than_it_asked_for(client, topic, member, sharing):
+def test_a_member_takes_no_more_shared_messages_than_it_asked_for(client, topic, member, sharing):
     write(client, topic)
     one, two = member(topic, sharing=sharing), member(topic, sharing=sharing)
     keys = [b"%d" % number for number in range(20)]

@@ -34,7 +34,7 @@ def official(pulsar_broker):
 
 
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
-def test_what_the_official_client_writes_is_read(official, topic, member, group):
+def test_messages_of_the_official_client_are_read(official, topic, member, group):
     official("write", topic)
     found = member(topic, group).take(21)
     assert [(m.value, m.key, m.headers["number"], m.timestamp) for m in found[:20]] == [

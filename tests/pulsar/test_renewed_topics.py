@@ -90,7 +90,7 @@ def test_a_group_does_not_read_on_in_a_topic_that_was_made_anew(
 def test_without_rest_a_group_reads_a_topic_that_was_made_anew_from_its_beginning(
     open_bridge: Connect, bridge: Bridge, topic: str, renew: Renew, start: str
 ) -> None:
-    """It is not told that it is another topic, and misses nothing there."""
+    """The group is not told that the topic is another one, and misses none of its messages."""
     with open_bridge(pulsar={"admin_url": ""}).consumer(topic, unique("group"), start=start) as consumer:
         send(bridge, topic, b"the last")
         assert values(take(consumer, 11 if start == "earliest" else 1))[-1] == b"the last"

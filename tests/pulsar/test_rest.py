@@ -44,7 +44,7 @@ def rest_of(*ports: int) -> Rest:
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
-def test_where_nobody_listens_the_next_one_is_asked_from_then_on(method: str) -> None:
+def test_a_rest_address_where_nobody_listens_is_left_for_the_next_one(method: str) -> None:
     with answering() as server:
         rest = rest_of(*free_ports(1), server.server_port)
         assert [rest.ask(method, "/admin/x", Deadline(SOON)) for _ in range(2)] == ["here", "here"]
@@ -68,6 +68,6 @@ def test_a_change_whose_answer_is_lost_is_not_asked_for_again() -> None:
         assert (dying.seen, other.seen) == (["PUT", "GET"], ["GET"])
 
 
-def test_when_nobody_answers_that_is_told() -> None:
+def test_rest_addresses_where_nobody_listens_raise_broker_unavailable() -> None:
     with pytest.raises(BrokerUnavailable, match="refused"):
         rest_of(*free_ports(2)).get("/admin/x", Deadline(SOON))

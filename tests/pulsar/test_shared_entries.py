@@ -154,7 +154,7 @@ def words(bits: int) -> int:
 
 
 def overlap(one: int, other: int) -> bool:
-    """As `isAckSetOverlap`: zero words at the end do not count."""
+    """Return whether the bits overlap, as `isAckSetOverlap` does: zero words at the end do not count."""
     return bool((one ^ (1 << 64 * words(one)) - 1) & (other ^ (1 << 64 * words(other)) - 1))
 
 

@@ -16,7 +16,7 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
-from tests.looks import test_who_only_looks_makes_no_topic  # noqa: F401
+from tests.looks import test_a_read_of_a_missing_topic_creates_no_topic  # noqa: F401
 from tests.pulsar import test_traps
 from tests.pulsar.kit import url_of
 

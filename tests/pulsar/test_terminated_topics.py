@@ -124,7 +124,7 @@ def test_a_prepared_transaction_over_a_topic_that_was_terminated_is_aborted_and_
 def test_a_commit_that_a_terminated_topic_keeps_from_ending_is_not_taken_for_ended(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, terminate: Terminate
 ) -> None:
-    """Its messages on the terminated topic are lost, and somebody has to say that they may be."""
+    """The messages on the terminated topic are lost, and an administrator has to allow that by deleting the topic."""
     id = unique("owner")
     older = open_bridge(transactional_id=id, timeout=20, writers=2)
     topic, other = new_topic(older), new_topic(older)

@@ -1,4 +1,4 @@
-"""What Pulsar lets a writer do that loses data: each first as a naive writer does it, then as ours does.
+"""Tests of traps in which Pulsar lets a writer lose data: first with a naive writer, then with ours.
 
 A naive writer here is the wire client, used in the way that looks right.
 """
@@ -46,14 +46,14 @@ from txnbridge.testing import next_commit
 
 @pytest.fixture(scope="module")
 def pulsar_broker() -> Iterator[brokers.Pulsar]:
-    """One of their own: what tests elsewhere leave behind keeps the coordinator from listing what is open."""
+    """A broker of these tests alone: leftovers of other tests keep the coordinator from listing open transactions."""
     with pulsar_or_skip() as broker:
         yield broker
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_open(request: pytest.FixtureRequest) -> None:
-    """What other tests left open, prepared above all, keeps brokers from refusing what comes late."""
+    """End the transactions that other tests left open: they keep brokers from refusing late writes."""
     if "client" in request.fixturenames:
         end_all(request.getfixturevalue("pulsar_broker"))
 
@@ -159,7 +159,9 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wi
 # --- nothing is checked -----------------------------------------------------------------------------------------
 
 
-def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: wire.PulsarClient, topic: str) -> None:
+def test_naive_a_message_on_an_unregistered_topic_is_never_seen_and_blocks_the_topic(
+    client: wire.PulsarClient, topic: str
+) -> None:
     name = concrete(topic)
     txn = client.transactions.begin(60_000, SOON)
     send_in(client, name, txn, b"lost")
@@ -189,7 +191,7 @@ def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: wire.Pul
     unblock(client, txn, name)
 
 
-def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
+def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(
     open_bridge: Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
@@ -207,7 +209,9 @@ def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
         bridge.close()
 
 
-def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, client: wire.PulsarClient) -> None:
+def test_ours_refuses_messages_that_come_after_the_end_of_their_transaction(
+    open_bridge: Connect, client: wire.PulsarClient
+) -> None:
     bridge = open_bridge(timeout=20)
     topic, late = new_topic(bridge), new_topic(bridge)
     with pytest.raises(errors.TransactionAborted):
@@ -299,7 +303,9 @@ def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) ->
 # --- the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
 
 
-def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: wire.PulsarClient, topic: str) -> None:
+def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(
+    client: wire.PulsarClient, topic: str
+) -> None:
     fence = f"persistent://public/default/{unique('fence')}"
     bystander = client.create_producer(concrete(topic), connection_key="older", timeout=SOON)
     older, _ = [
@@ -365,7 +371,7 @@ HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
 
 
 def told_by_rest(bridge: Bridge, name: str) -> dict[wire.TxnId, list[Any]]:
-    """What the REST interface says of each transaction on a topic: of its message, of its marker there, and itself."""
+    """Return what REST says of each transaction on a topic: of its message, its marker there, and itself."""
     rest, path, deadline = cluster_of(bridge).rest, path_of(name), Deadline(SOON)
     assert rest is not None
     stats = rest.get(f"/admin/v2/{path}/internalStats", deadline)
@@ -437,7 +443,7 @@ def left_open(broker: brokers.Pulsar) -> str:
 
 @pytest.fixture
 def nobody_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starts brokers connects to their coordinator to see whether it answers, and so lets its clocks run."""
+    """Keep the starter of brokers from connecting to their coordinator, which lets the coordinator's clocks run."""
     monkeypatch.setattr(_pulsar, "load_coordinator", lambda port: None)
 
 
@@ -495,7 +501,7 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
 
 
 @pytest.mark.full
-def test_what_tells_the_truth_outlives_the_inactivity_for_which_a_naive_topic_is_deleted(
+def test_fence_and_proof_topics_outlive_the_inactivity_for_which_a_naive_topic_is_deleted(
     start_pulsar: StartPulsar,
 ) -> None:
     broker = start_pulsar(delete_unused=True, settings={"brokerDeleteInactiveTopicsFrequencySeconds": "1"})
@@ -516,10 +522,10 @@ def test_what_tells_the_truth_outlives_the_inactivity_for_which_a_naive_topic_is
 
 
 @pytest.mark.full
-def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_to_ours_and_the_doctor_warns(
+def test_committed_messages_that_no_subscription_needs_are_lost_and_the_doctor_warns(
     start_pulsar: StartPulsar,
 ) -> None:
-    """It is the broker's to keep or to delete: a subscription keeps it, and nothing that a writer does."""
+    """The broker keeps or deletes messages: a subscription keeps them, and nothing that a writer does."""
     broker = start_pulsar(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
     values = [b"%d" % number for number in range(1_000)]
     with connect_to(broker.url, broker.admin_url) as bridge:

@@ -126,7 +126,7 @@ def test_an_empty_transaction_asks_the_broker_nothing(bridge: Bridge) -> None:
     assert writer.evidence().how["x"] is None
 
 
-def test_nothing_is_sent_before_it_was_announced_and_registered(open_bridge: Connect) -> None:
+def test_no_message_is_sent_before_its_topic_was_announced_and_registered(open_bridge: Connect) -> None:
     known: list[tuple[str, set[str]]] = []
 
     def look(event: Event) -> None:
@@ -251,7 +251,7 @@ def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Conne
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["its partition left", "it kept its partition"])
-def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile(
+def test_a_writer_that_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile(
     open_bridge: Connect, client: PulsarClient, left: bool
 ) -> None:
     bridge = open_bridge()

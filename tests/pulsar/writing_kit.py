@@ -1,4 +1,4 @@
-"""What tests of the writer look at behind the public interface, and what they see without it."""
+"""Helpers of the tests of the writer, which look behind the public interface and around it."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def flush(txn: Transaction) -> wire.TxnId:
 
 
 def announced(bridge: Bridge) -> AnnouncedTransaction:
-    """What an owner says of its only transaction."""
+    """Return an owner's announcement of its only transaction."""
     (found,) = owner_of(bridge)._under_way.values()
     return found
 
 
 def notice_of(bridge: Bridge) -> FenceRecord:
-    """What stands on the fence topic of a bridge's id now."""
+    """Return the newest record on the fence topic of a bridge's id."""
     found = last_fence_record(cluster_of(bridge), fence_topic(bridge), Deadline(SOON))
     assert found is not None
     return found[1]
@@ -135,13 +135,13 @@ def end_all(broker: brokers.Pulsar) -> None:
 
 
 def concrete(topic: str, partition: int | None = 0) -> str:
-    """One partition's full name."""
+    """Return the full name of a partition."""
     full = wire.full_topic_name(topic)
     return full if partition is None else f"{full}-partition-{partition}"
 
 
 def read_all(client: wire.PulsarClient, topic: str, patience: float = SOON) -> list[bytes | None] | None:
-    """What a reader of the wire client sees of a concrete topic up to now; None if something holds it back.
+    """Return the values that a wire client's reader sees up to now; None if a transaction holds the topic back.
 
     A plain message written behind all that is there tells: once it can be read, everything before it has been.
     """

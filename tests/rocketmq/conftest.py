@@ -30,7 +30,7 @@ LONG = 30.0
 _UPDATE_BROKER_CONFIG = 25  # a request code that only tests need
 # Only with --full: all but one of the suite's kill walks, most random runs, and tests that take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
-RARE = re.compile(r"test_demo\.py|test_whatever_is_lost.*\[([89]|\d\d)\]|what_does_not_count\[200|reads_stay_short")
+RARE = re.compile(r"test_demo\.py|whatever_is_lost.*\[([89]|\d\d)\]|that_does_not_count\[200|reads_stay_short")
 
 _numbers = count(1)
 

@@ -139,7 +139,7 @@ def found(told, level="problem", **given):
     return [each for each in check_settings(BrokerConfig("b", told), settings) if each.level == level]
 
 
-def test_a_broker_that_is_set_well_has_nothing_to_hear():
+def test_the_doctor_has_no_advice_for_a_well_configured_broker():
     assert found(AS_THEY_SHOULD_BE, "problem") == found(AS_THEY_SHOULD_BE, "warning") == []
     (about,) = found(AS_THEY_SHOULD_BE, "ok")
     assert "72 h" in about.text
@@ -243,7 +243,7 @@ def test_a_setting_that_takes_a_promise_away_is_named_with_its_remedy(changed, l
     assert level == "problem" or found(AS_THEY_SHOULD_BE | changed) == []
 
 
-def test_of_a_broker_that_says_nothing_its_own_defaults_are_taken():
+def test_the_defaults_of_a_broker_are_taken_where_it_tells_no_setting():
     told = BrokerConfig("b", {"transactionTimeOut": "?"})
     assert (told.transaction_timeout, told.check_interval, told.check_max, told.op_message_interval) == (6, 30, 15, 3)
     assert (told.discarded_after, told.retention, told.message_bytes) == (450, 72 * 3600, 4 << 20)
@@ -285,7 +285,7 @@ def left(state, owner, token=None):
     ],
     ids=lambda value: value.state if isinstance(value, OpenTransaction) else "",
 )
-def test_who_can_end_what_nobody_ends_is_named(found, subject, remedy):
+def test_the_doctor_names_who_can_end_an_abandoned_transaction(found, subject, remedy):
     (advice,) = check_open([found], settings_for("rocketmq://localhost:9876"))
     assert subject in advice.subject
     assert advice.remedy.startswith(remedy)
@@ -311,7 +311,7 @@ def test_a_broker_tells_how_full_its_disk_is(rocketmq_broker, client):
 
 
 @live
-def test_the_doctor_tells_what_a_broker_is_set_to_now(admin, settings):
+def test_the_doctor_judges_the_settings_that_a_broker_has_now(admin, settings):
     def problems():
         return [
             each.text for each in admin.check(soon()) if each.level == "problem" and each.subject == "broker broker-1"

@@ -67,7 +67,7 @@ def stored(log: Log, pool: ThreadPoolExecutor, *bodies: bytes, seconds: float = 
     return found
 
 
-def test_what_waits_is_stored_together_and_in_order(log, pool):
+def test_waiting_messages_are_stored_together_and_in_order(log, pool):
     found = stored(log, pool, b"a", b"b", b"c")
     log.allowed.release(999)
     assert [each.result() for each in found] == [b"FIRST", b"A", b"B", b"C"]
@@ -84,7 +84,7 @@ def test_a_request_has_bounds(log, pool, monkeypatch):
     assert log.together[1:] == [[b"a", b"b", b"c"], [b"d", b"e" * 8], [b"f" * 20]]
 
 
-def test_an_error_is_that_of_all_who_were_sent_together_and_of_nobody_else(log, pool):
+def test_an_error_hits_all_records_that_were_sent_together_and_no_others(log, pool):
     found = stored(log, pool, b"a", b"b")
     log.fault = Disconnected("lost", may_have_had_effect=True)
     late = pool.submit(lambda: becomes_true(lambda: len(log.together) == 2) and log.store(b"late"))
@@ -94,7 +94,7 @@ def test_an_error_is_that_of_all_who_were_sent_together_and_of_nobody_else(log, 
     assert [each.result() for each in (*found[1:], late)] == [b"A", b"B", b"LATE"]
 
 
-def test_a_thread_with_little_time_fails_nobody_who_has_more(log, pool):
+def test_a_thread_with_little_time_fails_no_thread_with_more_time(log, pool):
     first, short, long, longer = (
         *stored(log, pool, b"short", seconds=1),
         pool.submit(log.store, b"long", 30),
@@ -111,7 +111,7 @@ def test_a_thread_with_little_time_fails_nobody_who_has_more(log, pool):
     assert [each.result() for each in (long, longer)] == [b"LONG", b"LONGER"]
 
 
-def test_a_sender_takes_along_nobody_who_has_more_time_than_itself(log):
+def test_a_sender_takes_along_no_record_that_has_more_time_than_its_own(log):
     log.allowed.release(9)
     log.queue._waiting.append(append_queue._Append(WireMessage("log", b"later"), Deadline(60)))
     assert log.store(b"first", 30) == b"FIRST"
@@ -119,7 +119,7 @@ def test_a_sender_takes_along_nobody_who_has_more_time_than_itself(log):
     assert log.queue._waiting[0].sends
 
 
-def test_whoever_waits_too_long_takes_his_message_back(log, pool):
+def test_a_thread_that_waits_too_long_takes_its_message_back(log, pool):
     first, slow = stored(log, pool, b"slow", seconds=0.2)
     with within(0.2), pytest.raises(ResponseTimeout) as caught:
         slow.result()
@@ -130,7 +130,7 @@ def test_whoever_waits_too_long_takes_his_message_back(log, pool):
     assert log.together == [[b"first"], [b"next"]]
 
 
-def test_whose_message_another_thread_has_sent_does_not_know_what_became_of_it(log, pool):
+def test_a_time_out_of_a_message_that_another_thread_sent_may_have_had_effect(log, pool):
     first, sender, slow = stored(log, pool, b"sender", b"slow", seconds=1)
     log.allowed.release()
     first.result()

@@ -139,7 +139,7 @@ def test_without_any_name_server_the_last_reason_is_told():
 
 
 @pytest.mark.parametrize("addresses", [[], ["nowhere"]])
-def test_what_is_no_name_server_is_refused(addresses):
+def test_a_wrong_address_of_a_name_server_is_refused(addresses):
     with pytest.raises(ValueError, match=r"name server|host:port"):
         RemotingClient(addresses)
 
@@ -177,7 +177,7 @@ def test_requests_to_several_brokers_are_sent_at_once_and_one_that_is_unknown_fa
     assert (type(unknown), done, type(busy)) == (errors.Unreachable, "done", errors.ErrorResponse)
 
 
-def test_closing_ends_what_waits_and_every_thread(cluster):
+def test_closing_a_client_ends_waiting_calls_and_every_thread(cluster):
     before = our_threads()
     client = RemotingClient([cluster.name_server.address])
     client.join(SHOP, LONG)
@@ -195,14 +195,14 @@ def test_closing_ends_what_waits_and_every_thread(cluster):
 # --- membership -------------------------------------------------------------------------------------------------------
 
 
-def test_who_joins_is_known_to_every_broker_when_the_call_returns(cluster, client):
+def test_a_member_that_joins_is_known_to_every_broker_when_the_call_returns(cluster, client):
     client.join(SHOP, LONG)
     (beat,) = cluster.requests(RequestCode.HEART_BEAT)
     assert json.loads(beat.body)["producerDataSet"] == [{"groupName": "shop"}]
     assert json.loads(beat.body)["clientID"] == "me@1"
 
 
-def test_who_leaves_a_group_says_so(cluster, client):
+def test_a_client_that_leaves_a_group_tells_the_brokers(cluster, client):
     client.join(Membership(frozenset({"shop", "bar"}), {"readers": frozenset({"orders"})}), LONG)
     client.join(SHOP, LONG)
     left = [dict(command.fields) for command in cluster.requests(RequestCode.UNREGISTER_CLIENT)]
@@ -248,7 +248,7 @@ ASKED = {"tranStateTableOffset": "9", "commitLogOffset": "4711", "transactionId"
 QUESTION = frame(RequestCode.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, HALF)
 
 
-def test_questions_reach_the_callback_and_what_is_bad_is_passed_over(cluster, caplog):
+def test_check_backs_reach_the_callback_and_malformed_ones_are_passed_over(cluster, caplog):
     checks: list[CheckBack] = []
     changed: list[str] = []
 
@@ -284,7 +284,7 @@ def test_a_callback_may_ask_the_broker(cluster):
         assert becomes_true(lambda: said == ["done"])
 
 
-def test_what_this_client_does_not_do_is_answered_as_such(cluster, client):
+def test_a_request_that_this_client_does_not_serve_is_answered_as_such(cluster, client):
     client.submit("a", echo(), LONG).result()
     cluster.broker.peers[0].send(frame(307, 99, 0))
     assert becomes_true(lambda: cluster.requests(3) != [])
@@ -292,7 +292,7 @@ def test_what_this_client_does_not_do_is_answered_as_such(cluster, client):
     assert (answer.opaque, answer.is_answer) == (99, True)
 
 
-def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
+def test_check_backs_that_arrive_while_the_callback_works_come_together(cluster):
     together: list[int] = []
     go_on = threading.Event()
 
@@ -311,7 +311,7 @@ def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
         assert becomes_true(lambda: together == [1, 3])
 
 
-def test_closing_leaves_a_callback_alone_that_does_not_end(cluster):
+def test_closing_a_client_leaves_a_callback_alone_that_does_not_end(cluster):
     before = our_threads()
     asked, over = threading.Event(), threading.Event()
 

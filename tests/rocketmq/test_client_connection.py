@@ -193,7 +193,7 @@ def test_a_connection_that_has_fallen_silent_is_given_up(broker):
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_listening_is_unreachable():
+def test_an_address_where_nobody_listens_is_unreachable():
     with FakeBroker() as gone:
         pass
     with pytest.raises(errors.Unreachable, match=gone.address) as caught:
@@ -228,7 +228,7 @@ def test_an_answer_that_breaks_off_is_a_lost_connection(connection, peer):
         call.result()
 
 
-def test_closing_ends_every_call_and_the_thread(broker):
+def test_closing_a_connection_ends_every_call_and_its_thread(broker):
     before = our_threads()
     connection = RemotingConnection(broker.address, LONG)
     broker.peer()
@@ -335,7 +335,7 @@ def test_a_callback_may_not_send(connection, peer):
     assert becomes_true(lambda: len(caught) == 1)
 
 
-def test_what_the_broker_asks_is_handed_on_and_can_be_answered(broker):
+def test_a_request_of_the_broker_is_handed_on_and_can_be_answered(broker):
     asked: list[RemotingCommand] = []
 
     def on_request(connection: RemotingConnection, command: RemotingCommand) -> None:
@@ -352,7 +352,7 @@ def test_what_the_broker_asks_is_handed_on_and_can_be_answered(broker):
     connection.close()
 
 
-def test_nothing_of_a_body_or_field_shows_in_errors_and_reprs(connection, peer):
+def test_errors_and_reprs_show_no_body_and_no_field(connection, peer):
     call = connection.submit(echo(body=b"s3cret"), SHORT)
     with pytest.raises(errors.ResponseTimeout) as caught:
         call.result()

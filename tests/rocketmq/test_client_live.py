@@ -151,7 +151,7 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
 
 
 def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
-    """Otherwise the message would count as missing, and would be published again."""
+    """A message that is not found would count as missing, and would be published again."""
     stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     behind = time.time() - 600
     monkeypatch.setattr(time, "time", lambda: behind)
@@ -181,7 +181,7 @@ def test_a_message_is_found_by_its_key(client, topic):
     ],
     ids=lambda value: str(*value) if isinstance(value, dict) else "",
 )
-def test_what_the_broker_does_not_take_is_refused_without_effect(client, topic, change, code):
+def test_a_message_that_the_broker_does_not_take_is_refused_without_effect(client, topic, change, code):
     options = {"topic": topic, "queue": 0, "body": b"x", "properties": {}, **change}
     message = WireMessage(options["topic"], options["body"], options["properties"])
     with pytest.raises(ErrorResponse) as caught:
@@ -321,7 +321,7 @@ def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop
 
 
 @pytest.mark.parametrize("ahead", [-1, 0, 4], ids=lambda ahead: f"the sender's clock is {ahead} s ahead")
-def test_as_long_as_the_broker_takes_a_direct_end_it_asks_nobody(client, shop, asked, topic, ahead):
+def test_the_broker_sends_no_check_back_as_long_as_it_takes_a_direct_end(client, shop, asked, topic, ahead):
     half = put_half(client, topic, b"half", "shop", immunity=2, born_time=int((time.time() + ahead) * 1000))
     times = 0
     while True:

@@ -221,7 +221,7 @@ def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_conn
     assert number > 20
 
 
-def test_closing_ends_what_waits_and_what_is_idle(pool, broker):
+def test_closing_a_pool_ends_waiting_requests_and_idle_connections(pool, broker):
     first = pool.begin([echo()], time.monotonic() + LONG)
     broker.peer()
     answered(pool, broker)

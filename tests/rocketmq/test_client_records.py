@@ -197,6 +197,6 @@ def test_an_offset_id_is_read_and_written(text, expected):
 @pytest.mark.parametrize(
     "text", ["", "7F", "7F00000100002A9F000000000002B67", "x" * 32, "00" * 17, "00" * 28 + "0", " " * 32]
 )
-def test_what_is_no_offset_id_is_refused(text):
+def test_a_malformed_offset_id_is_refused(text):
     with pytest.raises(ValueError, match=r"offset id|hexadecimal"):
         OffsetId.parse(text)

@@ -77,7 +77,7 @@ def test_messages_that_are_sent_together_are_stored_one_by_one():
         request.result(RemotingCommand(ResponseCode.FLUSH_DISK_TIMEOUT, fields=several))
 
 
-def test_a_half_says_that_it_is_one_and_whose():
+def test_the_request_of_a_half_message_says_its_kind_and_its_producer_group():
     request = send_half(WireMessage("orders", b"hello", unique_key="AB"), "shop", 0, immunity=6)
     assert request.fields["f"] == "4"
     properties = unpack_properties(request.fields["i"])
@@ -90,7 +90,7 @@ def test_two_messages_without_a_unique_key_get_two():
     assert one != two and len(one) == 32
 
 
-def test_where_it_was_stored_is_what_ends_a_half():
+def test_a_half_message_is_ended_by_the_place_where_it_was_stored():
     receipt = send_half(WireMessage("orders", b"x", unique_key="AB"), "shop", 2).result(
         RemotingCommand(0, fields=STORED)
     )
@@ -112,7 +112,7 @@ def test_where_it_was_stored_is_what_ends_a_half():
 @pytest.mark.parametrize(
     "code", [ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.SLAVE_NOT_AVAILABLE, ResponseCode.FLUSH_SLAVE_TIMEOUT]
 )
-def test_what_is_stored_less_safely_than_asked_is_an_error_that_knows_where(code):
+def test_a_message_stored_less_safely_than_asked_is_an_error_that_knows_its_place(code):
     request = send(WireMessage("orders", b"x"), "shop", 2)
     with pytest.raises(NotDurable) as caught:
         request.result(RemotingCommand(code, fields=STORED))
@@ -246,7 +246,7 @@ def test_a_heartbeat_names_the_groups():
     assert [each["topic"] for each in consumer["subscriptionDataSet"]] == ["orders"]
 
 
-def test_what_is_left_of_a_membership_is_what_the_other_lacks():
+def test_a_membership_without_another_is_what_the_other_lacks():
     old = Membership(frozenset({"a", "b"}), {"r": frozenset(), "s": frozenset()})
     new = Membership(frozenset({"b"}), {"s": frozenset({"t"})})
     assert old.without(new) == Membership(frozenset({"a"}), {"r": frozenset()})
@@ -265,7 +265,7 @@ def test_a_position_that_was_never_said_is_none():
     ("request_", "words"),
     [(groups.members("g"), "no consumer for this group, g"), (administration.producers("g"), "the group[g] not exist")],
 )
-def test_a_list_of_nobody_is_empty_and_any_other_error_is_one(request_, words):
+def test_the_error_of_a_group_without_members_is_an_empty_list_and_others_are_raised(request_, words):
     assert request_.result(RemotingCommand(1, remark=words)) == []
     with pytest.raises(ErrorResponse):
         request_.result(RemotingCommand(1, remark="disk on fire"))

@@ -66,7 +66,7 @@ def transact(client: RemotingClient, topic: str, broker: str = BROKER) -> None:
     assert bodies(client, topic, broker) == [b"half"]
 
 
-def test_who_signs_and_checks_the_certificate_is_served(secured, authority):
+def test_a_client_that_signs_and_checks_the_certificate_is_served(secured, authority):
     trusting = ssl.create_default_context(cafile=authority.certificate)
     with client_of(secured, credentials=ROOT, tls=trusting) as client:
         make_topic(client, "signed")
@@ -77,7 +77,7 @@ def test_who_signs_and_checks_the_certificate_is_served(secured, authority):
 @pytest.mark.parametrize(
     "credentials", [None, Credentials("root", "wrong"), Credentials("nobody", ROOT.secret_key)], ids=str
 )
-def test_who_does_not_sign_or_signs_wrongly_is_refused_without_effect(secured, credentials):
+def test_a_client_that_does_not_sign_or_signs_wrongly_is_refused_without_effect(secured, credentials):
     with client_of(secured, credentials=ROOT) as client:
         make_topic(client, "unsigned")
         with client_of(secured, credentials=credentials) as stranger:
@@ -88,7 +88,7 @@ def test_who_does_not_sign_or_signs_wrongly_is_refused_without_effect(secured, c
         assert client.call(BROKER, read_requests.max_offset("unsigned", 0), LONG) == 0
 
 
-def test_what_a_broker_asks_in_binary_is_understood(secured):
+def test_a_check_back_in_the_binary_format_is_understood(secured):
     checks: list[CheckBack] = []
     with client_of(secured, credentials=ROOT, on_checks=checks.extend) as client:
         make_topic(client, "binary")

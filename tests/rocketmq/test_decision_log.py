@@ -242,7 +242,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
 
 
 @pytest.mark.full
-def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
+def test_records_that_a_broker_has_dropped_are_missed(start_rocketmq, opened):
     """By default a broker drops records after three days; this broker drops them at once, file by file."""
     hours = ";".join(f"{hour:02}" for hour in range(24))
     broker = start_rocketmq(
@@ -279,8 +279,8 @@ def store_and_forget(peer, command):
         peer.answer(command, int(ResponseCode.SYSTEM_BUSY), remark="no")
 
 
-def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
-    """Otherwise a commit that counts would be taken for one that was never claimed, and would be run again."""
+def test_an_append_that_stored_its_record_never_says_that_nothing_was_stored():
+    """If it did, a commit that counts would be taken for one that was never claimed, and would be run again."""
     with log_on(store_and_forget) as log:
         takes(0.5, errors.OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
 
@@ -353,7 +353,7 @@ def test_an_append_is_one_request_and_reading_it_back_begins_with_the_last_known
 
 
 @pytest.mark.offline
-def test_what_an_append_has_read_is_not_taken_for_the_log_a_second_later(memory_queue, monkeypatch):
+def test_records_that_an_append_has_read_are_read_again_a_second_later(memory_queue, monkeypatch):
     queue, log = memory_queue
     monkeypatch.setattr(decision_log, "_TAIL_SECONDS", 0.0)
     (at,) = append(log, b"0")
@@ -484,7 +484,7 @@ def test_a_name_outlives_the_topic_that_repeats_it(named, of_the_prefix, name):
     assert repeated(of_the_prefix) in of_the_prefix.topics.all(Deadline(LONG))
 
 
-def test_of_two_names_none_is_believed(rocketmq_broker, named, of_the_prefix, name):
+def test_neither_of_two_cluster_ids_is_believed(rocketmq_broker, named, of_the_prefix, name):
     rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
     with pytest.raises(errors.StorageFailed, match="several ids"):
         named(f"{name}-")

@@ -135,13 +135,13 @@ def test_only_the_first_copy_is_handed_out_wherever_a_reader_starts_and_goes_bac
         assert reading.read(start, count) == wanted
 
 
-def test_who_reads_from_the_queues_first_message_looks_nothing_up():
+def test_a_reader_from_the_queues_first_message_looks_nothing_up():
     reading = Reading(in_order(500))
     assert reading.read(0, 250) + reading.read(250, 250) == list(range(500))
     assert reading.looked_up == 0
 
 
-def test_who_starts_in_the_middle_looks_up_what_was_under_way_then():
+def test_a_reader_from_the_middle_looks_up_messages_that_were_under_way_then():
     queue = Queue()
     for number in range(3):
         queue.store(number)

@@ -39,7 +39,7 @@ def bridge(open_bridge: Open, application: str, place: str) -> Bridge:
     return open_bridge(application=application, decision_log=place)
 
 
-def test_what_is_read_and_what_is_sent_is_decided_there_together(
+def test_acknowledgements_and_messages_are_decided_together_in_a_log_elsewhere(
     open_bridge: Open, bridge: Bridge, client: RemotingClient, topic: str, application: str
 ) -> None:
     results = new_topic(client)
@@ -80,7 +80,7 @@ def test_a_token_is_committed_from_another_process_that_decides_there_too(
     assert bodies(client, topic) == [b"0", b"1", b"2"]
 
 
-def test_what_a_dead_owner_decided_there_is_published_by_others(
+def test_a_dead_owners_decision_in_a_log_elsewhere_is_published_by_others(
     rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, topic: str, application: str, place: str
 ) -> None:
     """The broker sends check-backs to the application's other members, which read the decision log there."""

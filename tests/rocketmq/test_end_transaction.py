@@ -112,7 +112,7 @@ def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, 
     assert broker.seen("a") == VALUES
 
 
-def test_what_is_too_old_for_its_owner_is_looked_for_first(owner, broker):
+def test_a_writer_whose_addresses_are_too_old_looks_for_its_half_messages_first(owner, broker):
     writer = stored(owner)
     broker.ask()  # without a response: the writer's addresses are of old copies now
     broker.late = True
@@ -148,7 +148,7 @@ def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, faul
 
 
 @pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
-def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other, broker, fault):
+def test_a_transaction_with_a_half_message_not_plainly_stored_is_not_prepared(owner, other, broker, fault):
     writer = owner.begin(hold=60)
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
@@ -183,7 +183,7 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
 
 
 @pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
-def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
+def test_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
     writer = stored(owner, number=1)
     lose_answers(log, stands)
     with pytest.raises(errors.OutcomeUnknown):
@@ -259,7 +259,7 @@ def test_a_busy_broker_is_asked_again(owner, broker):
 # --- what the broker asks -------------------------------------------------------------------------------------------
 
 
-def test_nobody_answers_while_nothing_is_decided(owner, other, broker):
+def test_check_backs_get_no_answer_while_the_transaction_is_undecided(owner, other, broker):
     writer = stored(owner)
     for _ in range(3):
         other.checks.answer(broker.ask())
@@ -269,7 +269,7 @@ def test_nobody_answers_while_nothing_is_decided(owner, other, broker):
     assert broker.seen("a") == VALUES
 
 
-def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner, other, broker, log, monkeypatch):
+def test_one_look_at_the_log_answers_all_check_backs_of_a_transaction(owner, other, broker, log, monkeypatch):
     looks = 0
     end = log.end
 
@@ -296,7 +296,7 @@ def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner
     assert not broker.open and 0 < looks < 2 * len(VALUES)
 
 
-def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, broker, log):
+def test_the_abort_of_a_transaction_past_its_deadline_is_recorded_before_it_is_answered(owner, broker, log):
     other = Process(broker, log, "other", settle_timeout=0.5)
     writer = stored(owner, b"late", timeout=0.01)
     wait_for_deadline(writer)
@@ -313,7 +313,7 @@ def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, br
 
 
 @pytest.mark.parametrize("decided", [False, True], ids=["undecided", "decided"])
-def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_said_once(
+def test_a_transaction_without_its_evidence_is_neither_decided_nor_answered_and_logged_once(
     owner, other, broker, log, caplog, decided
 ):
     writer = stored(owner, timeout=0.01)
@@ -334,7 +334,7 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
 
 
 @pytest.mark.parametrize("asked", ["the broker", "a status"])
-def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, log, asked):
+def test_a_process_aborts_by_the_clock_only_after_the_time_by_which_clocks_may_differ(owner, other, broker, log, asked):
     careful = Process(broker, log, "careful", clocks_differ=60.0)
     writer = stored(owner, b"late", timeout=0.01)
     wait_for_deadline(writer)
@@ -354,7 +354,7 @@ def refuse(record: bytes, deadline: Deadline) -> Any:
     raise errors.BrokerUnavailable("not now")
 
 
-def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner, other, broker):
+def test_a_published_message_that_is_asked_about_is_not_published_again(owner, other, broker):
     writer = written(owner)
     writer.commit(Deadline(60))
     broker.open.update(half.queue_offset for half in broker.halves)  # the broker has lost the op messages
@@ -362,7 +362,7 @@ def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner
     assert broker.seen("a") == VALUES
 
 
-def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(owner, broker, log):
+def test_a_bridge_looks_again_at_half_messages_discarded_while_it_could_not_read_its_log(owner, broker, log):
     other = Process(broker, log, "other", discarded_retry=0.01, discarded_pause=0.01)
     writer = stored(owner)
     assert writer._claim(Decision.COMMIT, Deadline(60)).decision is Decision.COMMIT
@@ -394,7 +394,7 @@ def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker)
     assert broker.seen("a") == VALUES
 
 
-def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, broker, log):
+def test_a_new_owner_first_publishes_the_messages_that_its_dead_predecessor_decided(owner, broker, log):
     broker.told["transactionTimeOut"] = "1"
     first = owner.begin(1)
     send(first, "a", b"first")
@@ -445,7 +445,7 @@ def test_a_token_commits_the_newest_copies_once(owner, other, broker):
     assert not broker.open
 
 
-def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, broker, log):
+def test_the_lock_of_a_dead_process_holds_no_process_up_for_long(owner, broker, log):
     other = Process(broker, log, "other", publisher_stalled=0.05)
     token = prepared(owner)
     with owner.ender.exclusively(token.transaction, Deadline(60)) as turn:
@@ -454,7 +454,7 @@ def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, broker, log):
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broker):
+def test_one_of_two_publishers_of_a_transaction_waits_for_the_other(owner, other, broker):
     token = prepared(owner)
     with ThreadPoolExecutor(1) as pool:
         with owner.ender.exclusively(token.transaction, Deadline(60)):
@@ -465,7 +465,7 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
         assert waiting.result(60) is Outcome.COMMITTED
 
 
-def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owner, broker):
+def test_an_owner_looks_up_no_message_that_it_has_published_when_the_broker_asks(owner, broker):
     writer = stored(owner)
     checks = broker.ask()
     writer.commit(Deadline(5))
@@ -476,7 +476,7 @@ def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owne
     assert broker.seen("a") == VALUES and not broker.open
 
 
-def test_what_a_broker_has_lost_is_published_again_when_it_asks(owner, broker, monkeypatch):
+def test_a_message_that_a_broker_has_lost_is_published_again_when_it_asks(owner, broker, monkeypatch):
     writer = stored(owner)
     checks = broker.ask()
     writer.commit(Deadline(5))
@@ -486,7 +486,7 @@ def test_what_a_broker_has_lost_is_published_again_when_it_asks(owner, broker, m
     assert broker.seen("a") == VALUES
 
 
-def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, log):
+def test_a_process_that_falls_asleep_while_it_publishes_looks_again_when_it_wakes(broker, log):
     owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
     token = prepared(owner)
     answer = broker.answer
@@ -504,7 +504,7 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, l
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_what_another_process_publishes_as_soon_as_it_is_decided_is_not_published_again(owner, other, broker):
+def test_messages_published_by_another_process_right_after_the_decision_are_not_repeated(owner, other, broker):
     token = prepared(owner)
     answer = broker.answer
 
@@ -519,7 +519,7 @@ def test_what_another_process_publishes_as_soon_as_it_is_decided_is_not_publishe
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, broker, log):
+def test_fewer_messages_are_looked_up_at_once_where_look_ups_are_slow(owner, broker, log):
     other = Process(broker, log, "other", look_up_valid=0.1)
     token = prepared(owner)
     broker.fault = lambda request: time.sleep(0.04) if request.code == RequestCode.QUERY_MESSAGE else None
@@ -527,7 +527,7 @@ def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_who_publishes_for_long_keeps_his_lock(owner, broker, log):
+def test_a_process_that_publishes_for_long_keeps_its_lock(owner, broker, log):
     other = Process(broker, log, "other", published_at_once=1)
     token = prepared(owner)
     answer = broker.answer
@@ -580,7 +580,7 @@ def test_a_process_that_has_decided_and_cannot_finish_is_told_how_it_is_decided(
     assert broker.seen("a") == ([b"10", b"11", b"12"] if decision is Decision.COMMIT else [])
 
 
-def test_past_its_hold_a_token_only_aborts(owner, other, broker):
+def test_a_token_past_its_hold_only_aborts(owner, other, broker):
     token = prepared(owner, hold=0.0)
     other_clock = pytest.MonkeyPatch()
     other_clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
@@ -605,7 +605,7 @@ def swallow(broker: HalfBroker) -> None:
     always(broker, RequestCode.END_TRANSACTION, 0)
 
 
-def test_what_swallows_the_first_commit_of_its_owner_is_found_out_and_the_next_one_makes_it_good(owner, broker):
+def test_a_proxy_that_swallows_an_owners_first_commit_is_found_out_and_made_good(owner, broker):
     swallow(broker)
     writer = written(owner)
     with pytest.raises(errors.OutcomeUnknown, match="proxy"):
@@ -710,7 +710,7 @@ def status(process: Process, token: Token, seconds: float = 60) -> TokenState:
     return status_of(process.ender, token, ledger, Deadline(seconds)).state
 
 
-def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owner, log):
+def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_the_id(owner, log):
     append, appending, stored = log.append, threading.Event(), threading.Event()
 
     def append_slowly(record, deadline=None):
@@ -771,7 +771,7 @@ def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(own
     assert asker.ask() == [half(2, 60).transaction, half(3, 60).transaction]
 
 
-def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
+def test_only_the_broker_keeps_the_bodies_of_half_messages_that_wait_for_their_check_back(owner, other, broker):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
     asker._note_check_backs("shop", broker.ask())
@@ -814,7 +814,7 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, br
     assert broker.seen("a") == [b"1", b"1"]
 
 
-def test_about_a_half_message_that_was_published_without_a_decision_nobody_is_asked(owner, other, broker, log):
+def test_check_is_not_asked_about_a_half_message_published_without_a_decision(owner, other, broker, log):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     put, before = store.put(half(1, 100), Deadline(60)), log.next
     assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
@@ -834,7 +834,7 @@ def test_a_half_message_whose_end_is_lost_is_published_once(owner, broker, fault
     assert broker.seen("a") == [b"1"]
 
 
-def test_who_is_asked_and_answers_abort_drops_only_what_is_not_published(owner, other, broker, log):
+def test_an_abort_answered_to_a_check_back_drops_no_published_message(owner, other, broker, log):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     put = store.put(half(1, 100), Deadline(60))
     asker._note_check_backs("shop", broker.ask())
@@ -848,7 +848,7 @@ def test_who_is_asked_and_answers_abort_drops_only_what_is_not_published(owner, 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and_in_order(seed):
+def test_decided_messages_are_published_once_in_order_whatever_is_lost_and_whoever_dies(seed):
     assert what_went_wrong(seed) == []
 
 

@@ -85,7 +85,7 @@ def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_i
     assert values(join(topic, group, start="latest").take(1)) == [b"first"]
 
 
-def test_of_members_that_begin_at_once_one_decides_where(
+def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(
     join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
     publish(client, topic, b"0")
@@ -205,7 +205,7 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingCli
 def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_on(
     join: Join, client: RemotingClient, group: str
 ) -> None:
-    """Otherwise its connections would stay, and no other member would read its partitions."""
+    """A member that stayed would keep its connections, and no other member would read its partitions."""
     topic = new_topic(client, 2)
     publish(client, topic, b"0", queue=1)
     join(new_topic(client), group).has(1)  # so that the broker has a group of that name
@@ -253,7 +253,7 @@ def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
     return members
 
 
-def test_of_two_members_that_read_the_same_the_first_decision_counts(
+def test_the_first_decision_of_two_members_that_read_the_same_messages_counts(
     join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
     one, two = at_once(join, topic, group)
@@ -313,7 +313,9 @@ def test_several_acknowledgements_of_one_transaction_are_one(join: Join, client:
     assert stands(reader) == {(topic, 0): 3, (topic, 1): 1}
 
 
-def test_what_left_a_reader_cannot_be_acknowledged(join: Join, client: RemotingClient, group: str) -> None:
+def test_messages_of_a_partition_that_left_a_reader_cannot_be_acknowledged(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topic = new_topic(client, 2)
     for queue in range(2):
         publish(client, topic, b"0", queue=queue)
@@ -399,7 +401,7 @@ def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_for_members_that_sleep_the_one_before_them_reads() -> None:
+def test_the_member_before_sleeping_ones_reads_their_queues() -> None:
     queues = [Queue("orders", BROKER, number) for number in range(4)]
     readers = ["a", "b", "c", "d"]
     awake, asleep = assign(queues, readers), assign(queues, readers, {"c", "d"})
@@ -448,7 +450,7 @@ def hold(url: str, topic: str, group: str) -> None:
         reader.until(lambda: False, 600)
 
 
-def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
+def test_a_new_member_does_not_wait_for_the_locks_of_dead_ones(
     rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client, 2)
@@ -484,7 +486,7 @@ def pass_one_on(url: str, source: str, target: str, group: str, application: str
             txn.ack(message)
 
 
-def test_what_a_killed_member_decided_is_published_before_the_next_one_reads_on(
+def test_a_killed_members_decision_is_published_before_the_next_member_reads_on(
     rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     source, target = new_topic(client), new_topic(client)
@@ -527,7 +529,9 @@ def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
         one.has(1)
 
 
-def test_only_who_is_connected_and_does_not_answer_is_asleep(join: Join, client: RemotingClient, group: str) -> None:
+def test_only_a_member_that_is_connected_and_does_not_answer_is_asleep(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     reader = join(new_topic(client), group)
     for name in (reader.sharing.client.client_id, "nobody"):
         assert client.call(BROKER, groups.is_asleep(group, name), LONG) is False

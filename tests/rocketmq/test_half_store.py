@@ -67,7 +67,7 @@ def test_a_resolver_killed_while_it_publishes_is_taken_over_and_nothing_is_there
     assert sorted(bodies(client, topic)) == [b"1"] * 4 + [b"2"] * 4
 
 
-def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
+def test_check_is_not_asked_about_half_messages_that_a_killed_process_stored_in_part(
     run: RunChild, rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
 ) -> None:
     group = unique("halves")
@@ -88,7 +88,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
     assert bodies(client, topic) == [b"1", b"2"]
 
 
-def test_who_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, topic: str) -> None:
+def test_a_bridge_that_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, topic: str) -> None:
     group, bridge = unique("halves"), open_bridge()
     joined = cluster_of(bridge).producer_groups
     undecided = says(Decision.UNDECIDED)
@@ -117,7 +117,7 @@ def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_ot
         assert another.stats.checks == 0
 
 
-def test_what_waits_survives_a_kill_of_the_broker(
+def test_an_undecided_half_message_survives_a_kill_of_the_broker(
     rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
 ) -> None:
     group, bridge = unique("halves"), open_bridge()
@@ -146,7 +146,7 @@ def test_a_resolver_that_no_broker_can_ask_is_not_healthy(
         eventually(lambda: resolver.healthy, "it is a member again")
 
 
-def test_what_nobody_answered_for_is_parked_resumed_and_ended(
+def test_half_messages_that_nobody_answered_for_are_parked_resumed_and_ended(
     settings: Callable[..., None], rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
 ) -> None:
     group, bridge = unique("halves"), open_bridge()
@@ -183,7 +183,7 @@ def sell(url: str, topic: str, group: str) -> None:
                 txn.send_many(topic, [b"1", b"2"])
 
 
-def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resolver(
+def test_half_messages_decided_before_the_broker_discarded_them_are_published_by_a_resolver(
     run: RunChild,
     settings: Callable[..., None],
     rocketmq_broker: brokers.RocketMQ,
@@ -205,7 +205,7 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
 
 
 @pytest.mark.parametrize(("messages", "end"), [(1, Bridge.commit), (1, Bridge.abort), (2, Bridge.commit)])
-def test_who_has_a_half_message_s_token_waits_for_an_owner_that_may_be_publishing(
+def test_an_end_by_token_of_a_half_message_waits_for_an_owner_that_may_be_publishing(
     open_bridge: OpenBridge,
     client: Any,
     topic: str,

@@ -35,7 +35,7 @@ def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
 
 
 @pytest.mark.full
-def test_what_a_killed_broker_has_forgotten_holds_everything_up_until_it_is_set_to_look_and_the_doctor_says_so(
+def test_an_index_that_a_killed_broker_lost_holds_all_up_until_message_index_safe_is_set(
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],
     open_bridge: Callable[..., Bridge],

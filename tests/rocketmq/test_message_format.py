@@ -77,7 +77,7 @@ def test_a_tag_is_rocketmqs_own():
     }
 
 
-def test_what_the_bridge_itself_puts_there_is_no_header():
+def test_a_property_of_the_bridge_itself_is_no_header():
     message = there_and_back(headers=[("kind", b"order")], own={f"{OWN}txn": "billing/1"}, unique_key="AB12")
     assert message.headers.raw == (("kind", b"order"),)
 
@@ -193,7 +193,7 @@ def test_odd_properties_of_our_names_are_no_reason_to_fail(odd):
 
 
 @given(st.dictionaries(st.text(max_size=10), st.text(max_size=10), max_size=5))
-def test_whatever_properties_there_are_a_message_is_read(properties):
+def test_a_message_is_read_whatever_its_properties_are(properties):
     text = "".join(f"{name}\x01{value}\x02" for name, value in properties.items())
     assert arrived(text.encode("utf-8", "replace").decode(), b"body").topic == "orders"
 

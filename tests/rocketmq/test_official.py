@@ -65,7 +65,7 @@ def test_the_official_client_reads_what_we_commit_once_and_nothing_that_is_abort
     assert [message.value for message in bridge.read(other, limit=1)] == [b"beside"]
 
 
-def test_what_the_official_client_commits_we_read_and_nothing_that_it_leaves_open(official, open_bridge, topic):
+def test_our_reader_gets_the_official_clients_committed_messages_and_no_open_ones(official, open_bridge, topic):
     half, left = official.ask("half", "theirs"), official.ask("half", "left")
     consumer = open_bridge().consumer(topic)
     official.ask("commit", half)

@@ -82,7 +82,7 @@ def test_an_open_transaction_is_listed_until_it_ends(open_bridge, observer, topi
     assert gone(observer, txn.id)
 
 
-def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
+def test_a_decided_transaction_not_published_is_listed_and_published_by_hand(
     open_bridge, observer, client, topic, monkeypatch
 ):
     def die(*args, **how):
@@ -160,7 +160,7 @@ def test_an_administrator_aborts_what_a_dead_process_left_open_and_does_not_comm
     assert bodies(client, topic) == []
 
 
-def test_what_a_dead_owner_left_open_is_aborted_when_another_has_opened_its_id(
+def test_a_transaction_that_a_dead_owner_left_open_is_aborted_when_its_id_is_opened_again(
     rocketmq_broker, open_bridge, observer, topic
 ):
     id = unique("owner")
@@ -243,7 +243,7 @@ def test_a_discarded_half_of_another_client_keeps_no_topic(observer, client, top
 
 
 @pytest.mark.parametrize("how", ["token", "by hand"])
-def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
+def test_half_messages_that_the_broker_gave_up_are_listed_and_end_as_decided(
     open_bridge, observer, client, topic, settings, how
 ):
     name, token, application = prepare_and_go(open_bridge, topic)
@@ -270,7 +270,9 @@ def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, obser
     assert bodies(client, topic) == []
 
 
-def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge, observer, client, topic):
+def test_a_transaction_that_nobody_can_decide_any_more_is_reported_and_not_touched(
+    open_bridge, observer, client, topic
+):
     name, _, application = prepare_and_go(open_bridge, topic)
     observer.delete_topic(f"_txnbridge-log-{application}")
     observer = open_bridge(application="late observers").admin  # a bridge that has never read that log

@@ -143,7 +143,7 @@ def marked(offset):
     return record(offset, properties=pairs(**own), prepared_offset=900 + offset)
 
 
-def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
+def test_a_pull_of_large_messages_asks_for_no_more_than_an_answer_has_room_for():
     broker = Bounded(lambda: 10)
     cursor, _ = reading()
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
@@ -152,7 +152,7 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # no look-up, as for a gap
 
 
-def test_more_is_asked_for_again_when_messages_are_small_again():
+def test_a_pull_asks_for_more_again_once_messages_are_small_again():
     rooms = iter([2, 2, *[32] * 1000])
     broker = Bounded(lambda: next(rooms))
     cursor, _ = reading(timing=replace(QUICK, full_responses=3))
@@ -165,7 +165,7 @@ def test_an_answer_that_begins_before_what_was_asked_for_is_cut():
     assert [offset for offset, *_ in go(cursor, broker)] == [3, 4]
 
 
-def test_what_retention_has_removed_is_never_skipped():
+def test_messages_that_retention_removed_are_never_skipped():
     moved = PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, [])
     cursor, broker = reading(moved, at=3)
     assert go(cursor, broker) == []
@@ -200,7 +200,7 @@ def test_a_seek_ends_a_fault():
     assert go(cursor, broker) == [(7, b"x", 1)]
 
 
-def test_what_is_handed_out_again_is_counted():
+def test_the_deliveries_of_a_message_are_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
     cursor.continue_at(VerifiableOffset(0))
@@ -233,7 +233,7 @@ def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
 # --- a topic that was created again ----------------------------------------------------------------------------------
 
 
-def test_nothing_is_handed_out_that_was_read_in_a_topic_made_anew():
+def test_messages_of_a_recreated_topic_raise_position_lost_before_they_are_handed_out():
     cursor, broker = reading(found(record(0), record(1), end=2), found(record(2), end=3))
     broker.references = [1001, 5001]
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
@@ -243,7 +243,7 @@ def test_nothing_is_handed_out_that_was_read_in_a_topic_made_anew():
     assert go(cursor, broker) == [(0, b"x", 1)]  # it is another message than was handed out before
 
 
-def test_a_message_before_the_position_that_retention_has_dropped_says_nothing():
+def test_a_position_whose_message_before_was_dropped_by_retention_is_believed():
     cursor, broker = reading(found(record(5), begin=5, end=6), at=5)
     cursor.continue_at(VerifiableOffset(5, ReferenceRecord(4, 1004)))
     broker.references, broker.begin = [None], 5
@@ -262,7 +262,7 @@ def test_a_broker_that_does_not_know_the_last_message_is_believed_when_it_stays_
     assert isinstance(cursor.fault, PositionLost) and cursor.next == 1
 
 
-def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position():
+def test_the_place_in_the_log_is_kept_with_the_position_of_a_delivered_message():
     pulled = found(*(record(offset) for offset in range(32)), end=32)
     cursor, broker = reading(pulled, timing=replace(QUICK, references=8))
     go(cursor, broker)

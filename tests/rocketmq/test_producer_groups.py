@@ -38,7 +38,7 @@ def test_a_bridge_does_not_open_beside_other_clients_in_its_group(broker, proces
 
 
 @pytest.mark.offline
-def test_other_clients_that_come_later_are_warned_of_once(broker, process, caplog):
+def test_a_foreign_producer_that_joins_our_group_later_is_warned_of_once(broker, process, caplog):
     groups = process.cluster.producer_groups
     groups.join([OURS], process.checks.answer, Deadline(60))
     broker.producers[OURS] = [STRANGER]

@@ -132,7 +132,9 @@ class MayNotLook:
         raise ErrorResponse(ResponseCode.NO_PERMISSION, "no right to Sub", request.action)
 
 
-def test_who_may_not_look_for_a_message_whose_answer_was_lost_hears_that(rocketmq_broker, publisher, topic):
+def test_a_publisher_without_the_right_to_look_for_a_lost_answer_raises_access_denied(
+    rocketmq_broker, publisher, topic
+):
     with faults.proxy(rocketmq_broker) as proxy:
         plain = publisher(proxy.url, client=MayNotLook)
         send_all(plain, topic, [b"0"])
@@ -184,7 +186,7 @@ def test_messages_wait_for_a_broker_that_is_away(start_rocketmq, publisher):
         assert bodies(client, "kept") == [b"0", b"1"]
 
 
-def test_there_is_room_for_a_bounded_number_of_messages(rocketmq_broker, publisher, topic):
+def test_a_publisher_has_room_for_a_bounded_number_of_messages(rocketmq_broker, publisher, topic):
     plain = publisher()
     send_all(plain, topic, [b"0"])
     rocketmq_broker.pause()

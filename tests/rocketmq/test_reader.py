@@ -150,7 +150,7 @@ def test_a_half_that_was_committed_again_and_again_is_one_message(
     assert len(read_all(client, topic)) == 16
 
 
-def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(
+def test_a_reader_that_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(
     bridge: Bridge, client: RemotingClient, topic: str
 ) -> None:
     half, late = store_half(client, topic, b"early"), store_half(client, topic, b"late")

@@ -131,7 +131,7 @@ def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_th
         is_told(consumer)
 
 
-def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
+def test_messages_read_before_a_topic_was_recreated_move_no_position_in_the_new_one(
     bridge: Bridge, topic: str, group: str, renew: Renew
 ) -> None:
     send(bridge, topic, *FEW)

@@ -94,7 +94,7 @@ def new_user(client: RemotingClient, rights: list[Right]) -> Credentials:
 
 @dataclass(frozen=True)
 class Case:
-    """What a program gets: its URL, topics and names."""
+    """The URL, topics and names that a program gets."""
 
     bridge: Bridge
     topic: str
@@ -186,14 +186,14 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=named)
-def test_with_what_the_docs_list_a_program_runs(run: Run, waiting: None, program: Program) -> None:
+def test_a_program_runs_with_the_rights_that_the_docs_list(run: Run, waiting: None, program: Program) -> None:
     run(program, program.rights)
 
 
 @pytest.mark.parametrize(
     ("program", "missing"), [(each, right) for each in PROGRAMS for right in each.rights], ids=named
 )
-def test_without_one_of_these_rights_it_is_refused_with_its_name_and_nothing_of_it_is_seen(
+def test_a_program_without_one_of_its_rights_is_refused_with_the_name_of_the_right(
     run: Run, client: RemotingClient, waiting: None, topic: str, program: Program, missing: Right
 ) -> None:
     with pytest.raises(AccessDenied) as refused:
@@ -225,7 +225,7 @@ def waiting(root: Bridge, client: RemotingClient) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("missing", [None, *LOG, *FINISH, (TOPIC, "Pub")], ids=named)
-def test_a_resolver_without_a_right_says_so_and_one_with_all_finishes_what_it_left(
+def test_a_resolver_without_a_right_says_so_and_one_with_all_rights_finishes_its_work(
     rocketmq_broker: brokers.RocketMQ,
     client: RemotingClient,
     root: Bridge,
@@ -248,7 +248,7 @@ def test_a_resolver_without_a_right_says_so_and_one_with_all_finishes_what_it_le
         eventually(lambda: bodies(client, topic) == [b"half"], "it is published")
 
 
-def test_who_has_no_right_at_all_is_told_by_the_doctor_what_it_could_not_look_at(
+def test_the_doctor_tells_a_user_without_rights_what_it_could_not_look_at(
     rocketmq_broker: brokers.RocketMQ, client: RemotingClient, root: Bridge
 ) -> None:
     with bridge_of(rocketmq_broker, new_user(client, NOTHING)) as bridge:

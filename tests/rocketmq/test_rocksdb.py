@@ -42,7 +42,7 @@ def halves(client: RemotingClient, topic: str) -> int:
     return client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
 
 
-def test_halves_wait_there_and_what_cannot_be_done_with_them_is_said(
+def test_half_messages_wait_in_rocksdb_and_the_capabilities_say_what_is_missing(
     open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     bridge = open_bridge()
@@ -58,7 +58,7 @@ def test_halves_wait_there_and_what_cannot_be_done_with_them_is_said(
         bridge.admin.transactions()
 
 
-def test_what_is_aborted_is_never_seen_and_not_asked_about_for_ever(
+def test_an_aborted_message_is_never_seen_and_not_asked_about_for_ever(
     open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     bridge = open_bridge()
@@ -72,7 +72,7 @@ def test_what_is_aborted_is_never_seen_and_not_asked_about_for_ever(
 
 
 @pytest.mark.parametrize("decision", ["commit", "abort"])
-def test_a_token_ends_what_waits_there_from_another_process_after_a_kill_of_the_broker(
+def test_a_token_ends_half_messages_in_rocksdb_from_another_process_after_a_kill_of_the_broker(
     rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str, decision: str
 ) -> None:
     token = prepare(open_bridge(), one, *numbered(4))
@@ -84,7 +84,7 @@ def test_a_token_ends_what_waits_there_from_another_process_after_a_kill_of_the_
     assert bodies(client, one) == (numbered(4) if decision == "commit" else [])
 
 
-def test_what_a_dead_owner_decided_is_published_by_others_once_and_in_order(
+def test_messages_that_a_dead_owner_decided_are_published_by_others_once_and_in_order(
     rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     with faults.proxy(rocketmq_broker) as proxy, Child(writing_kit.commit_some, proxy.url, [one], 4) as child:
@@ -98,7 +98,7 @@ def test_what_a_dead_owner_decided_is_published_by_others_once_and_in_order(
 
 
 @pytest.mark.full  # waits for the last check-back, and restarts the broker
-def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_patience_and_the_doctor_says_so(
+def test_decided_messages_that_the_broker_gave_up_are_lost_until_a_restart_with_more_checks(
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],
     open_bridge: Open,

@@ -53,7 +53,7 @@ def test_hosts_are_name_servers_and_without_a_port_they_have_rocketmqs_own():
     ],
     ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
 )
-def test_what_cannot_be_is_refused_by_name(given, match):
+def test_an_impossible_setting_is_refused_by_name(given, match):
     with pytest.raises(InvalidOption, match=match):
         settings(**given)
 
@@ -92,7 +92,7 @@ def test_files_that_are_no_certificates_are_named(tmp_path):
             settings(tls=True, **given).tls_context()
 
 
-def test_what_a_capability_costs_or_why_it_is_missing_is_one_sentence():
+def test_the_note_of_a_capability_is_one_sentence_on_its_cost_or_its_absence():
     backend = RocketMQBackend()
     assert backend.schemes == ("rocketmq",)
     for capability, support in backend.capabilities.items():

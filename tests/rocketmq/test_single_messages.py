@@ -89,7 +89,7 @@ def wait_until_over(writer: Any) -> None:
         time.sleep(0.01)
 
 
-def test_its_end_alone_commits_it(owner, broker, log):
+def test_a_single_message_is_committed_by_its_end_alone(owner, broker, log):
     before, asked = log.next, []
     broker.fault = lambda request: asked.append(request.code)
     begin(owner, 1).commit(Deadline(60))
@@ -126,7 +126,7 @@ def test_an_end_that_fails_is_made_good_once(owner, broker, fault):
     assert broker.seen("a") == [b"1"]
 
 
-def test_what_was_published_without_an_answer_is_committed_for_everyone(owner, other, broker, log):
+def test_a_single_message_published_without_an_answer_is_committed_for_everyone(owner, other, broker, log):
     writer = lost(owner, broker, "lose answer")
     before = log.next
     wait_until_over(writer)
@@ -138,7 +138,7 @@ def test_what_was_published_without_an_answer_is_committed_for_everyone(owner, o
     assert broker.seen("a") == [b"1"]
 
 
-def test_what_retention_may_have_dropped_is_told_neither_aborted_nor_committed(owner, other, broker, log):
+def test_a_message_that_retention_may_have_dropped_is_told_neither_aborted_nor_committed(owner, other, broker, log):
     writer = lost(owner, broker, "lose answer")
     wait_until_over(writer)
     assert status(other, writer).state is TokenState.COMMITTED
@@ -158,7 +158,7 @@ def test_what_retention_may_have_dropped_is_told_neither_aborted_nor_committed(o
 
 
 @pytest.mark.parametrize("first", ["the topic's first", "an older one"])
-def test_what_was_not_published_is_aborted_also_by_a_copy_if_the_broker_has_what_is_older(owner, other, broker, first):
+def test_an_unpublished_message_is_aborted_by_a_copy_too_if_the_broker_has_older_ones(owner, other, broker, first):
     if first == "an older one":
         begin(owner, 2).commit(Deadline(60))
         broker.age(keep=1)
@@ -171,7 +171,7 @@ def test_what_was_not_published_is_aborted_also_by_a_copy_if_the_broker_has_what
 
 
 @pytest.mark.parametrize("by", ["a check-back", "a status", "a token", "its writer"])
-def test_what_the_index_does_not_have_yet_is_looked_up_again(owner, other, broker, log, by):
+def test_a_message_that_the_index_does_not_have_yet_is_looked_up_again(owner, other, broker, log, by):
     writer = lost(owner, broker, "lose answer")
     wait_until_over(writer)
     broker.open.add(1)
@@ -220,7 +220,7 @@ def test_the_immunity_time_is_counted_from_the_birth_of_the_half(owner, other, b
 
 
 @pytest.mark.parametrize("by", ["a check-back", "a status", "its writer"])
-def test_what_was_not_published_is_aborted_when_its_time_is_over(owner, other, broker, by):
+def test_an_unpublished_message_is_aborted_when_its_time_is_over(owner, other, broker, by):
     writer = lost(owner, broker)
     other.checks.answer(broker.ask())
     assert status(owner, writer).state is TokenState.UNKNOWN
@@ -234,7 +234,7 @@ def test_what_was_not_published_is_aborted_when_its_time_is_over(owner, other, b
 
 
 @pytest.mark.parametrize("by", ["a check-back", "a status"])
-def test_what_is_published_behind_a_look_is_not_aborted_by_the_clock_after_it(owner, other, broker, log, by):
+def test_a_message_published_behind_a_look_is_not_aborted_by_the_clock_after_it(owner, other, broker, log, by):
     writer = lost(owner, broker)
     look, before, looks = broker._found, log.next, 1 if by == "a check-back" else 2  # a status looks twice
 

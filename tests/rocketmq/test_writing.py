@@ -102,7 +102,7 @@ def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
     assert not bridge.capabilities[Capability.ISOLATION]
 
 
-def test_what_is_published_is_found_behind_a_newer_message_whose_key_has_the_same_hash(
+def test_a_published_message_is_found_behind_newer_ones_whose_key_has_the_same_hash(
     open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     token = prepare(open_bridge(), one, b"1")
@@ -174,7 +174,7 @@ class Neighbours:
             return self._outcomes.result()
 
 
-def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
+def test_a_process_that_publishes_a_transaction_answers_no_check_back_about_it(
     open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bridge = open_bridge(application=unique("alone"))  # so that no other bridge gets its check-backs
@@ -265,7 +265,7 @@ def test_a_token_of_many_messages_is_short(bridge: Bridge, client: RemotingClien
     assert bodies(client, one) == bodies(client, two) == numbered(200)
 
 
-def test_what_the_broker_has_asked_about_again_and_again_is_committed_once_by_its_token(
+def test_a_message_asked_about_again_and_again_is_committed_once_by_its_token(
     bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with bridge.transaction(prepare=True, hold=60) as txn:
@@ -387,7 +387,7 @@ def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: st
 
 
 @pytest.mark.parametrize("ended", [0, 2], ids=["before it published anything", "when it had published some"])
-def test_what_an_owner_decided_and_did_not_publish_others_publish_once_and_in_order(
+def test_unpublished_messages_of_a_dead_owners_commit_are_published_once_and_in_order(
     rocketmq_broker: brokers.RocketMQ,
     proxy: faults.Proxy,
     bridge: Bridge,
@@ -500,7 +500,7 @@ def test_tokens_are_prepared_after_a_kill_of_the_broker_and_end_as_decided(
 
 
 @pytest.mark.full  # starts a broker of its own, and kills it
-def test_what_a_killed_broker_asks_about_again_is_not_published_again(
+def test_a_message_that_a_killed_broker_asks_about_again_is_not_published_again(
     start_rocketmq: StartRocketMQ, open_bridge: Open
 ) -> None:
     """The broker writes op messages in batches, and has lost the last batch."""
@@ -528,7 +528,7 @@ def test_what_a_killed_broker_asks_about_again_is_not_published_again(
 
 
 @pytest.mark.full  # waits for the last check-back
-def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
+def test_messages_decided_and_then_discarded_are_published_by_the_next_bridge(
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],
     open_bridge: Open,

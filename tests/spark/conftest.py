@@ -25,7 +25,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def bridge(url: str) -> Iterator[Bridge]:
-    """It makes no topics."""
+    """Return a bridge that creates no topics."""
     with txnbridge.connect(url, create_topics=0) as bridge:
         yield bridge
 

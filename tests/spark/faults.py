@@ -79,7 +79,7 @@ def notes(folder: Path) -> list[dict[str, Any]]:
 
 
 def this_is_the_driver() -> None:
-    """Its process group is what "kill driver" kills. Call it before Spark's JVM is started."""
+    """Make this process group the one that "kill driver" kills. Call it before Spark's JVM is started."""
     os.environ[_DRIVER] = str(os.getpgid(0))
 
 
@@ -87,7 +87,7 @@ def this_is_the_driver() -> None:
 
 
 class Plugin:
-    """It looks for its folder at every event: what is in there may change while a process lives."""
+    """A plug-in that looks into its folder at every event: its files may change while a process lives."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

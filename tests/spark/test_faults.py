@@ -240,7 +240,7 @@ def test_a_simpler_writer_doubles_rows_when_its_driver_is_killed(query, format, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("step", ["before the decision", "after the decision"])
-def test_of_two_drivers_on_one_checkpoint_one_goes_on(query, step):
+def test_one_of_two_drivers_on_one_checkpoint_goes_on(query, step):
     faults.order(query.faults, Fault("held", then="hold", once=query.after_the_first_batch(), **STEPS[step]))
     with query.driver(SMALL) as first:
         wait_for(faults.happened, query.faults, "held")
@@ -313,7 +313,7 @@ def test_a_stage_is_tried_again_after_an_executor_was_killed(query, cluster, at)
 
 
 @pytest.mark.full
-def test_of_two_attempts_that_both_end_well_one_is_published(query, cluster):
+def test_only_one_of_two_attempts_that_both_end_well_is_published(query, cluster):
     once = query.after_the_first_batch()
     met = [
         Fault(phase, at=f"prepare/{phase}", then="meet", in_task=True, partition=0, once=once)

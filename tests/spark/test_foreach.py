@@ -134,7 +134,7 @@ def test_a_query_whose_function_changes_the_job_group_is_known_by_its_runs(spark
 
 
 @mostly_embedded
-def test_more_sinks_at_once_than_connections_are_kept(spark, sink, tmp_path):
+def test_more_sinks_at_once_than_kept_connections_all_publish(spark, sink, tmp_path):
     sinks = [
         options(sink.url, topic=f"{number}-{new_run()}", transactionalIdPrefix=sink.prefix) for number in range(10)
     ]
@@ -170,7 +170,7 @@ def test_a_job_inside_a_stream_has_to_say_which_batch_it_is(spark, tmp_path):
     assert published(sink) == list(range(20))
 
 
-def test_outside_a_query_it_asks_for_the_query(spark, tmp_path):
+def test_write_exactly_once_outside_a_query_asks_for_the_query(spark, tmp_path):
     frame = spark.range(3).selectExpr("string(id) as value")
     sink = options(f"embedded:{tmp_path / 'broker.db'}", topic="out")
     with pytest.raises(Exception, match="which query this is"):

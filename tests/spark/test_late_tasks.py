@@ -32,7 +32,7 @@ def write_all(sink, identity):
 
 
 def late_task(sink, identity):
-    """It has all that it needs to begin its transaction, and sleeps."""
+    """Start a task that has all that it needs to begin its transaction, and sleeps."""
     return Child(write_all, sink, identity, pause="transaction.begin/before")
 
 
@@ -78,7 +78,7 @@ def write_and_tell_what_was_prepared(sink, identity):
 
 @pytest.mark.parametrize("asleep", ["transaction.begin/before", "bridge.open/before/2"], ids=["opened", "leased"])
 def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink, identity, asleep):
-    """It might die before it could end what it prepared. With only a lease it has not opened its id yet."""
+    """The task might die before it could end what it prepared. With only a lease it has not opened its id yet."""
     with Child(write_and_tell_what_was_prepared, sink, identity, pause=asleep) as task:
         task.stopped()
         written = write(sink, BatchId(identity.query, "sink", 0, new_run()), [ROWS])

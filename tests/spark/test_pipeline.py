@@ -119,7 +119,7 @@ def test_sql_and_functions_change_the_rows(bridge, topics, move, spark, url, tmp
 
 
 @mostly_embedded
-def test_what_is_wrong_is_said_in_our_words(bridge, topics, move, url, spark, tmp_path):
+def test_a_wrong_pipeline_is_refused_in_our_words(bridge, topics, move, url, spark, tmp_path):
     _, target = topics
     with pytest.raises(InvalidOption, match="by SQL or by a function"):
         move(sql="select value from input", transform=lambda frame: frame)
@@ -157,7 +157,7 @@ def test_a_batch_in_doubt_is_told_as_what_it_is():
 
 @pytest.mark.offline
 @pytest.mark.parametrize("latest", ["None", "null", "7", '{"topic": {"0": [3, 4, 5]}}'])
-def test_of_offsets_that_cannot_be_counted_nothing_is_told(latest):
+def test_offsets_that_cannot_be_counted_give_no_lag(latest):
     source = SourceProgress("a source", "None", '{"topic": {"0": [1, 2, 3]}}', latest, 0, 0.0, 0.0, {})
     assert offsets_behind(source) == {} and pipeline._behind(source) is None
 

@@ -46,7 +46,7 @@ def test_batches_are_published_once_and_nothing_stays_open(sink, query):
     assert left_open(sink, query) == []
 
 
-def test_nothing_is_visible_before_the_driver_commits(sink, query):
+def test_no_message_is_visible_before_the_driver_commits(sink, query):
     identity = BatchId(query, "sink", 0, new_run())
     written = write(sink, identity, FIRST)
     assert len(left_open(sink, query)) == 2  # an empty partition needs no transaction
@@ -62,7 +62,7 @@ def test_a_batch_without_rows_is_committed(sink, query):
 
 
 @mostly_embedded
-def test_what_a_batch_cost_stands_in_one_line(sink, query, caplog):
+def test_the_cost_of_a_batch_is_logged_in_one_line(sink, query, caplog):
     caplog.set_level("INFO", "txnbridge.spark")
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     cost = r"5 rows, 5 bytes in 2 transactions; prepared in \d+ ms, decided in \d+ ms, published in \d+ ms; the oldest"
@@ -232,7 +232,7 @@ def decide_and_die(start):
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
 
 
-def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
+def test_a_decided_transaction_is_alive_when_the_next_run_needs_it(start):
     """The next run's tasks come before its commit; they may not touch what the last run decided."""
     sink, query = start
     with Child(decide_and_die, start, kill="resolve/before/1") as child:
@@ -249,7 +249,7 @@ def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
 # --- two drivers -----------------------------------------------------------------------------------------------------
 
 
-def test_of_two_drivers_the_newer_one_wins(sink, query):
+def test_the_newer_of_two_drivers_wins(sink, query):
     older, newer = BatchId(query, "sink", 0, new_run()), BatchId(query, "sink", 0, new_run())
     by_older = write(sink, older, FIRST)
     forget()
@@ -284,7 +284,7 @@ def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
 # --- attempts, aborts and dead transactions --------------------------------------------------------------------------
 
 
-def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
+def test_transactions_that_losing_attempts_prepared_do_not_stay_open(sink, query):
     identity = BatchId(query, "sink", 0, new_run())
     lost = write(sink, identity, FIRST)
     forget()  # another process writes the second attempts
@@ -297,7 +297,7 @@ def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
 
 
 @mostly_embedded
-def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monkeypatch):
+def test_a_transaction_that_cannot_be_ended_keeps_no_other_open(sink, query, bridge, monkeypatch):
     end = type(bridge.admin).abort
     refused: list[str] = []
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monke
 
 @pytest.mark.parametrize("url", ["kafka"], indirect=True)
 def test_a_batch_that_is_given_up_spares_what_was_decided_before_it_in_a_log_elsewhere(url, query, tmp_path):
-    """There the broker shows a decided token as it shows one that nobody decided about."""
+    """The broker shows a token decided in a log elsewhere as it shows one that nobody decided about."""
     place = f"sqlite:///{tmp_path / 'decisions.db'}"
     sink = options(url, topic=f"out-{new_run()}", transactionalIdPrefix=f"test-{new_run()}", decisionLog=place)
     with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
@@ -417,7 +417,7 @@ def lose_a_decided_part(sink, query, number, decide=decide_and_die):
         bridge.abort(claim.data["parts"][number]["token"])
 
 
-def test_what_was_lost_of_a_decision_is_written_again_when_the_same_rows_come_again(start):
+def test_a_lost_part_of_a_decided_batch_is_written_again_when_the_same_rows_come_again(start):
     sink, query = start
     lose_a_decided_part(sink, query, 1)
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [[4, 3], [], [0, 1, 2]])  # the same parts, in another order
@@ -434,7 +434,7 @@ def decide_alike_and_die(start):
 
 
 @mostly_embedded
-def test_what_was_lost_of_a_decision_is_taken_from_its_own_partition_where_others_look_alike(start, monkeypatch):
+def test_a_lost_part_of_a_decided_batch_comes_from_its_own_partition_where_others_look_alike(start, monkeypatch):
     sink, query = start
     lose_a_decided_part(sink, query, 1, decide_alike_and_die)
     marked = []
@@ -443,7 +443,7 @@ def test_what_was_lost_of_a_decision_is_taken_from_its_own_partition_where_other
     assert [part["partition"] for data in marked for part in data["parts"]] == [1]
 
 
-def test_what_was_lost_of_a_decision_is_named_when_the_rows_are_shared_out_otherwise(start):
+def test_a_lost_part_of_a_decided_batch_is_named_when_its_rows_are_shared_out_otherwise(start):
     sink, query = start
     lose_a_decided_part(sink, query, 0)
     for _ in range(2):
@@ -619,9 +619,7 @@ def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way
 
 
 @pytest.mark.offline
-def test_what_no_waiting_mends_is_told_at_once_and_without_a_hint_at_an_option_that_is_not_its_cause(
-    tmp_path, monkeypatch
-):
+def test_an_error_that_no_waiting_mends_is_raised_at_once_without_a_hint_at_a_wrong_option(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is tried again"))
     (tmp_path / "text.db").write_text("this is no database " * 100)
     with pytest.raises(StorageFailed, match="not an SQLite database"):

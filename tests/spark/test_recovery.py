@@ -105,7 +105,7 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
     assert done == {"published": [], "skipped": 1, "aborted": []}
 
 
-def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query, spark_command):
+def test_clearing_ends_undecided_transactions_and_fences_the_driver(sink, query, spark_command):
     identity = BatchId(query, "sink", 0, new_run())
     write(sink, identity, FIRST)
     assert spark_command("recover")[1] == "published: nothing was left to publish\n"
@@ -121,7 +121,7 @@ def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query,
     assert published(sink) == []
 
 
-def test_a_query_that_never_wrote_is_said_so(spark_command):
+def test_status_says_that_a_query_never_wrote(spark_command):
     assert "has not written anything" in spark_command("status")[1]
 
 

@@ -323,7 +323,7 @@ def test_a_batch_that_spark_plans_anew_is_not_taken_for_the_published_one(spark,
     assert published(sink) == list(range(30))
 
 
-def test_with_the_continuous_trigger_nothing_is_taken_for_published(spark, tmp_path):
+def test_a_query_with_the_continuous_trigger_takes_no_batch_for_published(spark, tmp_path):
     """Spark calls no task's write() there, and ignores what commit() raises; but then it does not go on either."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}", topic="out")
     frame = spark.readStream.format("rate").option("numPartitions", 1).load().select(F.col("value").cast("string"))

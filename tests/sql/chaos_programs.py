@@ -52,7 +52,7 @@ def create_tables(engine):
 
 
 class Place(NamedTuple):
-    """Where the processes of an attack work, and in which way they save rows and publish messages."""
+    """The place where the processes of an attack work, and the way in which they save rows and publish."""
 
     way: str
     url: str

@@ -1,4 +1,4 @@
-"""What tests of databases share, and programs with a relay, which they run in processes of their own and kill."""
+"""Helpers of the tests of databases, and programs with a relay, which run in their own processes and are killed."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Server:
 
 
 class MariaDB(Server):
-    """Its databases compare names without regard to case."""
+    """A MariaDB server, whose databases compare names without regard to case."""
 
     name, user, needs = "MariaDB", "mysql", ("pymysql", "PyMySQL")
     scheme, first_database = "mysql+pymysql", "mysql"

@@ -642,7 +642,7 @@ def test_a_silent_database_holds_no_call_beyond_its_deadline(postgres, shop, eng
 # --- other brokers --------------------------------------------------------------------------------------------------
 
 
-def test_where_only_a_resolver_publishes_a_bridge_does_so_before_it_is_closed(shop, engine, monkeypatch):
+def test_a_bridge_whose_resolver_alone_publishes_does_so_before_it_is_closed(shop, engine, monkeypatch):
     def idle(*_):
         time.sleep(0.05)
         return []

@@ -122,7 +122,7 @@ def test_a_record_that_is_missing_in_between_is_not_passed_over(log, behind):
         read(log)
 
 
-def test_who_holds_the_lock_is_waited_for_until_the_deadline(log, behind):
+def test_an_append_waits_until_its_deadline_for_the_holder_of_the_lock(log, behind):
     append(log, b"0")
     behind.execute(sa.text("UPDATE txnbridge_logs SET next = next"))
     takes(0.5, BrokerUnavailable, lambda deadline: log.append(b"late", deadline))
@@ -272,7 +272,7 @@ def test_no_secret_is_shown(postgres, open_logs):
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_waits_for_a_silent_database_takes_notice_when_his_deadline_gets_nearer():
+def test_a_call_that_waits_for_a_silent_database_notices_that_its_deadline_got_nearer():
     deadline, said = Deadline(600), threading.Event()
     threading.Timer(0.2, deadline.shorten, [0.0]).start()
     try:
@@ -300,7 +300,7 @@ def test_a_free_thread_is_used_again_but_not_one_that_still_waits_nor_one_of_a_p
 
 
 @pytest.mark.live
-def test_nothing_hangs_while_the_server_does(postgres, open_logs):
+def test_no_call_hangs_beyond_its_deadline_while_the_server_hangs(postgres, open_logs):
     url = postgres.new_database()
     log = open_logs(url).decision_log("paused", Deadline(SOON))
     (first,) = append(log, b"0")
@@ -363,7 +363,7 @@ def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_
 
 
 class OwnLog(Through):
-    """With connections of its own, as another process has it."""
+    """A log with connections of its own, as another process has it."""
 
     def __init__(self, url: str, name: str, timeout: float) -> None:
         self._logs = SqlLogs(url)
@@ -404,7 +404,7 @@ def connect(tmp_path):
         bridge.close()
 
 
-def test_a_bridges_decisions_are_where_it_was_told(url, connect, behind):
+def test_a_bridges_decisions_are_in_the_database_that_it_was_told(url, connect, behind):
     with_sql = connect(decision_log=url, application="billing")
     claim = with_sql.decisions().claim(("run", 1), Decision.COMMIT)
     assert claim.mine
@@ -459,7 +459,7 @@ def test_a_token_is_refused_by_a_bridge_that_keeps_its_decisions_elsewhere(url, 
             status(txn.token, decision_log=url)
 
 
-def test_without_its_package_it_is_said_what_to_install(tmp_path, monkeypatch):
+def test_the_error_without_sqlalchemy_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     for name in [name for name in sys.modules if name.startswith("txnbridge.sql")]:
         monkeypatch.delitem(sys.modules, name)

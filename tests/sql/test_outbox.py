@@ -416,7 +416,7 @@ def test_a_look_reads_no_more_bytes_than_a_batch_takes(engine, bridge, monkeypat
 
 
 @pytest.mark.parametrize(("error", "failures", "parked"), [(DeliveryFailed, 3, 1), (AccessDenied, 4, 0)])
-def test_what_is_not_delivered_is_parked_after_three_attempts_and_a_missing_right_is_waited_for(
+def test_an_undeliverable_row_is_parked_after_three_attempts_but_a_missing_right_is_waited_for(
     engine, bridge, monkeypatch, error, failures, parked
 ):
     deliver, failed = Transaction.send, itertools.count(1)

@@ -211,7 +211,7 @@ def test_an_administrator_aborts_what_a_dead_process_left_open(
 
 @proves(Capability.END_OPEN)
 @pytest.mark.parametrize("prepare", [False, True], ids=["commit", "prepare"])
-def test_what_an_administrator_aborted_its_owner_cannot_end(
+def test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted(
     connect: Connect, bridge: Bridge, topic: str, owner: str, much: Much, prepare: bool
 ) -> None:
     if prepare and not bridge.capabilities[Capability.PREPARE]:

@@ -61,7 +61,7 @@ def test_a_new_group_may_start_behind_the_latest_message(bridge: Bridge, topic: 
 @pytest.mark.parametrize(
     ("grouped", "asleep"), [(True, True), (True, False), (False, True)], ids=["member", "next member", "alone"]
 )
-def test_nothing_of_a_topic_that_is_made_anew_is_skipped(
+def test_a_reader_of_a_recreated_topic_skips_no_message_silently(
     bridge: Bridge, topic: str, group: str, grouped: bool, asleep: bool
 ) -> None:
     send(bridge, topic, *[b"old %d" % number for number in range(10)])
@@ -143,12 +143,12 @@ def test_a_group_goes_on_where_its_last_member_stopped(bridge: Bridge, topic: st
     assert next_of(bridge, topic, group) == b"3"
 
 
-def test_what_was_not_acknowledged_comes_again_to_the_next_member(bridge: Bridge, topic: str, group: str) -> None:
+def test_an_unacknowledged_message_comes_again_to_the_next_member(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"1", b"2")
     assert [next_of(bridge, topic, group), next_of(bridge, topic, group)] == [b"1", b"1"]
 
 
-def test_what_a_killed_member_had_in_hand_comes_again(
+def test_a_message_that_a_killed_member_held_comes_again(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, group: str
 ) -> None:
     send(bridge, topic, b"1")
@@ -535,7 +535,9 @@ def test_positions_tell_where_another_reader_can_go_on(bridge: Bridge, topic: st
 
 
 @proves(Capability.REPLAY)
-def test_what_a_group_has_acknowledged_is_not_read_again_by_seeking(bridge: Bridge, topic: str, group: str) -> None:
+def test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking(
+    bridge: Bridge, topic: str, group: str
+) -> None:
     send(bridge, topic, b"1", b"2", b"3")
     with bridge.consumer(topic, group) as consumer:
         messages = take(consumer, 3)
@@ -586,7 +588,7 @@ def test_lag_is_what_a_group_has_before_it(bridge: Bridge, topic: str, group: st
 
 
 @needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.ISOLATION)
-def test_what_was_aborted_before_something_undecided_is_no_lag(bridge: Bridge, topic: str) -> None:
+def test_an_aborted_message_before_an_undecided_one_is_no_lag(bridge: Bridge, topic: str) -> None:
     send(bridge, topic, b"1")
     with bridge.transaction(prepare=True) as aborted:
         aborted.send(topic, b"aborted")

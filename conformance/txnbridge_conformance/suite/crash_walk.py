@@ -64,7 +64,7 @@ def test_a_plain_commit_is_whole_wherever_its_process_dies(kill_walk: KillWalk, 
     } <= died_at
 
 
-def test_nothing_of_an_abort_is_seen_wherever_its_process_dies(kill_walk: KillWalk, bridge: Bridge) -> None:
+def test_no_message_of_an_abort_is_seen_wherever_its_process_dies(kill_walk: KillWalk, bridge: Bridge) -> None:
     def check(case: Case) -> None:
         assert [values(seen(bridge, topic)) for topic in case.topics] == [[], []]
 

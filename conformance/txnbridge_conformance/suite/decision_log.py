@@ -74,7 +74,7 @@ def test_an_older_owner_of_an_id_decides_nothing_any_more(connect: Connect, log:
 
 
 @proves(Capability.DECISION_LOG)
-def test_what_is_done_is_known_to_be_done(connect: Connect, log: str) -> None:
+def test_a_batch_marked_as_done_is_known_to_be_done(connect: Connect, log: str) -> None:
     decisions = connect().decisions(log)
     for number in range(3):
         decisions.claim(("batch", number), Decision.COMMIT)

@@ -73,7 +73,7 @@ def test_an_owner_that_was_shut_out_cannot_prepare(connect: Connect, topic: str,
 
 
 @needs(Capability.FENCING, Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
-def test_what_is_prepared_survives_a_new_owner(connect: Connect, topic: str, owner: str) -> None:
+def test_a_prepared_transaction_survives_a_new_owner(connect: Connect, topic: str, owner: str) -> None:
     with connect(transactional_id=owner).transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
     newer = connect(transactional_id=owner)

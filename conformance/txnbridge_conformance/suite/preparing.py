@@ -109,7 +109,7 @@ def test_another_process_ends_what_a_killed_one_prepared(
 
 
 @needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
-def test_what_is_prepared_survives_the_close_of_its_bridge(connect: Connect, bridge: Bridge, topic: str) -> None:
+def test_a_prepared_transaction_survives_the_close_of_its_bridge(connect: Connect, bridge: Bridge, topic: str) -> None:
     closing = connect()
     token = prepare(closing, topic, b"prepared")
     closing.close()
@@ -261,7 +261,7 @@ def test_a_damaged_token_is_refused(bridge: Bridge, topic: str) -> None:
 
 @proves(Capability.DEADLINE)
 @pytest.mark.parametrize("how", ["killed", "paused"])
-def test_what_a_vanished_process_left_open_is_aborted_by_its_deadline(
+def test_a_transaction_that_a_vanished_process_left_open_is_aborted_by_its_deadline(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, how: str
 ) -> None:
     leaver = run(programs.open_and_wait, txnbridge_url, topic, None, 4.0)

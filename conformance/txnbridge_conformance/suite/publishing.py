@@ -11,7 +11,7 @@ from txnbridge_conformance.promises import proves
 
 
 @proves(Capability.IDEMPOTENT_SEND)
-def test_what_a_publisher_flushed_is_there_once_and_in_order(bridge: Bridge, topic: str) -> None:
+def test_messages_that_a_publisher_flushed_are_there_once_and_in_order(bridge: Bridge, topic: str) -> None:
     expected = [b"%d" % number for number in range(500)]
     with bridge.publisher() as publisher:
         for value in expected:

@@ -165,14 +165,14 @@ def test_a_message_that_cannot_be_sent_leaves_the_transaction_usable(bridge: Bri
     assert values(seen(bridge, topic)) == [b"before", b"after"]
 
 
-def test_what_was_said_to_be_committed_survives_its_process(
+def test_a_confirmed_commit_survives_the_death_of_its_process(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str
 ) -> None:
     run(programs.commit_one, txnbridge_url, topic, b"hello", kill="commit/after").stopped()
     assert values(seen(bridge, topic)) == [b"hello"]
 
 
-def test_what_was_committed_is_read_by_another_process(
+def test_another_process_reads_a_committed_message(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str
 ) -> None:
     send(bridge, topic, b"hello")
@@ -217,7 +217,7 @@ def test_a_transaction_left_unfinished_is_aborted_when_its_bridge_closes(
 
 
 @proves(Capability.SURVIVES_BROKER_KILL)
-def test_what_was_committed_survives_a_kill_of_the_broker(
+def test_a_committed_message_survives_a_kill_of_the_broker(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, kill_broker: Callable[[], object]
 ) -> None:
     run(programs.commit_one, txnbridge_url, topic, b"hello", kill="commit/after").stopped()
@@ -229,7 +229,7 @@ def test_what_was_committed_survives_a_kill_of_the_broker(
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-def test_nothing_of_an_open_transaction_is_seen(bridge: Bridge, topic: str, much: Much, end: str) -> None:
+def test_no_message_of_an_open_transaction_is_seen(bridge: Bridge, topic: str, much: Much, end: str) -> None:
     send(bridge, topic, b"before")
     assert values(seen(bridge, topic)) == [b"before"]
     many = much(b"open")

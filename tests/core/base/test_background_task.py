@@ -1,4 +1,4 @@
-"""What a reader has done beside its polls."""
+"""Tests of the tasks that a reader runs beside its polls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from txnbridge.spi import BackgroundTask
 
 
-def test_what_comes_of_work_is_taken_in_by_the_thread_that_asks_for_it():
+def test_the_result_of_a_background_task_is_taken_in_by_the_thread_that_finishes_it():
     taken: list[tuple[int, threading.Thread]] = []
     woken, may_end = threading.Event(), threading.Event()
     work = BackgroundTask(
@@ -23,7 +23,7 @@ def test_what_comes_of_work_is_taken_in_by_the_thread_that_asks_for_it():
     assert taken == [(7, threading.current_thread())]
 
 
-def test_what_work_raises_is_raised_where_it_is_finished():
+def test_an_error_of_a_background_task_is_raised_where_the_task_is_finished():
     taken: list[object] = []
     work = BackgroundTask(lambda: 1 // 0, taken.append)
     assert work.join(30)

@@ -59,7 +59,7 @@ def test_the_first_to_come_is_the_first_to_write(turns):
     assert waiting.came == [0, 1, 2, 3, 4]
 
 
-def test_who_gives_up_waiting_for_a_moment_keeps_its_position_in_the_queue(turns):
+def test_a_waiter_that_gives_up_for_a_moment_keeps_its_position_in_the_queue(turns):
     place, patient = taken(turns), turns.place()
     assert not patient.enter(Deadline(0.01))
     waiting = Waiting(turns)
@@ -71,7 +71,7 @@ def test_who_gives_up_waiting_for_a_moment_keeps_its_position_in_the_queue(turns
     waiting.join()
 
 
-def test_who_writes_again_and_again_lets_those_who_wait_come_in_between(turns):
+def test_a_thread_that_enters_again_and_again_lets_waiting_threads_come_in_between(turns):
     waiting = Waiting(turns)
     place = taken(turns)
     waiting.add("waited")
@@ -95,7 +95,7 @@ def test_an_owner_that_does_not_come_back_keeps_nobody_waiting():
     assert waiting.came == ["first", "second"]
 
 
-def test_who_waits_too_long_gives_up_and_the_next_one_has_its_turn(turns):
+def test_a_thread_that_waits_too_long_gives_up_and_the_next_one_has_its_turn(turns):
     waiting = Waiting(turns)
     place = taken(turns)
     refused = []
@@ -123,7 +123,7 @@ def test_a_place_and_a_wait_whose_objects_are_gone_are_given_back(turns):
     taken(turns)
 
 
-def test_as_many_are_in_as_there_are_places():
+def test_a_semaphore_admits_as_many_holders_as_it_has_places():
     turns = FairSemaphore(2, 0.002)
     first, second, third = taken(turns), taken(turns), turns.place()
     assert not third.enter(Deadline(0.05))

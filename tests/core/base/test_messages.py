@@ -79,7 +79,7 @@ def test_a_message_survives_pickling_without_its_source() -> None:
     assert copy == message() and copy.source is None
 
 
-def test_neither_body_nor_key_is_in_a_repr() -> None:
+def test_a_repr_shows_neither_body_nor_key_nor_header() -> None:
     text = repr(message(key=b"private")) + repr(Headers([("h", b"hidden")])) + repr(Batch([message()]))
     assert "secret" not in text and "private" not in text and "hidden" not in text
 

@@ -12,7 +12,7 @@ from txnbridge import hookimpl
 from txnbridge._base.plugins import GROUP, Plugins
 
 
-def test_our_marker_is_what_pluggys_own_would_be() -> None:
+def test_our_hook_marker_marks_as_pluggys_own_would() -> None:
     @pluggy.HookimplMarker(GROUP)
     def theirs() -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a decision log promises, one promise a test, on a log in memory."""
+"""Tests of the promises of a decision log, one promise a test, on a log in memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCH = ("query", "sink", 7, 0)
 
 
 class FaultyLog(MemoryLog):
-    """What its next operations do instead, one fault after the other; then it works."""
+    """A log whose next operations fail as listed, one fault after the other; then the log works."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
 
 
 @pytest.mark.parametrize(("nth", "told"), [(1, OutcomeUnknown), (2, COMMIT)], ids=["judging", "tidying"])
-def test_whose_time_is_over_behind_its_claim_never_says_that_nothing_was_decided(join, monkeypatch, nth, told):
+def test_a_stored_claim_whose_deadline_passes_never_says_that_nothing_was_decided(join, monkeypatch, nth, told):
     """Another thread reads the log, and the broker keeps it waiting."""
     decisions = join()
     begin, follower = decisions.begin(), decisions._engine.follower
@@ -165,7 +165,7 @@ def test_data_that_is_not_json_is_refused(join):
         join().claim("id", COMMIT, {"when": object()})
 
 
-def test_nothing_is_written_that_nobody_could_read(join, log):
+def test_a_call_that_would_write_an_unreadable_record_is_refused(join, log):
     deep: dict[str, object] = {}
     for _ in range(100):
         deep = {"deeper": deep}
@@ -244,7 +244,7 @@ def test_a_claim_that_was_certainly_not_stored_is_no_unknown_one(join, log):
 
 
 @pytest.mark.parametrize("then", ["fill_up", "deny"])
-def test_what_fails_for_good_after_a_lost_answer_leaves_the_claim_unknown(join, log, then):
+def test_an_append_that_fails_for_good_after_a_lost_answer_leaves_the_claim_unknown(join, log, then):
     decisions = join()
     decisions.begin()
     log.appends = [log.lose_record, getattr(log, then)]
@@ -316,7 +316,7 @@ def test_a_log_that_ends_before_the_presence_proves_nothing(join, log):
     refused(lambda: join().read("t1", begin=begin), log, OutcomeUnknown)
 
 
-def test_a_log_that_lost_its_end_and_grew_again_is_noticed_by_who_had_read_it(join, log):
+def test_a_log_that_lost_its_end_and_grew_again_is_noticed_by_a_process_that_had_read_it(join, log):
     owner, other = join(), join()
     begin = owner.begin()
     kept = log.records[-1][0]
@@ -330,7 +330,7 @@ def test_a_log_that_lost_its_end_and_grew_again_is_noticed_by_who_had_read_it(jo
     refused(lambda: other.claim("t2", ABORT), log, EvidenceLost)
 
 
-def test_a_log_that_was_made_anew_proves_nothing_to_who_knew_the_old_one(join, log):
+def test_a_recreated_log_proves_nothing_to_a_process_that_knew_the_old_one(join, log):
     owner = join()
     begin = owner.begin()
     log.records, log.next = [], 0
@@ -380,7 +380,7 @@ def test_ids_without_a_token_need_the_log_from_its_birth_record_on(join, log):
     assert newcomer.claim("t1", COMMIT, begin=begin).decision is COMMIT
 
 
-def test_a_log_that_lost_its_first_records_is_mended_by_who_has_read_them(join, log):
+def test_a_log_that_lost_its_first_records_is_mended_by_a_process_that_has_read_them(join, log):
     follower = join()
     follower.claim(BATCH, COMMIT)
     follower.begin()
@@ -448,7 +448,7 @@ def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, l
 # --- openings -------------------------------------------------------------------------------------------------------
 
 
-def test_what_an_older_owner_claims_behind_a_newer_opening_does_not_count(join):
+def test_a_claim_of_an_older_owner_behind_a_newer_opening_does_not_count(join):
     older, newer = join(host="a"), join(host="b")
     first = older.open("X")
     begin = older.begin(opening=first)
@@ -460,7 +460,7 @@ def test_what_an_older_owner_claims_behind_a_newer_opening_does_not_count(join):
     assert newer.claim("t1", ABORT, begin=begin).decision is ABORT
 
 
-def test_a_claim_on_what_is_prepared_counts_whoever_makes_it_and_whenever(join):
+def test_a_claim_on_a_prepared_transaction_counts_whoever_makes_it_and_whenever(join):
     older, newer = join(), join()
     first = older.open("X")
     begin = older.begin(opening=first)
@@ -777,7 +777,7 @@ def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypat
     assert "could not be tidied" in caplog.text
 
 
-def test_who_follows_the_log_reads_only_what_is_new(join, log):
+def test_a_follower_of_the_log_reads_only_new_records(join, log):
     writer, follower = join(), join()
     for number in range(50):
         writer.claim(("q", number), COMMIT)
@@ -823,7 +823,7 @@ class _Nowhere(list):  # type: ignore[type-arg]
         pass
 
 
-def test_who_is_idle_repeats_what_counts_where_records_are_dropped_by_age():
+def test_an_idle_process_repeats_snapshots_where_records_are_dropped_by_age():
     log = ForgetfulLog()
     with closing(Decisions(log)) as idle, closing(Decisions(log)) as onlooker:
         opening = idle.open("X")
@@ -838,7 +838,7 @@ def test_who_is_idle_repeats_what_counts_where_records_are_dropped_by_age():
 # --- records that nobody can read -----------------------------------------------------------------------------------
 
 
-def test_what_is_decided_in_front_of_an_unreadable_record_stays_decided(join, log):
+def test_a_decision_in_front_of_an_unreadable_record_stands(join, log):
     decisions = join()
     begin = decisions.begin()
     decisions.claim("t1", COMMIT, begin=begin)
@@ -866,7 +866,7 @@ def test_behind_an_unreadable_record_nobody_claims_or_answers(join, log):
         refused(partial(process.ledger("X").find, "t1", Deadline(5)), log, OutcomeUnknown)
 
 
-def test_a_record_of_a_newer_version_stops_who_cannot_read_it(join, log):
+def test_a_record_of_a_newer_version_stops_a_process_that_cannot_read_it(join, log):
     raw = encode(Birth(log="x", nonce="y", at=1)).replace(b'{"txnbridge":2', b'{"txnbridge":3')
     join().claim("id", COMMIT)
     log.append(raw)
@@ -901,7 +901,7 @@ def test_a_ledger_keeps_what_a_backend_records_about_a_transaction(join):
     assert join().ledger("Y").find("t1", Deadline(5)) == []
 
 
-def test_a_ledger_lists_what_counts_of_one_kind_in_its_order(join):
+def test_a_ledger_lists_the_entries_of_a_kind_that_count_in_their_order(join):
     owner = join()
     ledger = owner.ledger("X")
     ledger.opened({}, Deadline(5))
@@ -927,7 +927,7 @@ def test_a_ledger_entry_whose_answer_was_lost_is_kept_once(join, log):
     assert len(join().ledger("X").find("t1", Deadline(5))) == 1
 
 
-def test_only_who_opened_an_id_records_for_it(join):
+def test_only_the_process_that_opened_an_id_records_for_the_id(join):
     join().ledger("X").opened({}, Deadline(5))
     with pytest.raises(InvalidState, match="not opened by this process"):
         join().ledger("X").record("prepare", "t1", {}, Deadline(5))

@@ -62,7 +62,7 @@ class Process:
         return [transaction for transaction, _ in self.ledger.claims(Deadline(5))]
 
 
-def test_who_opens_a_long_log_reads_its_last_records_alone(log):
+def test_a_process_that_opens_a_long_log_reads_only_its_last_records(log):
     Process(log).open().commit_many(300)
     log.reads = 0
     newcomer = Process(log).open()
@@ -101,7 +101,7 @@ def test_many_questions_that_go_ever_further_back_take_two_readings_at_most(log)
     assert log.reads < 2 * len(log.records)
 
 
-def test_what_was_prepared_long_before_is_known_as_such(log):
+def test_a_transaction_prepared_long_before_is_known_as_prepared(log):
     owner = Process(log).open()
     begin = owner.begin()
     owner.ledger.record("prepare", "held", {}, Deadline(5))
@@ -142,7 +142,7 @@ def test_each_writers_last_commit_is_carried_out_however_long_ago_it_was(log):
     assert log.reads < NEAR_END  # the snapshot vouches for them
 
 
-def test_where_a_group_stands_and_who_moved_it_last_is_known_from_the_snapshot(log):
+def test_a_snapshot_tells_where_a_group_stands_and_which_transaction_moved_it_last(log):
     member = Process(log)
     place = ("orders", 0)
     begin = member.begin()
@@ -155,7 +155,7 @@ def test_where_a_group_stands_and_who_moved_it_last_is_known_from_the_snapshot(l
     assert (transaction, claim.data["of"]) == ("moves", "moves")
 
 
-def test_no_presence_that_is_still_needed_is_dropped_by_one_who_has_not_read_it(log):
+def test_no_needed_presence_is_dropped_by_a_process_that_has_not_read_it(log):
     owner = Process(log).open()
     begin = owner.begin()
     owner.claim("old", begin)
@@ -173,7 +173,7 @@ def test_no_presence_that_is_still_needed_is_dropped_by_one_who_has_not_read_it(
         Process(log).ledger.decided("old", Deadline(5), log=begin)
 
 
-def test_of_presences_that_end_in_the_same_hour_a_snapshot_names_the_oldest_alone(log):
+def test_a_snapshot_names_only_the_oldest_of_presences_that_end_in_the_same_hour(log):
     owner = Process(log).open().commit_many(300)
     presences = [at for at, record in decoded(log.records) if isinstance(record, Presence)]
     owner.decisions.tidy(timeout=5)

@@ -68,7 +68,7 @@ def test_ids_that_come_and_go_leave_nothing_in_snapshots_for_ever(log, ids):
     assert max(sizes) < 1.2 * sizes[0] < 20_000
 
 
-def test_nor_in_the_memory_of_a_process_that_lives_on(log):
+def test_a_process_that_lives_on_keeps_no_ids_that_come_and_go_in_memory(log):
     onlooker = Process(log, timing=Timing(forget_after=100))
     for number in range(200):
         Process(log, f"made-up-{number}").open().prepare(f"t{number}")
@@ -94,7 +94,7 @@ def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):
         assert (entry.kind, entry.opening) == ("prepare", "made-up")
 
 
-def test_what_comes_late_counts_for_who_began_with_a_snapshot_as_for_who_has_read_everything(log):
+def test_a_late_entry_counts_alike_for_readers_of_a_snapshot_and_of_the_whole_log(log):
     owner, reader = Process(log, "made-up").open(), Process(log)
     owner.prepare("t")
     entry = next(record for _, record in decoded(log.records) if isinstance(record, EntryRecord))
@@ -137,7 +137,7 @@ def test_a_bridge_without_an_id_makes_one_up(tmp_path):
             assert opening is not None and (opening.name, opening.number) == (name, number)
 
 
-def test_every_copy_of_its_opening_is_the_same_one(log):
+def test_every_copy_of_the_opening_of_a_made_up_id_is_the_same_opening(log):
     owner = Process(log, "made-up").open().open()
     owner.prepare("t")
     opened = {record.under for _, record in decoded(log.records) if isinstance(record, Opened)}

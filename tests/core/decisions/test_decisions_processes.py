@@ -19,7 +19,7 @@ DURABILITY = "survives-process-kill-only"
 
 
 class OwnLog(Through):
-    """With a connection of its own, as another process has it."""
+    """A log with a connection of its own, as another process has it."""
 
     def __init__(self, path: str, name: str, timeout: float) -> None:
         self._broker = open_broker(path, durability=DURABILITY)
@@ -42,7 +42,7 @@ def test_four_processes_race_and_nobody_disagrees(tmp_path, races):
 
 
 def decide_a_batch(url: str) -> None:
-    """What a run does: open, claim with data in parts, act on what counts, mark it done."""
+    """Run a batch: open, claim with data in parts, act on the claim that counts, mark the batch as done."""
     with txnbridge.connect(url) as bridge:
         decisions = bridge.decisions("query")
         if decisions.read("batch").done_up_to is None:

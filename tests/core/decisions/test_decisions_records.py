@@ -109,7 +109,7 @@ def test_garbage_is_refused_and_nothing_else_happens(raw):
 
 @given(st.sampled_from(list(EXAMPLES.values())), st.data())
 def test_a_changed_record_is_refused_or_is_another_whole_record(record, data):
-    """Whatever is cut, put in or changed: what can be read is complete, and can be written again."""
+    """A record that can be read after bytes were cut, put in or changed is complete, and can be written again."""
     raw = encode(record)
     at = data.draw(st.integers(0, len(raw)))
     until = data.draw(st.integers(at, min(len(raw), at + 12)))

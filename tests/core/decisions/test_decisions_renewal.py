@@ -23,12 +23,12 @@ def log(request):
 
 
 def trimmed(log):
-    """Somebody dropped the first records, and no snapshot covers them."""
+    """Return the log without its first record, which no snapshot covers."""
     log.records = log.records[1:]
     return log
 
 
-def test_who_renews_a_log_lets_openings_and_transactions_go_on(log):
+def test_openings_and_transactions_go_on_after_a_renewal_of_the_log(log):
     Process(log).open().commit_many(3)
     operator = Process(trimmed(log))
     with pytest.raises(EvidenceLost, match="log renew"):
@@ -40,7 +40,7 @@ def test_who_renews_a_log_lets_openings_and_transactions_go_on(log):
         assert process.unfinished() == ["new"]
 
 
-def test_what_a_token_of_before_is_about_is_unknown_for_ever_and_the_reason_names_the_renewal(log):
+def test_a_token_from_before_a_renewal_stays_unknown_and_its_error_names_the_renewal(log):
     owner = Process(log).open()
     begin = owner.begin()
     owner.claim("old", begin)
@@ -52,7 +52,7 @@ def test_what_a_token_of_before_is_about_is_unknown_for_ever_and_the_reason_name
     assert [record.id for _, record in decoded(log.records) if isinstance(record, Claimed)] == [("old",)]
 
 
-def test_a_process_of_before_that_still_runs_is_told_and_nothing_of_it_counts(log):
+def test_a_process_from_before_a_renewal_is_told_and_none_of_its_records_counts(log):
     owner, idle = Process(log).open(), Process(log, "Y").open()
     begin = owner.begin()
     Process(trimmed(log)).decisions.renew(timeout=5)
@@ -96,7 +96,7 @@ def test_a_renewal_counts_only_if_nobody_appended_since_the_operator_looked(log)
         owner.open()
 
 
-def test_an_acknowledgement_by_one_who_had_not_read_of_the_renewal_moves_no_group(log):
+def test_an_acknowledgement_by_a_member_that_has_not_read_the_renewal_moves_no_group(log):
     member = Process(log)
     begin = member.begin()
     ack = Ack("g", ("orders", 0), (0,), (7,), log.end())
@@ -111,7 +111,7 @@ def test_an_acknowledgement_by_one_who_had_not_read_of_the_renewal_moves_no_grou
     assert Process(log).ledger.acknowledged("g", Deadline(5)) == {}
 
 
-def test_nothing_is_renewed_where_nothing_is_lost(log):
+def test_a_log_that_lost_nothing_is_not_renewed(log):
     with pytest.raises(InvalidState, match="nothing to renew"):
         Process(log).decisions.renew(timeout=5)
     assert log.records == []
@@ -147,7 +147,7 @@ def test_the_operator_learns_what_will_be_forgotten(log):
     assert lost.decided == 1
 
 
-def test_what_was_renewed_stays_known_when_the_log_is_trimmed_and_long(log):
+def test_a_renewal_stays_known_when_the_log_is_trimmed_and_long(log):
     log.numbered = True
     owner = Process(log).open()
     begin = owner.begin()
@@ -163,7 +163,7 @@ def test_what_was_renewed_stays_known_when_the_log_is_trimmed_and_long(log):
     assert Process(log).open().unfinished() == ["t99"]
 
 
-def test_what_is_told_of_a_renewal_whose_answer_was_lost_is_where_the_log_begins(log):
+def test_a_renewal_whose_answer_was_lost_returns_the_position_where_the_log_begins(log):
     Process(log).open()
     operator, append, stored = Process(trimmed(log)), log.append, list[object]()
 
@@ -194,7 +194,7 @@ def test_a_snapshot_may_cover_just_the_renewal_and_the_log_be_trimmed_up_to_it(l
 
 
 @pytest.mark.parametrize("how", ["renewed", "made-anew"])
-def test_who_begins_with_a_snapshot_passes_over_what_others_have_passed_over(how):
+def test_a_reader_that_starts_at_a_snapshot_ignores_the_claims_that_others_ignored(how):
     """A member of before acknowledges between what a newer one had read and its claim: it is no rival, for nobody."""
     log = MemoryLog(origin=ORIGIN)
     old = Process(log, "Y").open()

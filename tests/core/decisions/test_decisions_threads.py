@@ -20,7 +20,7 @@ COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 
 
 class HeldLog(MemoryLog):
-    """After `hold` the next request of its kind waits behind its answer, as on a slow network, until `release`."""
+    """A log whose next request of a kind waits after its answer, from `hold` until `release`, as on a slow network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_a_thread_that_looks_does_not_wait_for_one_that_reads(join, log, pool):
     assert reading.result().claim is None
 
 
-def test_a_reading_serves_all_that_asked_before_it_began_and_nobody_who_asked_later(join, log, pool):
+def test_a_reading_serves_all_calls_from_before_it_began_and_no_later_ones(join, log, pool):
     decisions, other = join(), join()
     decisions.read("X")
     log.hold("end")
@@ -128,7 +128,7 @@ def test_a_reading_takes_all_records_that_this_process_has_stored(join, log, poo
     assert log.readings == readings + 1
 
 
-def test_nobody_sees_the_conclusions_from_a_part_of_a_reading_that_begins_anew(
+def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(
     join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
 ) -> None:
     decisions, other = join(), join()

@@ -58,7 +58,7 @@ def _quiet(caplog):
 
 @pytest.mark.parametrize(("chances", "origin"), [(CALM, None), (HARSH, ORIGIN)], ids=["calm", "harsh"])
 @SEEDS
-def test_nobody_is_ever_told_what_does_not_count(chances, origin, seeds):
+def test_no_caller_is_ever_told_an_answer_that_does_not_count(chances, origin, seeds):
     findings, told = explore(seeds, chances, origin=origin)
     assert findings == []
     # Nothing told is no pass: each kind of answer came, and each kind of fault.
@@ -80,7 +80,9 @@ def test_nobody_is_ever_told_what_does_not_count(chances, origin, seeds):
 @pytest.mark.parametrize(
     ("chances", "origin", "near_end"), [(CALM, None, 15), (HARSH, ORIGIN, 4)], ids=["calm", "harsh"]
 )
-def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_end, seeds):
+def test_a_process_that_reads_only_the_last_records_tells_no_answer_that_does_not_count(
+    chances, origin, near_end, seeds
+):
     timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end)
     # In the last two, such a process has not read the snapshot by which a claim is void, or a part of a commit.
     findings, told = explore([*seeds, 1_241, 2_811], chances, origin=origin, numbered=True, timing=timing)
@@ -91,7 +93,7 @@ def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_
 
 @SEEDS
 @pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
-def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, seeds):
+def test_a_log_renewed_while_all_go_on_gives_no_answer_that_does_not_count(near_end, seeds):
     timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end) if near_end else SMALL_RECORDS
     findings, told = explore(seeds, RENEWED, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
@@ -101,7 +103,7 @@ def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, seeds):
 
 @SEEDS
 @pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
-def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, seeds, monkeypatch):
+def test_processes_that_make_up_forgotten_ids_give_no_answer_that_does_not_count(near_end, seeds, monkeypatch):
     timing = replace(SMALL_RECORDS, near_end=near_end or SMALL_RECORDS.near_end, forget_after=near_end or 15)
     forgotten = set()
     is_kept = openings._is_kept
@@ -119,7 +121,7 @@ def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, seeds, mon
     assert len(forgotten) >= 2
 
 
-def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
+def test_no_process_is_left_without_an_answer_in_a_world_without_faults():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
     findings, told = explore(range(30), peace)
     assert findings == []
@@ -128,7 +130,7 @@ def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
 
 
 def test_a_snapshot_says_the_same_as_all_that_it_covers():
-    """Whoever begins to read at or in front of the record that a snapshot covers ends up knowing the same ids."""
+    """A reader that begins at or in front of the record that a snapshot covers ends up knowing the same ids."""
     compared = 0
     for seed in range(20):
         archive = World(seed, CALM).run().log.archive
@@ -145,7 +147,7 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
 
 
 def knowledge(folded):
-    """What is known of ids. Without the claims' data: their parts may be in front of where this reading began."""
+    """Return the known ids without the data of claims, whose parts may be in front of where this reading began."""
     known = folded.ids.to_json(folded.completeness.log)
     known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
     for kind in (
@@ -158,7 +160,7 @@ def knowledge(folded):
     return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.completeness.born}
 
 
-def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_before_what_its_author_claimed_next():
+def test_a_claim_void_by_an_unseen_snapshot_does_not_stand_before_its_authors_next_claim():
     lists = "opened", "done", "claims", "groups", "living", "holds", "commits", "owners"
     known = {"log": "a", **{name: [] for name in lists}}
     records = [encode(Birth(log="a", nonce="birth", at=0)), encode(Presence(log="a", nonce="begin", until=10**15))]
@@ -189,8 +191,8 @@ def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_b
     assert stands == str({("g", ("t", 0)): (5,)})
 
 
-def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
-    """Whoever begins at a snapshot knows the last commits as one who has read everything, as long as they matter."""
+def test_a_commit_that_somebody_may_have_to_carry_out_is_not_forgotten():
+    """A reader that begins at a snapshot knows the last commits as one that has read all, while they matter."""
     compared = 0
     for seed in range(20):
         archive = World(seed, CALM).run().log.archive
@@ -211,7 +213,7 @@ def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
 
 
 def last_commits(folded):
-    """Where the last commit of each owner's writers, and of each partition of a group, stands."""
+    """Return the positions of the last commit of each owner's writers, and of each partition of a group."""
     owners = {(id, writer): c for id, last in folded.ids.commits.items() for writer, c in last.items()}
     commits = {key: commit.claim.position for key, commit in {**owners, **folded.ids.last_ackers}.items()}
     return {
@@ -362,7 +364,7 @@ def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_without_this_rule_somebody_is_told_what_does_not_count(monkeypatch, take_away, chances):
+def test_a_process_without_this_rule_is_told_an_answer_that_does_not_count(monkeypatch, take_away, chances):
     globals()[take_away](monkeypatch)
     findings, _ = explore([*FEW, *range(MANY)], chances, stop=True, origin=ORIGIN)
     assert findings

@@ -124,7 +124,7 @@ def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) ->
             assert len(backend.logs) == 1
 
 
-def test_what_a_broker_notes_as_it_is_closed_is_in_the_log(backend, monkeypatch):
+def test_an_entry_that_a_broker_writes_as_it_is_closed_is_in_the_log(backend, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(LedgerBroker, "close", lambda broker, deadline: broker.ledger.opened({"writers": 7}, deadline))
         with connect("toy:", transactional_id="billing", application="shop") as bridge, bridge.transaction():
@@ -134,7 +134,7 @@ def test_what_a_broker_notes_as_it_is_closed_is_in_the_log(backend, monkeypatch)
     assert opening is not None and opening.data == {"writers": 7}
 
 
-def test_of_changes_to_a_value_at_the_same_moment_none_is_lost(backend: LedgerBackend) -> None:
+def test_neither_of_two_changes_to_a_value_at_the_same_moment_is_lost(backend: LedgerBackend) -> None:
     with connect("toy:", application="shop") as first, connect("toy:", application="shop") as second:
         values = [LedgerValue(bridge._logs.ledger("shop", "value")) for bridge in (first, second)]
         assert values[0].read(Deadline(60)) is None

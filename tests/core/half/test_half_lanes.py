@@ -93,7 +93,7 @@ def leave_undecided(url: str, group: str, topic: str, *values: bytes) -> None:
 # --- the living -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_committed_is_published_in_order_and_undecided_ones_hold_nothing_back(bridge, topic, group):
+def test_committed_half_messages_are_published_in_order_and_undecided_ones_hold_none_back(bridge, topic, group):
     answer = [UNDECIDED]
     with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
         for number in range(50):
@@ -204,7 +204,7 @@ def test_a_process_without_a_resolver_removes_records_of_done_halves(bridge, top
 def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_messages_have_ended(
     txnbridge_url: str, bridge: Bridge, topic: str, group: str
 ) -> None:
-    """As after a pause: nothing is published twice, and the owner's later half messages go on."""
+    """The owner was paused, say: nothing is published twice, and the owner's later half messages go on."""
     with connect(txnbridge_url, create_topics=1) as own, connect(txnbridge_url, create_topics=1) as other:
 
         def work(txn: HalfTransaction, end: Decision | None) -> Decision:
@@ -306,7 +306,7 @@ def test_a_lane_whose_topic_was_deleted_or_emptied_is_told_and_the_group_goes_on
 # --- refused and parked -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_is_parked_and_published_once_it_can_be_and_others_go_on(
+def test_a_refused_half_message_is_parked_and_published_once_possible_while_others_go_on(
     txnbridge_url: str, bridge: Bridge, topic: str, new_topic: NewTopic, group: str
 ) -> None:
     gone = new_topic()
@@ -330,7 +330,7 @@ def test_what_is_refused_is_parked_and_published_once_it_can_be_and_others_go_on
     assert bridge.admin.parked(group) == []
 
 
-def test_those_of_a_key_that_are_committed_behind_a_refused_half_message_wait_for_it(
+def test_half_messages_of_a_key_committed_behind_a_refused_one_wait_for_it(
     txnbridge_url: str, bridge: Bridge, topic: str, new_topic: NewTopic, group: str
 ) -> None:
     gone = new_topic()
@@ -381,7 +381,7 @@ def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic
 
 
 class Shop(NamedTuple):
-    """Where a shop sells: a broker, the beginning of its topics' names, and the file of its database."""
+    """The place where a shop sells: a broker, the beginning of its topics' names, and its database file."""
 
     url: str
     name: str

@@ -89,7 +89,7 @@ def raise_abort(*_: Any) -> Decision:
 
 
 @pytest.mark.parametrize("execute", [says(ABORT), raise_abort])
-def test_what_the_work_refuses_is_never_seen(bridge: Bridge, execute: Callable[..., Decision]) -> None:
+def test_a_half_message_that_execute_refuses_is_never_seen(bridge: Bridge, execute: Callable[..., Decision]) -> None:
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
         assert sell(sales).outcome is Outcome.ABORTED
     assert published(bridge) == NOTHING
@@ -117,7 +117,7 @@ def boom(*_: Any) -> Decision:
     ids=["raises", "undecided", "nonsense"],
 )
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
-def test_where_the_work_does_not_say_check_does(bridge, execute, error, decision):
+def test_check_decides_a_half_message_whose_execute_does_not(bridge, execute, error, decision):
     asked: list[tuple[str, list[tuple[str, bytes, bytes | None]]]] = []
 
     def check(id: str, messages: Sequence[Message]) -> Any:
@@ -181,7 +181,9 @@ def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happen
     assert published(bridge) == BOTH
 
 
-def test_what_the_broker_was_not_told_in_time_check_tells_it(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver_in_time(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end, away = EmbeddedHalves.end, threading.Event()
     away.set()
 
@@ -198,7 +200,9 @@ def test_what_the_broker_was_not_told_in_time_check_tells_it(bridge: Bridge, mon
         eventually(lambda: published(bridge) == BOTH, "it is published")
 
 
-def test_nobody_asks_again_about_what_nobody_can_tell(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Decision] = []
 
     def gone(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
@@ -457,7 +461,7 @@ def keep_shop(url: str) -> None:
 
 
 def check_shop(url: str) -> None:
-    """What was sold is published, once, and nothing else."""
+    """Check that the sold items are published once, and no others."""
     with txnbridge.connect(url) as bridge:
         assert published(bridge) == ([b"car"], [b"car"])
         assert Shop(url).sold() == [b"car"]

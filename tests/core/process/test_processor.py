@@ -75,7 +75,7 @@ P = ("t", 0)
 
 
 class Committed:
-    """What one transaction committed."""
+    """The messages, dead letters and acknowledgements that one transaction committed."""
 
     def __init__(self, writer: MemoryWriter) -> None:
         self.id = writer.id
@@ -277,7 +277,7 @@ def test_slow_messages_get_smaller_transactions_instead_of_a_missed_deadline(roo
     assert sum(sizes) == 4 and max(sizes) <= 2, sizes  # on a busy machine smaller ones yet
 
 
-def test_it_polls_before_slow_messages_have_kept_it_from_that_for_longer_than_a_transaction_may_take(monkeypatch):
+def test_a_processor_of_slow_messages_polls_again_within_the_timeout_of_a_transaction(monkeypatch):
     handled: list[Any] = []
     handled_before: list[int] = []  # how many messages were handled before each poll
 
@@ -301,7 +301,7 @@ def test_it_polls_before_slow_messages_have_kept_it_from_that_for_longer_than_a_
     assert handled_before[0] == 0 and 0 < handled_before[1] < 6
 
 
-def test_what_a_partition_delivered_before_it_left_is_not_processed(room):
+def test_a_message_delivered_before_its_partition_left_is_not_processed(room):
     room.feed(b"0")
     seen: list[Any] = []
 
@@ -320,7 +320,7 @@ def test_what_a_partition_delivered_before_it_left_is_not_processed(room):
 # --- which error means what -------------------------------------------------------------------------------------------
 
 
-def test_after_an_abort_the_messages_come_again_at_once_and_after_a_second_one_it_backs_off(room):
+def test_a_processor_repeats_at_once_after_an_abort_and_backs_off_after_a_second_abort(room):
     room.feed(b"0", b"1")
     room.broker.raises["commit"] = [TransactionAborted("once"), TransactionAborted("a test says so")]
     processor = room.run(each=copy)
@@ -335,7 +335,7 @@ def test_after_an_abort_the_messages_come_again_at_once_and_after_a_second_one_i
 
 @pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
 @pytest.mark.parametrize("error", [Conflict, BrokerUnavailable, DeadlineExceeded])
-def test_after_a_conflict_or_an_absent_broker_it_backs_off_and_holds_its_place(room, call, error):
+def test_a_processor_backs_off_after_a_conflict_or_an_absent_broker_and_holds_its_place(room, call, error):
     room.feed(b"0", b"1")
     room.broker.raises[call] = [error("a test says so")]
     processor = room.run(each=copy, dead_letter="dead")
@@ -346,7 +346,7 @@ def test_after_a_conflict_or_an_absent_broker_it_backs_off_and_holds_its_place(r
     assert (processor.stats.retries, processor.stats.dead_letters) == (1, 0)
 
 
-def test_when_polling_fails_it_backs_off(room):
+def test_a_processor_whose_polls_fail_backs_off(room):
     room.feed(b"0")
     room.broker.poll_raises += [BrokerUnavailable("down"), BrokerUnavailable("still down")]
     room.run(each=copy)
@@ -354,7 +354,7 @@ def test_when_polling_fails_it_backs_off(room):
     assert len(room.waits) == 2
 
 
-def test_when_going_back_fails_nothing_of_the_batch_is_skipped(room):
+def test_a_processor_that_cannot_go_back_skips_no_message_of_its_batch(room):
     room.feed(b"0", b"1", b"2")
     room.broker.raises["commit"] = [TransactionAborted("a test says so")]
     room.broker.seek_raises += [BrokerUnavailable("down"), BrokerUnavailable("still down")]
@@ -365,7 +365,7 @@ def test_when_going_back_fails_nothing_of_the_batch_is_skipped(room):
 
 @pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
 @pytest.mark.parametrize("error", [Fenced, EvidenceLost])
-def test_what_nobody_can_mend_stops_it(room, call, error):
+def test_an_error_that_nobody_can_mend_stops_the_processor(room, call, error):
     room.feed(b"0")
     room.broker.raises[call] = [error("a test says so")]
     with pytest.raises(error):
@@ -416,7 +416,7 @@ def test_waits_grow_to_their_bound_and_start_anew_after_a_success(room, monkeypa
     assert room.waits == [0.5, 1, 0.5]
 
 
-def test_after_retry_for_seconds_it_stops_with_the_handlers_error(room):
+def test_a_processor_stops_with_the_handlers_error_after_retry_for_seconds(room):
     room.feed(b"0")
     with pytest.raises(ValueError, match="bad"):
         room.run(each=Failing(b"0", *[ValueError("bad")] * 1000), retry_for=0)
@@ -470,7 +470,7 @@ def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
     assert room.waits == []
 
 
-def test_what_the_handler_sent_for_a_poison_message_is_not_committed(room):
+def test_messages_that_the_handler_sent_for_a_poison_message_are_not_committed(room):
     room.feed(b"0", b"1")
 
     def half_way(message: Message, txn: Transaction) -> None:
@@ -590,7 +590,7 @@ def test_a_failure_between_the_parts_of_a_split_batch_loses_and_doubles_nothing(
 
 
 @pytest.mark.parametrize("settings", [{"each": copy}, {"batch": copy_batch}])
-def test_what_cannot_be_decoded_is_set_aside_raw_and_the_rest_goes_on(room, settings):
+def test_a_message_that_cannot_be_decoded_is_set_aside_raw_and_the_rest_goes_on(room, settings):
     room.feed(b'"a"', b"{", b'"b"')
     topic = Topic("t", codecs.json)
     seen: list[Any] = []
@@ -634,7 +634,7 @@ def test_a_registry_that_is_down_is_no_poison(room):
 
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_broker_error_is_never_taken_for_poison(room, explicit):
-    """Whatever the handler makes of it: a good message may not leave because a broker was down."""
+    """The handler may raise another error: a good message must not become a dead letter because a broker was down."""
     room.feed(b"0")
     room.broker.raises["send"] = [BrokerUnavailable("down")]
     elsewhere: list[Exception] = [Conflict("of another bridge")]
@@ -707,7 +707,7 @@ def not_two(batch: Batch, txn: Transaction) -> None:
     ],
     ids=["each", "batch", "decoding"],
 )
-def test_without_a_dead_letter_topic_it_stops_at_the_poison(room, settings, reason):
+def test_a_processor_without_a_dead_letter_topic_stops_at_the_poison(room, settings, reason):
     room.feed(b"0", b"1", b"{" if reason == "cannot be decoded" else b"2", b"3")
     with pytest.raises(Poison, match=rf"t\[0\] at \(2,\).*{reason}") as raised:
         room.run(**settings)
@@ -716,9 +716,7 @@ def test_without_a_dead_letter_topic_it_stops_at_the_poison(room, settings, reas
 
 
 @pytest.mark.parametrize(("max_messages", "left"), [(500, 0), (1, 4)])
-def test_too_many_dead_letters_in_a_row_stop_it_and_those_of_the_open_transaction_are_put_back(
-    room, max_messages, left
-):
+def test_too_many_dead_letters_in_a_row_stop_a_processor_and_its_open_transaction_is_aborted(room, max_messages, left):
     room.feed(b"0", *[b"bad"] * 4)
     handler = Failing(b"bad", *[Poison("bad")] * 100)
     with pytest.raises(Poison, match="max_dead_letters_in_a_row"):
@@ -785,7 +783,7 @@ def test_after_max_attempts_a_message_is_a_dead_letter(room):
     assert (processor.stats.retries, processor.stats.messages) == (2, 3)
 
 
-def test_after_max_attempts_without_a_dead_letter_topic_it_stops(room):
+def test_a_processor_without_a_dead_letter_topic_stops_after_max_attempts(room):
     room.feed(b"bad", b"1")
     handler = Failing(b"bad", *[KeyError("x")] * 3)
     with pytest.raises(Poison, match=r"3 attempts.* It holds its place in group 'g'"):
@@ -794,7 +792,7 @@ def test_after_max_attempts_without_a_dead_letter_topic_it_stops(room):
     assert room.broker.acked == []
 
 
-def test_what_comes_before_a_message_that_fails_is_committed_and_does_not_wait_for_it(room):
+def test_messages_before_one_that_fails_are_committed_and_do_not_wait_for_it(room):
     room.feed(b"0", b"1", b"bad", b"3")
     handler = Failing(b"bad", *[KeyError("x")] * 5)
     with pytest.raises(KeyError):
@@ -870,7 +868,7 @@ def test_attempts_are_counted_for_each_message(room):
     assert not processor._policy._attempts
 
 
-def test_what_a_broker_did_is_no_attempt(room):
+def test_a_broker_error_does_not_count_as_an_attempt(room):
     room.feed(b"0")
     room.broker.raises["send"] = [BrokerUnavailable("away") for _ in range(5)]
     room.run(each=copy, max_attempts=1, dead_letter="dead")
@@ -949,9 +947,7 @@ def copy_in_turns(batch: Batch, txn: Transaction) -> Iterator[None]:
         ("batch", copy_in_turns, "a plain function"),
     ],
 )
-def test_a_handler_that_cannot_be_called_so_or_would_never_run_is_refused_when_the_processor_is_made(
-    room, setting, handler, how
-):
+def test_a_handler_of_a_wrong_signature_or_an_async_one_is_refused_by_the_processor(room, setting, handler, how):
     with pytest.raises(InvalidOption, match=f"{setting}= is {how}"):
         room.processor(**{setting: handler})
 
@@ -967,7 +963,7 @@ def test_the_processor_of_a_bridge_takes_what_a_processor_takes():
     assert ProcessorSettings.__optional_keys__ == own
 
 
-def test_without_acknowledgements_in_transactions_it_is_refused(monkeypatch):
+def test_a_processor_without_acknowledgements_in_transactions_is_refused(monkeypatch):
     room = Room(monkeypatch, MemoryBackend({Capability.ATOMIC_ACK: absent("a test says so")}))
     with room.bridge, pytest.raises(NotSupported, match="a test says so"):
         room.processor(each=copy)
@@ -1025,7 +1021,7 @@ def test_until_idle_a_member_without_a_partition_ends_when_the_group_has_nothing
     assert processor.stats.messages == 0
 
 
-def test_it_tells_its_lag_its_health_and_what_it_did(room):
+def test_a_processor_tells_its_lag_its_health_and_its_counts(room):
     room.feed(b"0", b"1", b"2")
     seen: list[Any] = []
 
@@ -1040,9 +1036,7 @@ def test_it_tells_its_lag_its_health_and_what_it_did(room):
     assert (processor.healthy, processor.lag, processor.stats.messages) == (False, 0, 3)
 
 
-def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_that_has_gone_on_for_long(
-    room, monkeypatch, with_timing
-):
+def test_a_processor_that_repeats_an_attempt_is_healthy_until_that_lasts_too_long(room, monkeypatch, with_timing):
     room.feed(b"0", b"1")
     processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")), timeout=60)
     health = []
@@ -1060,7 +1054,7 @@ def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_tha
     assert processor.stats.last_error == "ValueError"
 
 
-def test_it_is_unhealthy_at_its_next_attempts_too_when_all_have_failed_for_long(tmp_path, with_timing):
+def test_a_processor_whose_attempts_all_fail_for_long_is_unhealthy_at_the_next_ones_too(tmp_path, with_timing):
     with_timing(pass_slack=0.0)
     health: list[bool] = []
 
@@ -1077,7 +1071,7 @@ def test_it_is_unhealthy_at_its_next_attempts_too_when_all_have_failed_for_long(
             wait_until(lambda: processor.healthy and processor.stats.messages == 1)
 
 
-def test_it_is_unhealthy_when_a_handler_hangs(room, with_timing):
+def test_a_processor_is_unhealthy_when_a_handler_hangs(room, with_timing):
     with_timing(pass_slack=0.0)
     room.feed(b"0")
     go_on = threading.Event()
@@ -1087,7 +1081,7 @@ def test_it_is_unhealthy_when_a_handler_hangs(room, with_timing):
         go_on.set()
 
 
-def test_stop_in_a_handler_ends_it_after_the_transaction(room):
+def test_stop_in_a_handler_ends_the_processor_after_the_transaction(room):
     room.feed(b"0", b"1", b"2")
 
     def stop(message: Message, txn: Transaction) -> None:

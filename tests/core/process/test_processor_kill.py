@@ -110,7 +110,7 @@ def test_killed_at_random_instants_while_others_take_over_each_message_has_its_e
 
 
 @pytest.mark.parametrize("point", ["reader.poll/after", "message.send/after", "ack/after", "commit/before"])
-def test_one_that_was_frozen_and_replaced_commits_nothing_twice(point, tmp_path):
+def test_a_processor_that_was_frozen_and_replaced_commits_nothing_twice(point, tmp_path):
     url, fed = url_of(tmp_path, lease_seconds=3), numbers(10)  # the successor on a busy machine keeps its partitions
     feed(url, fed)
     with Child(run_each, url, pause=point) as frozen:
@@ -164,7 +164,7 @@ def test_order_holds_in_each_partition_also_around_poison(tmp_path):
 
 
 @pytest.mark.parametrize("happened", [True, False])
-def test_after_a_lost_answer_it_finds_out_before_it_goes_on(happened, tmp_path):
+def test_a_processor_finds_out_a_lost_outcome_before_it_goes_on(happened, tmp_path):
     url, fed = url_of(tmp_path), numbers(10)
     feed(url, fed)
     with txnbridge.connect(url) as bridge:

@@ -58,7 +58,7 @@ def test_a_redrive_killed_at_any_event_and_run_again_sends_each_back_once(tmp_pa
     )
 
 
-def test_what_comes_back_is_the_original(bridge, url):
+def test_a_redriven_message_is_the_original(bridge, url):
     make_dead_letters(url, 4, topics=2)
     Redrive(bridge, "dead").run()
     for topic in ("in0", "in1"):
@@ -67,7 +67,7 @@ def test_what_comes_back_is_the_original(bridge, url):
         assert [m.headers.items_all() for m in again] == [[("n", m.headers["n"])] for m in (first, second)]
 
 
-def test_a_redrive_takes_no_more_than_its_limit_and_goes_on_there(bridge, url):
+def test_a_redrive_takes_no_more_than_its_limit_and_the_next_one_goes_on_behind_it(bridge, url):
     make_dead_letters(url, 5)
     assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0)
     assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0)
@@ -77,8 +77,8 @@ def test_a_redrive_takes_no_more_than_its_limit_and_goes_on_there(bridge, url):
 
 
 @pytest.mark.parametrize("like", ["", "&like=kafka"])
-def test_what_a_redrive_does_not_choose_is_there_for_another(like, url):
-    """On a broker that only knows positions as well, where it cannot stay as it is."""
+def test_dead_letters_that_a_redrive_does_not_choose_are_there_for_another(like, url):
+    """This holds also on a broker that knows only positions, where a dead letter cannot stay in its place."""
     make_dead_letters(url, 6)
     with txnbridge.connect(url + like) as bridge:
         assert Redrive(bridge, "dead", reason="odd").run() == (3, 3, 0)
@@ -110,7 +110,7 @@ def test_a_message_without_our_headers_stays(bridge, url):
     assert values(bridge, "dead") == [b"from elsewhere", b"damaged", b"0"]
 
 
-def test_what_is_poison_again_does_not_go_round_in_circles(bridge, url):
+def test_a_redriven_message_that_is_poison_again_does_not_go_round_in_circles(bridge, url):
     make_dead_letters(url, 3)
     with bridge.processor(
         "in0", group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
@@ -121,7 +121,7 @@ def test_what_is_poison_again_does_not_go_round_in_circles(bridge, url):
     assert values(bridge, "dead") == numbers(3) * 2
 
 
-def test_dead_letters_that_come_after_it_began_are_left_for_the_next(bridge, url, monkeypatch):
+def test_dead_letters_that_come_after_a_redrive_began_are_left_for_the_next(bridge, url, monkeypatch):
     make_dead_letters(url, 3)
     redrive = Redrive(bridge, "dead")
     ends = redrive._ends()

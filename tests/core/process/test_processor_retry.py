@@ -111,7 +111,7 @@ def run_until(bridge: Bridge, true: Callable[[], bool], **settings: object) -> P
 # --- on the way ------------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_goes_to_the_retry_topic_in_the_transaction_that_acknowledges_it(bridge):
+def test_a_failed_message_goes_to_the_retry_topic_in_the_transaction_that_acknowledges_it(bridge):
     feed(bridge, b"0", b"bad", b"2")
     processor = run(bridge, each=Failing(), retry=[NEVER])  # it does not wait for what is not due
     assert values(bridge, "out") == [b"0", b"2"]
@@ -181,7 +181,7 @@ def fetching(bridge: Bridge) -> Iterator[RetryConsumer]:
         yield consumer
 
 
-def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
+def test_no_message_is_fetched_behind_one_that_waits(bridge):
     put_waiting(bridge, b"waits", NEVER, due_in=NEVER)
     topic = retry_topic("g", NEVER)
     with fetching(bridge) as consumer:
@@ -291,7 +291,7 @@ def test_the_number_of_tries_survives_restarts_and_after_the_last_delay_it_is_a_
         assert bridge.read("in", limit=10)[1][3:7] == original[3:7]  # key, value, headers, timestamp
 
 
-def test_after_the_last_delay_without_a_dead_letter_topic_it_stops_and_says_what_to_do(bridge):
+def test_a_processor_without_a_dead_letter_topic_stops_after_the_last_delay_with_advice(bridge):
     feed(bridge, b"bad", b"1")
     handler = Failing()
     with pytest.raises(Poison) as raised:
@@ -548,7 +548,7 @@ def test_a_missing_retry_topic_is_told_at_the_start_with_the_command_that_create
         run(strict, each=Failing(), retry=[10, 60])
 
 
-def test_what_waits_for_a_delay_that_was_taken_out_is_told_at_the_start(bridge, caplog):
+def test_messages_that_wait_for_a_removed_delay_are_reported_at_the_start(bridge, caplog):
     put_waiting(bridge, b"waits", 10, due_in=NEVER)
     run(bridge, each=Failing(), retry=[10, 20])
     assert caplog.records == []
@@ -564,7 +564,7 @@ def test_a_message_without_our_headers_in_a_retry_topic_is_poison(bridge):
     assert (dead.value, dead.headers["txnbridge-dead-topic"]) == (b"foreign", "g-retry-3600s")
 
 
-def test_what_waits_for_another_processor_of_the_group_is_not_processed(bridge):
+def test_a_waiting_message_from_a_topic_that_is_no_input_is_not_processed(bridge):
     put_waiting(bridge, b"0", NEVER, topic="another")
     with pytest.raises(InvalidOption, match="'another', which is no input of this processor"):
         run(bridge, each=Failing(), retry=[NEVER])
@@ -581,6 +581,6 @@ def test_delays_that_make_no_sense_are_refused(bridge, retry):
 @pytest.mark.parametrize(
     "settings", [{"dead_letter": "g-retry-10s"}, {"inputs": ["in", "g-retry-10s"]}, {"group": "two words"}]
 )
-def test_a_retry_topic_is_nothing_else(bridge, settings):
+def test_a_retry_topic_is_neither_an_input_nor_a_dead_letter_topic(bridge, settings):
     with pytest.raises(InvalidOption):
         run(bridge, each=Failing(), retry=[10], **settings)

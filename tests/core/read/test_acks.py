@@ -34,7 +34,7 @@ def join(log, clock) -> Callable[..., Member]:
 
 
 def before_next(log: MemoryLog, kind: str, act: Callable[[bytes], object]) -> None:
-    """Somebody is quicker: before the next record of a kind is stored, something else happens."""
+    """Call `act` right before the next record of a kind is stored."""
     append = log.append
 
     def store(record, deadline=None):
@@ -84,7 +84,7 @@ def test_a_group_stands_where_the_last_claim_that_counts_ended(join):
     assert join().look() == one.look() == {ORDERS: (130,)}
 
 
-def test_of_two_members_that_read_the_same_only_one_commits_it(join):
+def test_only_one_of_two_members_that_read_the_same_messages_commits_them(join):
     one, other = join("X"), join("Y")
     one.look(), other.look()
     other.commit("t2", 80)
@@ -95,7 +95,7 @@ def test_of_two_members_that_read_the_same_only_one_commits_it(join):
     assert join().look() == {ORDERS: (80,)}
 
 
-def test_who_is_overtaken_between_its_look_and_its_claim_learns_it_from_the_log(join, log):
+def test_a_member_overtaken_between_its_look_and_its_claim_learns_it_from_the_log(join, log):
     one, other = join("X"), join("Y")
     one.look(), other.look()
     other.begin("t2")
@@ -109,7 +109,7 @@ def test_who_is_overtaken_between_its_look_and_its_claim_learns_it_from_the_log(
         assert process.look() == {ORDERS: (80,)}
 
 
-def test_what_a_look_showed_is_no_obstacle(join):
+def test_an_acknowledgement_that_a_look_has_shown_is_no_obstacle(join):
     one, other = join("X"), join("Y")
     other.look()
     other.commit("t2", 80)
@@ -131,7 +131,7 @@ def test_other_partitions_and_other_groups_are_no_obstacle(join):
 
 
 def test_a_claim_that_does_not_count_is_an_obstacle_all_the_same(join, log):
-    """Who reads from later on cannot tell whether it counts; so that all agree, that must not matter."""
+    """A process that reads from a later record cannot tell whether the claim counts, and all have to agree."""
     zombie, owner, other = join("X"), join("X"), join("Y")
     zombie.ledger.opened({}, Deadline(5))
     zombie.look(), zombie.begin("t1")
@@ -145,7 +145,7 @@ def test_a_claim_that_does_not_count_is_an_obstacle_all_the_same(join, log):
     assert other.commit("t3", 50).decision is COMMIT
 
 
-def test_of_several_starts_the_first_one_counts(join):
+def test_the_first_of_several_starts_counts(join):
     one, other = join("X"), join("Y")
     one.look(), other.look()
     one.claim(one.begin("s1"), Ack("g", ORDERS, (7,), (7,), one.read_up_to))
@@ -186,7 +186,7 @@ def test_a_late_copy_of_a_claim_moves_nobody_back(join, log):
 
 @pytest.mark.parametrize("aborted", [False, True], ids=["committed", "aborted"])
 def test_a_copy_that_comes_when_all_around_it_is_trimmed_changes_nothing(join, log, clock, aborted):
-    """Who begins to read behind the first copy, and behind what stood against it, agrees with those who saw all."""
+    """A process that reads from behind the first copy and its obstacles agrees with those that have read all."""
     one, witness = join(), join("W")
     one.look(), one.begin("t1")
     if aborted:
@@ -231,9 +231,11 @@ def test_positions_outlive_everything_that_is_trimmed(join, log, clock):
 
 
 @pytest.mark.parametrize("dropped_by_age", [False, True], ids=["trimmed", "dropped by age"])
-def test_who_cannot_see_what_stands_against_a_claim_does_not_take_it_for_good(join, log, clock, dropped_by_age):
-    """While a claim is on its way its transaction is aborted, and a snapshot of that is computed, whose author sleeps
-    until the claim has arrived and nobody needs anything in front of it."""
+def test_a_reader_that_cannot_see_what_stands_against_a_claim_does_not_take_it_for_good(
+    join, log, clock, dropped_by_age
+):
+    """A transaction is aborted while a claim on it is on its way. The author of a snapshot with that abort sleeps until
+    the claim has arrived and nobody needs any record in front of it."""
     one, sleeper, resolver = join(), join("Y"), join("Z")
     one.look(), one.begin("t1")
     resolver.log = one.log
@@ -292,7 +294,7 @@ def test_an_owner_that_was_taken_over_commits_nothing_that_it_has_not_prepared_b
     assert new.claim("plain").decision is ABORT
 
 
-def test_anybody_claims_what_another_owner_left(join):
+def test_any_process_claims_a_transaction_that_another_owner_left(join):
     owner, anybody = join("X"), join("Y")
     owner.ledger.opened({}, Deadline(5))
     owner.begin("t1")
@@ -325,8 +327,8 @@ def test_an_opener_learns_what_owners_before_it_decided(join):
     assert join("X").ledger.claims(Deadline(5)) == [("t5", LedgerClaim(COMMIT, {"writer": 2}, newer))]
 
 
-def test_who_acknowledges_has_read_no_claim_on_the_same_transaction(join, log):
-    """By that who begins to read behind such a claim knows that the acknowledgement counts."""
+def test_a_member_that_has_read_a_claim_on_its_transaction_does_not_claim_it_again(join, log):
+    """A process that begins to read behind a claim with acknowledgements relies on that: they count."""
     one, two = join("X"), join("Y")
     one.begin("t1")
     two.log = one.log
@@ -337,7 +339,7 @@ def test_who_acknowledges_has_read_no_claim_on_the_same_transaction(join, log):
     assert count(log, Claimed) == claims
 
 
-def test_whoever_takes_a_partition_over_learns_which_transaction_moved_the_group_last_there(join, log):
+def test_a_member_that_takes_over_a_partition_learns_which_transaction_moved_the_group_last(join, log):
     one, two = join("X"), join("Y")
     opening = one.ledger.opened({}, Deadline(5))
     one.look()
@@ -356,7 +358,7 @@ def test_whoever_takes_a_partition_over_learns_which_transaction_moved_the_group
         assert member.ledger.acknowledged("another", Deadline(5)) == {}
 
 
-def test_what_moved_a_group_last_is_known_as_long_as_a_transaction_lives(join, log, clock):
+def test_the_last_transaction_that_moved_a_group_is_known_as_long_as_a_transaction_lives(join, log, clock):
     one = join("X")
     one.look()
     one.claim(one.begin("t1"), one.ack(100))

@@ -75,7 +75,7 @@ def values(messages: Iterable[Message]) -> list[Any]:
     return [m.value for m in messages]
 
 
-def test_what_was_delivered_is_acknowledged_with_the_proof_of_its_delivery(room: Room) -> None:
+def test_a_message_is_acknowledged_with_the_proof_of_its_delivery(room: Room) -> None:
     batch = room.consumer.poll(3)
     room.ack(batch)
     assert room.broker.writers[3].acked == [("generation 1", {P: [(0,), (1,), (2,)]})]
@@ -116,7 +116,7 @@ def test_acknowledging_twice_is_refused(room: Room) -> None:
     assert room.acked == [(0,)]
 
 
-def test_what_was_not_read_in_a_group_is_refused(room: Room) -> None:
+def test_the_acknowledgement_of_a_message_not_read_in_a_group_is_refused(room: Room) -> None:
     lone = room.bridge.consumer("t")
     room.broker.readers[1].feed(b"0")
     made_up = Message("t", 0, (0,), None, b"0", NO_HEADERS, 0, 1, None)
@@ -136,7 +136,7 @@ def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_
         txn.ack(batch[0])
 
 
-def test_where_messages_are_shared_only_the_aborted_ones_are_given_back(room: Room) -> None:
+def test_an_abort_gives_only_its_own_messages_back_where_messages_are_shared(room: Room) -> None:
     room = Room(sharing="message")
     batch = room.consumer.poll()
     room.ack(batch[1], abort=True)
@@ -276,7 +276,7 @@ def test_a_program_that_never_acknowledges_is_told_so(room: Room, with_timing: C
         room.consumer.poll(1)
 
 
-def test_closing_leaves_the_group_and_ends_what_was_delivered(room: Room) -> None:
+def test_closing_a_consumer_leaves_its_group_and_ends_its_deliveries(room: Room) -> None:
     batch = room.consumer.poll()
     room.consumer.close()
     room.consumer.close()
@@ -301,7 +301,7 @@ def test_closing_leaves_the_group_and_ends_what_was_delivered(room: Room) -> Non
         (Capability.DECISION_LOG, lambda room: room.bridge.decisions()),
     ],
 )
-def test_what_a_broker_does_not_keep_is_refused_on_use(capability: Capability, use) -> None:
+def test_a_capability_that_the_broker_lacks_is_refused_on_use(capability: Capability, use) -> None:
     room = Room(capability)
     with room.bridge, pytest.raises(NotSupported, match="a test says so"):
         use(room)
@@ -389,7 +389,7 @@ def test_in_a_loop_an_aborted_message_comes_again_before_the_next_one(room: Room
     assert seen == [b"0", b"1", b"1", b"2"]
 
 
-def test_the_bound_of_what_is_not_acknowledged_costs_no_message(room: Room, with_timing: Callable[..., None]) -> None:
+def test_the_bound_of_unacknowledged_messages_costs_no_message(room: Room, with_timing: Callable[..., None]) -> None:
     with_timing(unacked_messages=3)
     first = room.consumer.poll(500)
     assert values(first) == [b"0", b"1", b"2"]
@@ -399,7 +399,7 @@ def test_the_bound_of_what_is_not_acknowledged_costs_no_message(room: Room, with
     assert values(room.consumer.poll()) == [b"3", b"4"]
 
 
-def test_where_only_positions_are_known_nothing_behind_an_aborted_message_is_acknowledged(in_order: Room) -> None:
+def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_aborted_message(in_order: Room) -> None:
     first, second = in_order.consumer.poll(2)
     in_order.ack(first, abort=True)
     with in_order.bridge.transaction() as txn:
@@ -408,14 +408,14 @@ def test_where_only_positions_are_known_nothing_behind_an_aborted_message_is_ack
         txn.send("out", b"1")  # a refusal, no failure
 
 
-def test_where_only_positions_are_known_nothing_behind_an_unknown_outcome_is_acknowledged(in_order: Room) -> None:
+def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_unknown_outcome(in_order: Room) -> None:
     first, second = in_order.consumer.poll(2)
     unknown(in_order, [first])
     with in_order.bridge.transaction() as txn, pytest.raises(InvalidState, match="is not known yet"):
         txn.ack(second)
 
 
-def test_what_a_dropped_transaction_held_comes_again(room: Room) -> None:
+def test_messages_that_a_dropped_transaction_held_come_again(room: Room) -> None:
     with pytest.warns(ResourceWarning, match="left unfinished"):
         room.bridge.transaction().ack(room.consumer.poll(2))
     assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
@@ -546,7 +546,7 @@ def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
-def test_a_time_that_is_none_is_refused_also_when_nothing_has_to_be_waited_for(room: Room, timeout: Any) -> None:
+def test_an_invalid_timeout_is_refused_even_when_a_message_is_at_hand(room: Room, timeout: Any) -> None:
     next(iter(room.consumer))
     with pytest.raises(InvalidOption, match="timeout is a number of seconds"):
         room.consumer.poll(timeout=timeout)

@@ -1,4 +1,4 @@
-"""Whatever fails and in whatever order: each message is acknowledged once, none is skipped and none overtaken.
+"""Each message is acknowledged once, none is skipped and none overtaken, whatever fails in whatever order.
 
 A consumer of the toy backend is driven at random beside a model that knows what was handed out and what was really
 committed. Each call of the backend may fail, before or after it has had its effect.
@@ -45,7 +45,7 @@ CALLS = ["poll", "seek", "nack", "ack_context", "ack", "prepare", "commit", "abo
 
 
 class World:
-    """What is stored, what of it the group has really acknowledged, and what the program has in its hands."""
+    """The stored messages, those that the group has really acknowledged, and those that the program holds."""
 
     def __init__(self, individual: bool) -> None:
         self.individual = individual
@@ -252,7 +252,7 @@ class WorldBackend(ToyBackend):
 
 
 class Program(RuleBasedStateMachine):
-    """What a program may do with a consumer and one transaction at a time, while the world fails."""
+    """A program that uses a consumer and one transaction at a time in every allowed way, while the world fails."""
 
     individual = True
     sharing = "partition"
@@ -291,7 +291,7 @@ class Program(RuleBasedStateMachine):
 
     @rule(partition=st.sampled_from(PARTITIONS), how=st.sampled_from(["revoke", "lost"]))
     def leave(self, partition: Partition, how: str) -> None:
-        """And come back, with the next poll that reaches the reader."""
+        """Take a partition away, which comes back with the next poll that reaches the reader."""
         if not self.reader.leaving:
             self.reader.leaving = [(how, [partition])]
 

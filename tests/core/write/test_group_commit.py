@@ -127,7 +127,7 @@ def test_transactions_that_commit_during_a_commit_share_the_next_one_in_their_or
     assert shared[1].transaction not in ids
 
 
-def test_the_abort_of_a_gathered_transaction_reaches_nobody(bridge: Bridge, writer: ToyWriter) -> None:
+def test_the_abort_of_a_gathered_transaction_makes_no_call_to_the_broker(bridge: Bridge, writer: ToyWriter) -> None:
     assert work(bridge, b"never", Transaction.abort).outcome is Outcome.ABORTED
     assert writer.calls == []
     assert work(bridge, b"1").outcome is Outcome.COMMITTED
@@ -179,14 +179,16 @@ def test_all_members_of_an_owner_that_was_replaced_are_fenced(bridge: Bridge, sl
     assert slow.calls.count("commit") == 2  # nobody has tried alone
 
 
-def test_a_deadline_that_passes_before_the_commit_reaches_nobody(bridge: Bridge, writer: ToyWriter) -> None:
+def test_a_gathered_transaction_that_times_out_before_its_commit_makes_no_call_to_the_broker(
+    bridge: Bridge, writer: ToyWriter
+) -> None:
     with pytest.raises(TransactionTimedOut), bridge.transaction(timeout=0.01) as txn:
         txn.send("t", b"late")
         time.sleep(0.02)
     assert (txn.outcome, writer.calls) == (Outcome.ABORTED, [])
 
 
-def test_a_deadline_that_passes_before_the_batch_begins_reaches_nobody(bridge, slow):
+def test_a_member_that_times_out_before_its_batch_begins_leaves_the_others_alone(bridge, slow):
     bridge._group_commit.least_seconds = 0
     with side_by_side(bridge, slow, b"1") as members:
         with pytest.raises(DeadlineExceeded), bridge.transaction(timeout=0.2) as txn:
@@ -195,7 +197,9 @@ def test_a_deadline_that_passes_before_the_batch_begins_reaches_nobody(bridge, s
     assert values(slow) == [b"first", b"1"]
 
 
-def test_closing_waits_for_members_and_aborts_what_is_gathered(bridge: Bridge, slow: SlowWriter) -> None:
+def test_closing_waits_for_members_of_a_batch_and_aborts_gathered_transactions(
+    bridge: Bridge, slow: SlowWriter
+) -> None:
     gathered = bridge.transaction()
     gathered.send("t", b"never")
     with side_by_side(bridge, slow, b"1", b"2") as members:
@@ -254,7 +258,7 @@ def test_a_member_whose_batch_is_on_its_way_has_its_true_outcome_after_an_interr
     assert (txn.token is not None) is (outcome is Outcome.UNKNOWN)
 
 
-def test_what_send_refuses_it_refuses_at_once(bridge: Bridge, writer: ToyWriter) -> None:
+def test_a_message_that_send_refuses_is_refused_at_once(bridge: Bridge, writer: ToyWriter) -> None:
     writer.raises["send"] = [NotFound("no such topic")]
     with bridge.transaction() as txn:
         with pytest.raises(NotFound):

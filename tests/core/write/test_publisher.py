@@ -1,4 +1,4 @@
-"""What a publisher checks before a broker is asked."""
+"""Tests of the checks that a publisher makes before it asks a broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_sequence_that_goes_back_within_a_session_is_refused(bridge: Bridge) -
     assert values(bridge) == [b"1", b"5", b"6"]
 
 
-def test_what_is_sent_again_after_resuming_is_skipped_until_the_first_that_is_new(bridge: Bridge) -> None:
+def test_messages_sent_again_after_resuming_are_skipped_until_the_first_new_one(bridge: Bridge) -> None:
     with bridge.publisher("import") as publisher:
         publisher.send("rows", b"5", sequence=5)
     with bridge.publisher("import") as publisher:

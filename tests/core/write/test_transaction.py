@@ -225,7 +225,7 @@ def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(
     assert txn.outcome is Outcome.ABORTED and txn.token is None
 
 
-def test_once_prepared_the_block_decides_nothing_any_more(bridge: Bridge) -> None:
+def test_a_block_decides_nothing_once_its_transaction_is_prepared(bridge: Bridge) -> None:
     with bridge.transaction(prepare=True) as txn:
         pass
     with pytest.raises(InvalidState, match="is prepared"):
@@ -249,7 +249,7 @@ def test_ending_by_token_gives_up_at_the_deadline_and_says_unknown(bridge: Bridg
     assert caught.value.token == str(txn.token)
 
 
-def test_a_prepared_one_may_not_live_longer_than_the_broker_allows(bridge: Bridge) -> None:
+def test_a_prepared_transaction_may_not_live_longer_than_the_broker_allows(bridge: Bridge) -> None:
     with pytest.raises(InvalidOption, match="3600"):
         bridge.transaction(prepare=True, hold=3601)
 
@@ -300,7 +300,7 @@ def test_the_next_transaction_waits_for_a_writer_within_its_deadline(bridge: Bri
     waiting[0].commit()
 
 
-def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later() -> None:
+def test_a_thread_that_waits_for_a_writer_is_not_passed_for_long_by_later_ones() -> None:
     bridge, _ = connect_toy(writers=1)
     order: list[str] = []
 
@@ -412,7 +412,7 @@ def slow_commit(timeout: float) -> Iterator[tuple[Bridge, ToyBroker, SlowWriter,
         thread.join()
 
 
-def test_closing_waits_for_a_commit_that_runs_and_refuses_what_is_new() -> None:
+def test_closing_waits_for_a_running_commit_and_refuses_new_transactions() -> None:
     with slow_commit(timeout=60) as (bridge, broker, writer, txn):
         closing = threading.Thread(target=bridge.close)
         closing.start()
@@ -435,7 +435,7 @@ def test_a_commit_that_runs_longer_than_closing_may_last_keeps_its_writer_to_its
     assert writer.calls == ["begin", "commit", "close"]
 
 
-def test_closing_waits_for_another_thread_that_closes() -> None:
+def test_closing_a_bridge_waits_for_another_thread_that_closes_it() -> None:
     with slow_commit(timeout=60) as (bridge, broker, writer, _):
         closing = [threading.Thread(target=bridge.close) for _ in range(2)]
         closing[0].start()
@@ -449,7 +449,7 @@ def test_closing_waits_for_another_thread_that_closes() -> None:
     assert writer.calls == ["begin", "commit", "close"]
 
 
-def test_closing_waits_for_another_thread_that_closes_no_longer_than_the_timeout() -> None:
+def test_closing_a_bridge_waits_for_another_closing_thread_no_longer_than_the_timeout() -> None:
     bridge, broker = connect_toy(timeout=0.2)
     closed, may_go_on = threading.Event(), threading.Event()
 
@@ -488,7 +488,7 @@ def test_closing_by_a_signal_handler_leaves_the_call_that_it_interrupted_alone()
     assert broker.closed
 
 
-def test_closing_inside_closing_does_not_wait_for_itself() -> None:
+def test_closing_a_bridge_inside_its_own_closing_does_not_wait() -> None:
     bridge, broker = connect_toy(timeout=60)
     closes = []
 
@@ -502,7 +502,7 @@ def test_closing_inside_closing_does_not_wait_for_itself() -> None:
 
 
 class Settings(dict[str, object]):
-    """As many programs have one: what is no method is looked for among the keys, and missing is a `KeyError`."""
+    """A common kind of object: a name that is no method is looked up as a key, and `KeyError` if it is missing."""
 
     __getattr__ = dict.__getitem__
 
@@ -517,7 +517,7 @@ def test_a_bridge_is_closed_also_by_an_object_that_has_its_own_idea_of_attribute
 
 
 class Elsewhere:
-    """Where decision logs are kept, if not by the broker."""
+    """A place that keeps decision logs in the broker's stead."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -578,7 +578,7 @@ def test_opening_an_id_opens_all_its_writers(bridge: Bridge, broker: ToyBroker) 
     assert broker.identities[0].owned and "pid" in broker.identities[0].host
 
 
-def test_who_waits_for_writers_that_another_thread_opens_waits_no_longer_than_its_deadline(monkeypatch):
+def test_a_wait_for_writers_that_another_thread_opens_ends_at_the_deadline(monkeypatch):
     bridge, broker = connect_toy(timeout=60)
     opening, may_go_on, open_writers = threading.Event(), threading.Event(), broker.open_writers
 

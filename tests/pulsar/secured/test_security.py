@@ -1,4 +1,4 @@
-"""Who may do what, through a bridge: what is denied says what to grant, and nothing that is secret is ever shown."""
+"""Tests of rights through a bridge: each denial says what to grant, and no secret is ever shown."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def test_a_bridge_does_all_that_it_is_for_and_shows_no_secret(
     [{"token": token("user")[:-2]}, {"token": token("user", -10)}, {"user": "user", "password": "wr0ng"}],
     ids=["wrong token", "expired token", "wrong password"],
 )
-def test_who_is_not_let_in_is_told_where_to_look(connect: Connect, told: dict[str, str], rest: bool) -> None:
+def test_a_client_that_is_not_let_in_is_told_which_options_to_look_at(
+    connect: Connect, told: dict[str, str], rest: bool
+) -> None:
     with pytest.raises(AccessDenied, match="look at the options token") as caught:
         connect(rest=rest, **told)
     shown = f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r}"
@@ -134,12 +136,12 @@ def test_a_secret_in_the_url_is_not_shown_either(secured: Secured, caplog: pytes
 # --- what is missing, and what grants it ----------------------------------------------------------------------------
 
 
-def test_who_may_not_look_for_coordinators_is_told_what_to_grant(connect: Connect) -> None:
+def test_a_user_who_may_not_look_for_coordinators_is_told_what_to_grant(connect: Connect) -> None:
     with pytest.raises(AccessDenied, match="namespaces grant-permission --role ROLE --actions consume pulsar/system"):
         connect(token=token("stranger"))
 
 
-def test_who_may_not_use_our_own_topics_is_told_what_to_grant(secured: Secured, connect: Connect) -> None:
+def test_a_user_who_may_not_use_our_own_topics_is_told_what_to_grant(secured: Secured, connect: Connect) -> None:
     grant(secured, "pulsar/system", "finder", "consume")
     wanted = "namespaces grant-permission --role ROLE --actions produce,consume public/default"
     with pytest.raises(AccessDenied, match=wanted):
@@ -177,7 +179,7 @@ def look(bridge: Bridge, topic: str) -> None:
     ],
     ids=lambda given: getattr(given, "__name__", str(given)),
 )
-def test_who_may_not_use_a_topic_is_told_what_to_grant_and_with_that_can(
+def test_a_user_who_may_not_use_a_topic_is_told_what_to_grant_and_then_can_use_it(
     secured: Secured,
     superuser: Bridge,
     connect: Connect,
@@ -200,7 +202,7 @@ def test_who_may_not_use_a_topic_is_told_what_to_grant_and_with_that_can(
     call(bridge, topic)
 
 
-def test_who_is_no_administrator_is_told_that_one_is_needed(user: Bridge, topic: str) -> None:
+def test_a_user_who_is_no_administrator_is_told_that_an_administrator_is_needed(user: Bridge, topic: str) -> None:
     for call in (lambda: user.admin.create_topic(unique("new")), lambda: user.admin.delete_topic(topic)):
         with pytest.raises(AccessDenied, match="an administrator of the tenant"):
             call()
@@ -241,7 +243,7 @@ def test_an_id_is_not_opened_by_a_user_who_cannot_end_what_its_older_owner_has_o
 
 
 @pytest.mark.parametrize("role", ["user", "admin"])
-def test_what_a_coordinator_forgot_is_ended_by_superusers_and_others_are_told_what_to_run(
+def test_superusers_end_a_transaction_on_a_forgotten_topic_and_others_are_told_what_to_run(
     secured: Secured,
     superuser: Bridge,
     connect: Connect,
