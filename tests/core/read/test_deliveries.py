@@ -236,6 +236,9 @@ class WorldBroker(ToyBroker):
     def open_writers(self, identity: Any, count: int, ledger: Any, deadline: Deadline) -> Any:
         return [WorldWriter(self.world) for _ in range(count)]
 
+    def prepare_writer(self, *_: Any) -> WorldWriter:
+        return WorldWriter(self.world)
+
     def reader(self, subscription: Subscription, listener: Any, deadline: Deadline) -> WorldReader:
         return WorldReader(self.world, subscription, listener)
 
@@ -429,10 +432,7 @@ class InOrder(Program):
         came = len(self.delivered)
         if not self.take(lambda: self.consumer.poll(count, timeout=0)):
             return
-        self.begin()
-        txn, self.transaction = self.transaction, None
-        assert txn is not None
-        txn._prepare = True
+        txn = self.bridge.transaction(prepare=True)
         with suppress(OutcomeUnknown, BrokerUnavailable, TransactionAborted, InvalidState, Conflict), txn:
             txn.ack(self.delivered[came:])
 
