@@ -432,7 +432,7 @@ class InOrder(Program):
         came = len(self.delivered)
         if not self.take(lambda: self.consumer.poll(count, timeout=0)):
             return
-        txn = self.bridge.transaction(prepare=True)
+        txn = self.bridge.transaction(prepare=True, timeout=60)
         with suppress(OutcomeUnknown, BrokerUnavailable, TransactionAborted, InvalidState, Conflict), txn:
             txn.ack(self.delivered[came:])
 
