@@ -22,8 +22,8 @@ from txnbridge.spi import (
     absent,
 )
 from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.capabilities import PROFILES
 from txnbridge_embedded.client.store import Store
+from txnbridge_embedded.imitation import PROFILES
 from txnbridge_embedded.settings import Settings
 
 _DEFAULTS = Settings()

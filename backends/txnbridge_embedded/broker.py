@@ -34,7 +34,7 @@ from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, Store, now_ms
 from txnbridge_embedded.decision_log import EmbeddedLog
 from txnbridge_embedded.half_store import EmbeddedHalves
-from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.read.reader import open_reader
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.owner import Owner, WriterRow, take_over
@@ -73,14 +73,14 @@ class EmbeddedBroker(Broker):
                 self.events.step("step:open", identity=identity.name, writers=count),
                 self.store.writing(connection, deadline, "opening an id"),
             ):
-                outcome.delete_old_rows(connection, now_ms() - int(self.settings.keep_seconds * 1000))
+                ending.delete_old_rows(connection, now_ms() - int(self.settings.keep_seconds * 1000))
                 epoch = take_over(connection, identity.name, identity.host) if identity.owned else None
                 owner = Owner(identity.name, identity.host, epoch)
                 instances = [WriterRow(owner) for _ in range(count)]
                 for instance in instances:
                     instance.add(connection)
             self._owners[identity.name] = owner
-            outcome.remove_aborted_messages(self.store, connection, deadline, self.events)
+            ending.remove_aborted_messages(self.store, connection, deadline, self.events)
         return [self._plain_writer(owner, instance) for instance in instances]
 
     def _plain_writer(self, owner: Owner, instance: WriterRow) -> Writer:
@@ -127,7 +127,7 @@ class EmbeddedBroker(Broker):
     def _end(self, token: Token, decision: Decision, deadline: Deadline) -> Outcome:
         _check(token)
         with self.session(deadline) as connection:
-            return outcome.decide(self.store, connection, token.transaction, decision, deadline, self.events)
+            return ending.decide(self.store, connection, token.transaction, decision, deadline, self.events)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
         _check(token)
@@ -174,9 +174,9 @@ class EmbeddedBroker(Broker):
         self.store.close()
 
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Delete the rows of closed writers that no token names, and retire the rows of the other closed writers.
+        """Delete the rows in `writers` of closed writers that no token names, and retire those of other closed writers.
 
-        They are rows of the table `writers`. A writer with a retired row commits nothing more.
+        A writer with a retired row commits nothing more.
         """
         if self._closed_rows:
             with self.store.writing(connection, deadline, "closing"):
@@ -205,7 +205,7 @@ def _record_expired(connection: FileConnection, token: Token) -> Status:
     reason = "its deadline passed"
     if "p" in token.how:
         ((number,),) = connection.execute("SELECT number FROM transactions WHERE id = ?", (token.transaction,))
-        outcome.mark_aborted(connection, number, reason)
+        ending.mark_aborted(connection, number, reason)
     else:
         connection.execute("UPDATE writers SET retired = 1 WHERE id = ?", (token.how.get("w"),))
     return Status(TokenState.ABORTED, reason=reason)

@@ -74,9 +74,9 @@ def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
 
 
 def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
-    """Return the core's error for an error of confluent-kafka; `what` names the failed action in the error's text.
+    """Return txnbridge's error for an error of confluent-kafka; `what` names the failed action in the error's text.
 
-    It is for calls outside a transaction: `write.failures` translates the errors of a transaction's calls.
+    This is for calls outside a transaction: `write.failures` translates the errors of a transaction's calls.
     """
     cause = kafka_error(error)
     if cause is None:
@@ -101,7 +101,7 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
 
 
 def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
-    """Return the core's error for a temporary error of confluent-kafka that lasted until the deadline."""
+    """Return txnbridge's error for a temporary error of confluent-kafka that lasted until the deadline."""
     return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}) until the deadline of {deadline.seconds:g} s")
 
 

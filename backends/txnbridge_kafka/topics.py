@@ -96,7 +96,7 @@ class KafkaTopics:
         return count
 
     def rules(self, topic: str, deadline: Deadline) -> TopicRules:
-        """Return what a topic refuses. Raise `AccessDenied` if this user may not write to it."""
+        """Return the rules by which a topic refuses messages. Raise `AccessDenied` if this user may not write to it."""
         what = f"looking up topic {topic!r}"
 
         def ask() -> TopicDescription:
@@ -298,7 +298,7 @@ class KafkaTopics:
             return self._client
 
     def _call_client(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
-        """Call confluent-kafka's admin client; repeat the call after a temporary error, until the deadline."""
+        """Return the result of `ask`, a call of confluent-kafka's admin client; repeat it after a temporary error."""
         while True:
             try:
                 return ask()
@@ -317,7 +317,7 @@ class KafkaTopics:
             raise translate(error, what) from error
 
     def _repeat_until_done(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
-        """Send a request until the broker has carried it out. Raise `KafkaException` after a permanent refusal."""
+        """Repeat the request `ask` until the broker has carried it out. Raise `KafkaException` if refused for good."""
         while True:
             with self._raw_requests() as requests:
                 answer = ask(requests)
@@ -330,7 +330,7 @@ class KafkaTopics:
 
 
 def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
-    """Return the longest transaction time-out that these brokers all allow, without those that do not answer."""
+    """Return the longest transaction time-out that these brokers allow; a broker that does not answer is left out."""
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 

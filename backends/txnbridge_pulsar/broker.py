@@ -56,7 +56,7 @@ COORDINATORS = "pulsar/system"
 
 
 class PulsarBroker(Broker):
-    """An open connection of one bridge, made by `PulsarBackend.open`."""
+    """The open connection of a bridge: makes its owner, readers and logs, and ends transactions by token."""
 
     group_commit = True
 

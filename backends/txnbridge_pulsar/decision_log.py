@@ -28,9 +28,9 @@ _NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.
 
 
 class PulsarLog(DecisionLog):
-    """A decision log on one topic, which is created if it is missing. A position is (BookKeeper ledger, entry).
+    """A decision log on one topic. A position is (BookKeeper ledger, entry).
 
-    Raise `AccessDenied` with instructions for an administrator if a right is missing.
+    The constructor creates a missing topic, or raises `AccessDenied` with instructions for an administrator.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PulsarLog(DecisionLog):
         raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
 
     def _next(self, reader: wire.PulsarConsumer, deadline: Deadline) -> wire.ReceivedEntry:
-        """Return the reader's next entry, of which the caller knows that it is stored."""
+        """Wait for and return the reader's next entry, which the caller knows to be stored."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
             entries = self._retry(lambda: self._receive(reader, deadline), "reading it", deadline)

@@ -35,7 +35,7 @@ _QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_
 
 
 def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
-    """Return the core's error for a client error, from which the caller raises it; `what` describes the failed action.
+    """Return txnbridge's error for a client error, from which the caller raises it; `what` names the action.
 
     Use this only for reads, and for requests that decide nothing about a transaction.
     """

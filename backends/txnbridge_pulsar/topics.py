@@ -64,8 +64,8 @@ class PulsarTopics:
     def check_may_send(self, concrete: str, deadline: Deadline) -> None:
         """Open a producer on a topic or partition, and close it.
 
-        Raise `AccessDenied` without the right to send, and the broker's refusal of a terminated topic. A topic that has
-        its most producers is no refusal: one of them may be this bridge's own.
+        Raise `AccessDenied` without the right to send, and the broker's refusal of a terminated topic. A topic with its
+        greatest number of producers passes: one of them may be this bridge's own.
         """
 
         def open_and_close() -> None:

@@ -22,7 +22,7 @@ The rooms:
 - `broker` opens everything else; `cluster` finds the cluster's id and home broker, which has the bridge's own topics;
   `decision_log` and `half_store` are on topics.
 - `client/` is the protocol client, which is independent of bridges.
-- `write/`: `owner`, `writer`, `prepared` and `acks`; `half_batch` sends halves with their `transaction_properties`;
+- `write/`: `owner`, `writer`, `prepared` and `acks`; `half_buffer` sends halves with their `transaction_properties`;
   `append_queue` joins the records that several threads append to the decision log at once.
 - `read/`: a `reader` with a `partition` for each queue; `pull`, `duplicates`, `start_positions`, `rebalance`.
 - `outcome/`: `outcome` by tokens, `end_transaction` for halves, `check_back` with its `producer_groups`.

@@ -35,7 +35,7 @@ _IDENTITY_SUFFIX = re.compile(r"([0-9a-f]{32})-(.+)")
 
 @dataclass(frozen=True)
 class RocketMQCluster:
-    """The objects that all parts of a bridge to one cluster share."""
+    """The settings, client, topics and other objects that all parts of a bridge to one cluster share."""
 
     id: str  # stable and unique
     settings: RocketMQSettings

@@ -123,7 +123,7 @@ class RocketMQDecisionLog(DecisionLog):
         return (offset,)
 
     def _send(self, message: WireMessage, deadline: Deadline) -> tuple[int, bool]:
-        """Store a record. Raise `OutcomeUnknown` if the record may be stored, the client's error if it is not."""
+        """Store a record; return its offset, and whether it is visible. Raise `OutcomeUnknown` if it may be stored."""
         try:
             return self._appends.store(message, deadline)
         except RemotingError as error:
@@ -148,8 +148,8 @@ class RocketMQDecisionLog(DecisionLog):
     def _read_back(self, offset: int, deadline: Deadline) -> None:
         """Wait until a stored record can be read: until then `read` would end before it.
 
-        Keep all records since the last one that was read, for the thread that reads next. It compares the last one with
-        what it has read, because the log may have been created again.
+        Keep all records from the last one that was read, for the thread that reads next: it compares this record with
+        its own one, because the log may have been created again.
         """
         at = first = self._read_up_to if 0 <= offset - self._read_up_to < _LONGEST_TAIL else offset
         records: list[MessageExt] = []
@@ -209,7 +209,7 @@ class RocketMQDecisionLog(DecisionLog):
             time.sleep(_VISIBLE_POLL_SECONDS)
 
     def _known(self, at: int, stop: int) -> PullResult | None:
-        """Return the records from `at` to `stop` if an append has read all of them."""
+        """Return the records from `at` to `stop` if an append has read all of them, else None."""
         tail = self._tail
         if tail is None or not tail.first <= at <= stop < tail.end or time.monotonic() - tail.asked_at > _TAIL_SECONDS:
             return None

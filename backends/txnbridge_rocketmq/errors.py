@@ -32,7 +32,7 @@ _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
 
 
 def translate(error: RemotingError, action: str) -> TxnBridgeError:
-    """Return the bridge's error for the error of a request that decides nothing; `action` says what failed."""
+    """Return txnbridge's error for the error of a request that decides nothing; `action` says what failed."""
     text = f"{action}: {error}"
     if isinstance(error, ResponseTimeout):
         return DeadlineExceeded(text)

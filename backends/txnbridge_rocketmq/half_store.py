@@ -38,9 +38,9 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
-from txnbridge_rocketmq.write.half_batch import (
+from txnbridge_rocketmq.write.half_buffer import (
     DIRECT_SLACK_SECONDS,
-    HalfBatch,
+    HalfBuffer,
     halves_as_json,
     halves_from_json,
     immunity,
@@ -48,7 +48,7 @@ from txnbridge_rocketmq.write.half_batch import (
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, place_of
 
 _log = logging.getLogger("txnbridge")
 
@@ -175,9 +175,9 @@ class RocketMQHalfStore(HalfStore):
         with self._changed:
             asked = self._check_backs.get(group, OrderedDict())
             for check in checks:
-                if (slot := slot_of(check.record)) is not None and self._is_own(check.record):
+                if (place := place_of(check.record)) is not None and self._is_own(check.record):
                     check = replace(check, record=replace(check.record, body=b""))  # thousands of check-backs may wait
-                    asked.setdefault(slot.transaction, {})[check.half.unique_key] = check
+                    asked.setdefault(place.transaction, {})[check.half.unique_key] = check
                     if len(asked) > _MOST_WAITING:
                         asked.popitem(last=False)
             self._changed.notify_all()
@@ -188,7 +188,7 @@ class RocketMQHalfStore(HalfStore):
         return origin is not None and origin.log.get("log", application) == application
 
     def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[CheckBack]]]:
-        """Wait for check-backs about transactions that no caller is resolving now. Return them by transaction."""
+        """Wait for check-backs about a group's transactions that no caller resolves now; return them by transaction."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -234,7 +234,7 @@ class RocketMQHalfStore(HalfStore):
     def _is_over(
         self, transaction: str, claim: LedgerClaim | None, prepared: PrepareRecord | None, deadline: Deadline
     ) -> bool:
-        """Return whether a transaction is aborted, or all of its messages are published."""
+        """Return whether a transaction is aborted by its `claim`, or all of its messages are published."""
         if claim is not None:
             if claim.decision is Decision.ABORT:
                 return True
@@ -309,7 +309,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
 
     def _forget(self) -> None:
         super()._forget()
-        self._halves = HalfBatch(self._cluster.client, self._group)
+        self._halves = HalfBuffer(self._cluster.client, self._group)
 
     def _lifetime(self, begin: Begin) -> float:
         return begin.deadline.left()

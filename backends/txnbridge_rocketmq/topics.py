@@ -111,7 +111,7 @@ class RocketMQTopics:
     def _may_have(self, broker: str, topic: str, deadline: Deadline) -> bool:
         """Return whether a broker may have a topic for which the name server has no route.
 
-        It may if the broker says so, or does not respond.
+        A broker may have the topic if it says so, or does not respond.
         """
         try:
             request = administration.topic_attributes(topic)

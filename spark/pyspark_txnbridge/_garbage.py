@@ -16,8 +16,8 @@ _calls = count(1)
 def begin_call() -> None:
     """Let garbage collection leave out the modules and open connections that a Spark worker keeps between calls.
 
-    Spark's workers call this at the begin of each call. At the begin of the second one, Spark has just collected all
-    garbage, so none is excluded.
+    Spark's workers call this at the begin of each call. The second call excludes the objects that exist then: Spark has
+    just collected all garbage.
     """
     if "SPARK_REUSE_WORKER" in os.environ and next(_calls) == 2:  # only workers have this variable
         gc.freeze()

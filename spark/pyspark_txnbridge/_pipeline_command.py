@@ -85,7 +85,7 @@ def _load(target: str) -> Callable[[Any], Any]:
 
 @contextmanager
 def _showing_progress() -> Iterator[Callable[[Progress], None]]:
-    """Show the job's progress on stderr: in one changing line on a terminal, else in a new line every few seconds."""
+    """Yield a function that shows progress on stderr: in one changing line, or in a line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
 

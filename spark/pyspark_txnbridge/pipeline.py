@@ -82,7 +82,7 @@ def run(
     (startingOffsets). Further options of source and sink go into `from_options` and `to_options`.
 
     Raise the errors of `txnbridge`: `UsageError` for a wrong call, `PositionLost` if rows to be read were removed,
-    `BrokerUnavailable`. After each of them but `UsageError` the same call continues the job.
+    `BrokerUnavailable`. After any error except `UsageError` the same call continues the job.
     """
     given = [from_topics] if isinstance(from_topics, str) else from_topics
     topics = [topic.strip() for each in given for topic in each.split(",")]
@@ -179,7 +179,7 @@ def _session(given: SparkSession | None) -> Iterator[SparkSession]:
 
 @contextmanager
 def _unwrapping_errors() -> Iterator[None]:
-    """Unwrap errors of txnbridge that Spark's processes raised and Spark has wrapped."""
+    """Raise errors of txnbridge in place of those of Spark that wrap them."""
     from pyspark.errors import AnalysisException, PySparkException
 
     from pyspark_txnbridge._write.batch_identity import BatchInDoubt

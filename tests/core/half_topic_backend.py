@@ -11,7 +11,7 @@ from typing import Any
 
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.outcome.outcome import remove_messages
+from txnbridge_embedded.outcome.ending import remove_messages
 
 from txnbridge.spi import Backend, Capability, Context, Deadline, Partition, Position, Url, emulated, hookimpl
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from txnbridge_embedded.backend import OPTIONS, EmbeddedBackend, file_of
-from txnbridge_embedded.capabilities import PROFILES
+from txnbridge_embedded.imitation import PROFILES
 from txnbridge_embedded.settings import Settings
 
 import txnbridge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.settings import Timing
 
 from tests.embedded.kit import (
@@ -206,7 +206,7 @@ def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened, 
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
     pieces: list[object] = []
-    real = outcome._remove_batch
+    real = ending._remove_batch
 
     def two_pieces_and_die(*arguments):
         if len(pieces) == 2:
@@ -215,7 +215,7 @@ def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened, 
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(outcome, "_remove_batch", two_pieces_and_die)
+        patch.setattr(ending, "_remove_batch", two_pieces_and_die)
         with pytest.raises(SystemExit):
             broker.abort(token, NO_LEDGER, Deadline(5))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
@@ -232,7 +232,7 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
     token = prepare(broker, "orders", *[b"%d" % n for n in range(100)])
     other = opened()
     writer = open_writer(other)
-    real = outcome.remove_messages
+    real = ending.remove_messages
     between = []
 
     def remove(*arguments):
@@ -240,14 +240,14 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
         between.append(done)
         return done
 
-    real_piece = outcome._remove_batch
+    real_piece = ending._remove_batch
 
     def piece(*arguments):
         commit(writer, "audit", b"%d" % len(between))  # needs the lock that a single long removal would hold
         return real_piece(*arguments)
 
-    monkeypatch.setattr(outcome, "remove_messages", remove)
-    monkeypatch.setattr(outcome, "_remove_batch", piece)
+    monkeypatch.setattr(ending, "remove_messages", remove)
+    monkeypatch.setattr(ending, "_remove_batch", piece)
     broker.abort(token, NO_LEDGER, Deadline(5))
     assert len(between) == 10
     assert len(values(other, "audit")) == 11

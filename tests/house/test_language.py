@@ -27,6 +27,7 @@ TWICE = {
 FLOOR_PLAN = re.compile(
     "__init__|backend|capabilities|settings|broker|cluster|topics|decision_log|half_store|errors"
     "|client|write|read|outcome|admin"
+    "|imitation"  # of other brokers, by the embedded one
 )
 
 # Imports that may close a circle, each with its reason.

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka
-from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import (
     ActiveProducer,
     EndTxnResult,

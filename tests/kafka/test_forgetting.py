@@ -11,7 +11,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
-from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.marker_proof import CoordinatorSession
 
 import txnbridge
 from tests.kafka.kit import describe, flush, requests_of, without_epoch_bumps

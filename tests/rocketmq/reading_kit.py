@@ -14,9 +14,9 @@ from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEn
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
 from txnbridge_rocketmq.read.rebalance import Rebalancer
-from txnbridge_rocketmq.write.half_batch import halves_as_json
+from txnbridge_rocketmq.write.half_buffer import halves_as_json
 from txnbridge_rocketmq.write.message_format import to_wire
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
 import txnbridge
 from tests.core.reading_kit import SOON, Listener, Polling, by_partition
@@ -57,7 +57,7 @@ def store_half(
 ) -> HalfAddress:
     """Store a half as a writer does, in a transaction of its own, and return its address."""
     transaction = how.pop("transaction", None) or uuid.uuid4().hex
-    mark = TransactionSlot(transaction, number)
+    mark = TransactionPlace(transaction, number)
     own = properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0))
     message = to_wire(topic, value, None, None, None, own=own, unique_key=unique_key(topic, mark))
     return half_address(topic, group, client.call(BROKER, send_half(message, group, how.get("queue", 0)), LONG))

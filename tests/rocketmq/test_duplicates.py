@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt, OffsetId
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, slot_of, unique_key
+from txnbridge_rocketmq.write.transaction_properties import (
+    HalfOrigin,
+    TransactionPlace,
+    place_of,
+    properties,
+    unique_key,
+)
 
 pytestmark = pytest.mark.offline
 
@@ -41,7 +47,7 @@ class Queue:
         self.log += 1
         told, at = {"a": "b"}, 0
         if number is not None:
-            mark, at = TransactionSlot("t", number), self.halves[number][copy]
+            mark, at = TransactionPlace("t", number), self.halves[number][copy]
             told = {**properties(mark, ORIGIN), Property.UNIQUE_KEY: unique_key("t", mark)}
             if copy:
                 told[Property.CHECKS] = str(copy)
@@ -66,7 +72,7 @@ class Queue:
         """Return the offsets of the messages that are no duplicates, from an offset on."""
         seen, found = set(), []
         for record in self.records:
-            mark = slot_of(record)
+            mark = place_of(record)
             if mark is None or mark not in seen:
                 found.append(record.queue_offset)
             seen.add(mark)

@@ -13,7 +13,7 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
 from tests.rocketmq.kit import BROKER, LONG, bodies
 from tests.rocketmq.reading_kit import new_topic, publish, unique
@@ -96,5 +96,5 @@ def store_files(broker: brokers.RocketMQ, client: RemotingClient) -> None:
 
 
 def is_found(client: RemotingClient, topic: str, token: str) -> bool:
-    key = unique_key(topic, TransactionSlot(Token.parse(token).transaction, 0))
+    key = unique_key(topic, TransactionPlace(Token.parse(token).transaction, 0))
     return bool(client.call(BROKER, read_requests.by_unique_key(topic, key), LONG))

@@ -15,7 +15,7 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt, decode_record
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
 from tests.rocketmq.kit import batched, pairs, stored
 from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
@@ -135,7 +135,7 @@ class Bounded(Broker):
 
 
 def marked(offset):
-    mark = TransactionSlot("transaction", offset)
+    mark = TransactionPlace("transaction", offset)
     own = {
         **properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0)),
         Property.UNIQUE_KEY: unique_key("orders", mark),
@@ -299,7 +299,7 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
 
 # --- repeats ----------------------------------------------------------------------------------------------------------
 
-MARK = TransactionSlot("t", 0)
+MARK = TransactionPlace("t", 0)
 OWN = pairs(
     **{
         **properties(MARK, HalfOrigin({"at": [0], "id": "x"}, 0)),

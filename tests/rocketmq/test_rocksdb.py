@@ -14,7 +14,7 @@ from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
-from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
@@ -127,7 +127,7 @@ def test_decided_messages_that_the_broker_gave_up_are_lost_until_a_restart_with_
         last = prepared(heir, client)
         assert becomes_true(lambda: asked[last] == 2)
     assert not asked.keys() & given_up
-    key = unique_key(one, TransactionSlot(given_up[0], 0))
+    key = unique_key(one, TransactionPlace(given_up[0], 0))
     assert client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
     assert bodies(client, one) == bodies(client, owned) == []
     open_bridge(transactional_id=id, application=application)

@@ -20,7 +20,7 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import EndSequence, HalfEnder
-from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, origin_of, unique_key
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, origin_of, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.half_broker import same_hash
@@ -107,7 +107,7 @@ def test_a_published_message_is_found_behind_newer_ones_whose_key_has_the_same_h
 ) -> None:
     token = prepare(open_bridge(), one, b"1")
     assert open_bridge().commit(token) is Outcome.COMMITTED
-    key = same_hash(unique_key(one, TransactionSlot(Token.parse(token).transaction, 0)))
+    key = same_hash(unique_key(one, TransactionPlace(Token.parse(token).transaction, 0)))
     for _ in range(5):
         client.call(BROKER, send(WireMessage(one, b"2", unique_key=key), "tests", 0), LONG)
     assert becomes_true(lambda: len(client.call(BROKER, read_requests.by_unique_key(one, key), LONG)) == 5)
@@ -541,7 +541,7 @@ def test_messages_decided_and_then_discarded_are_published_by_the_next_bridge(
         writing_kit.commit_some, rocketmq_broker.url, [one], 3, 2.0, None, application, kill="step:publish/before"
     ) as child:
         child.stopped()
-    key = unique_key(one, TransactionSlot(child.told(), 0))
+    key = unique_key(one, TransactionPlace(child.told(), 0))
     assert becomes_true(lambda: bool(client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, key), LONG)), 60)
     assert bodies(client, one) == []
     open_bridge(application=application, timeout=2)

@@ -10,7 +10,7 @@ from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.cluster import RocketMQCluster
-from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.rocketmq.kit import BROKER, LONG
@@ -45,7 +45,7 @@ def flush(txn: Transaction) -> None:
 
 def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:
     """Return the half of a message and its copies, in the order in which they were stored."""
-    key = unique_key(topic, TransactionSlot(transaction, number))
+    key = unique_key(topic, TransactionPlace(transaction, number))
     return client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, key), LONG)
 
 

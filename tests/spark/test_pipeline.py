@@ -23,7 +23,7 @@ import pyspark
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
 from pyspark.sql.streaming.listener import SourceProgress
-from pyspark_txnbridge import _commands, offsets_behind, pipeline
+from pyspark_txnbridge import _cli_plugin, offsets_behind, pipeline
 from pyspark_txnbridge._pipeline_command import command
 from pyspark_txnbridge._write.batch_identity import BatchInDoubt
 
@@ -193,7 +193,7 @@ def test_the_command_checks_what_it_is_given():
 
 
 def test_the_command_comes_with_the_package():
-    assert [each.name for each in _commands.txnbridge_commands()] == ["spark", "pipeline"]
+    assert [each.name for each in _cli_plugin.txnbridge_commands()] == ["spark", "pipeline"]
     assert "--max-rows-per-batch" in CliRunner().invoke(command, ["run", "--help"]).output
 
 

@@ -37,7 +37,7 @@ from txnbridge_embedded.client.store import (
     now_ms,
     read_topic,
 )
-from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.write import acks, retention
 
 INTERNAL = "_txnbridge-"
@@ -137,7 +137,7 @@ class EmbeddedAdmin(Admin):
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         with self._session(deadline) as connection:
             # Expired transactions would hold back the ends of partitions, and there may be no reader to abort them.
-            outcome.end_expired(self._store, connection, deadline, self._session.events)
+            ending.end_expired(self._store, connection, deadline, self._session.events)
             with self._store.reading(connection, deadline):
                 for name in topics:
                     self._existing(connection, name)
@@ -221,14 +221,12 @@ class EmbeddedAdmin(Admin):
             if row is None:
                 raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never began here")
             if row[0] == "open" and decision is Decision.ABORT:
-                outcome.abort_open(
+                ending.abort_open(
                     self._store, connection, transaction, "aborted by an administrator", deadline, self._session.events
                 )
                 return Outcome.ABORTED
             reason = "aborted by an administrator"
-            return outcome.decide(
-                self._store, connection, transaction, decision, deadline, self._session.events, reason
-            )
+            return ending.decide(self._store, connection, transaction, decision, deadline, self._session.events, reason)
 
     # --- the doctor ------------------------------------------------------------------------------------------------
 
@@ -246,7 +244,7 @@ class EmbeddedAdmin(Admin):
     def _remove_expired(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
         """Abort expired transactions, and remove messages of deleted topics and beyond retention; yield findings."""
         try:
-            ended = outcome.end_expired(self._store, connection, deadline, self._session.events)
+            ended = ending.end_expired(self._store, connection, deadline, self._session.events)
             self._remove_deleted(connection, deadline)
             with self._store.reading(connection, deadline):
                 names = [name for (name,) in connection.execute("SELECT name FROM topics").fetchall()]
@@ -344,7 +342,7 @@ class EmbeddedAdmin(Admin):
 
     def _remove_batch(self, connection: FileConnection, partition: int, deadline: Deadline) -> bool:
         with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
-            done = outcome.remove_messages(self._store, connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
+            done = ending.remove_messages(self._store, connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
             if done:
                 connection.execute("DELETE FROM garbage WHERE partition_id = ?", (partition,))
             return done

@@ -70,7 +70,7 @@ def reset(
 def held_by_others(
     connection: sqlite3.Connection, group_id: int, member: str
 ) -> dict[tuple[str, int], list[Partition]]:
-    """Return the partitions of a group's other members; each key is the member's host and the end of its lease."""
+    """Return the partitions of a group's members other than `member`, by each member's host and end of its lease."""
     found: dict[tuple[str, int], list[Partition]] = {}
     rows = connection.execute(
         "SELECT m.host, m.expires_at, t.name, p.number FROM assignments a JOIN members m ON m.id = a.member"

@@ -102,7 +102,7 @@ def check_header(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def in_place(path: Path, inode: tuple[int, int]) -> bool:
-    """Return whether the file that was opened is still at its path, and was not removed or replaced."""
+    """Return whether the file that was opened, with this device and inode number, still is the one at its path."""
     try:
         found = os.stat(path)
     except OSError:

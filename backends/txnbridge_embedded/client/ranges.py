@@ -19,7 +19,7 @@ def ranges_of(offsets: Iterable[int]) -> list[Range]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Sort the ranges, and merge those that overlap or touch."""
+    """Return the ranges sorted, with ranges that overlap or touch merged into one."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:

@@ -60,7 +60,7 @@ class CommitUnclear(errors.StorageFailed):
 
 
 class FileConnection(sqlite3.Connection):
-    """A SQLite connection for one thread at a time, which waits in the queue of the file's writers by a lock.
+    """A SQLite connection for one thread at a time, with the lock by which the file's writers queue.
 
     Any thread may call `close`. SQLite crashes if a connection is closed in use, so `leave` closes it then.
     """
@@ -308,7 +308,7 @@ class Store:
         pause: float,
         step: Callable[[FileConnection], Any],
     ) -> Any:
-        """Call `step`; repeat the call while another connection locks the file, until the deadline."""
+        """Return the result of `step`. Call it again after each `pause` while another connection locks the file."""
         while True:
             try:
                 return step(connection)
@@ -425,7 +425,7 @@ class _WalLength:
 
 
 def latest_time(connection: sqlite3.Connection) -> int:
-    """Return the latest time in the file. It is ahead of the clock if the clock was set back."""
+    """Return the latest time in the file, which is ahead of the clock if the clock was set back."""
     (found,) = connection.execute(
         "SELECT max(coalesce((SELECT max(used_at) FROM writers), 0),"
         " coalesce((SELECT max(opened_at) FROM identities), 0), coalesce((SELECT max(created_at) FROM topics), 0))"
@@ -463,7 +463,7 @@ def add_topic(
 
 
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
-    """Add partitions to a topic, in the caller's write transaction, until the deadline."""
+    """Add `count` partitions to a topic, numbered from `first` on, in the caller's write transaction."""
     if _partition_ids_used(connection) + count > MAX_PARTITION_ID:
         raise errors.InvalidOption(f"a file can have at most {MAX_PARTITION_ID} partitions, including deleted ones")
     for start in range(first, first + count, _PARTITIONS_AT_ONCE):
@@ -538,7 +538,7 @@ def is_busy(error: sqlite3.Error) -> bool:
 
 
 def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> errors.TxnBridgeError:
-    """Return the core's error for an error of SQLite during `what`."""
+    """Return txnbridge's error for an error of SQLite; `what` names the failed action in the error's text."""
     if isinstance(error, UnicodeEncodeError):
         return errors.InvalidOption(
             f"{what} failed: a name has half a character (a lone surrogate), which cannot be stored"

@@ -67,7 +67,7 @@ class _Shares:
         return False
 
     def _chain(self, fullest: str) -> list[tuple[str, int, str]]:
-        """Return the shortest chain of moves (giver, topic, taker) to a member with at least two partitions fewer."""
+        """Return the shortest (giver, topic, taker) chain from `fullest` to one with at least two partitions fewer."""
         came_by: dict[str, tuple[str, int]] = {}
         waiting = deque([fullest])
         while waiting:

@@ -13,7 +13,7 @@ from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reade
 from txnbridge_embedded.client.change_notification import ChangeNotification
 from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
-from txnbridge_embedded.outcome.outcome import end_expired
+from txnbridge_embedded.outcome.ending import end_expired
 from txnbridge_embedded.read.partition import Cursor, Found, Row, position_lost
 from txnbridge_embedded.settings import Settings
 
@@ -98,7 +98,7 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _owner(self) -> str:
-        """Return the words by which error texts name the position: as this reader's, or as a group's."""
+        """Return words for error texts that say whose position it is: this reader's, or a group's."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class PollingReader(Reader):
             self._store.topic(self._connection, topic)  # raises `NotFound`
 
     def _is_held_back(self, bounds: Iterable[Bounds], deadline: Deadline) -> bool:
-        """Return whether an expired transaction keeps this reader from messages."""
+        """Return whether an expired transaction keeps this reader from messages, by the `bounds` of its partitions."""
         with self._reading(deadline) as connection:
             rows = connection.execute(
                 "SELECT number FROM transactions WHERE ended_at IS NULL AND (state = 'aborting' OR deadline_at < ?)",
@@ -174,7 +174,7 @@ class PollingReader(Reader):
         return self._take(limit, Cursor.to_messages)
 
     def _take(self, limit: int, convert: Callable[[Cursor, list[Row]], list[Found]]) -> list[Found]:
-        """Read up to `limit` messages, one partition after the other."""
+        """Return up to `limit` messages, from one partition after the other; `convert` is that of `Cursor.take`."""
         into: list[Found] = []
         room = POLL_BYTES
         try:

@@ -94,7 +94,7 @@ class OrderedReader(GroupReader):
     def _log_other_members(self, connection: FileConnection) -> None:
         """Log which partitions other members own, if that has changed, and when the leases of these members end.
 
-        The partitions of a dead member get free at the end of its lease.
+        The partitions of a dead member become free at the end of its lease.
         """
         if not _log.isEnabledFor(logging.INFO):
             return

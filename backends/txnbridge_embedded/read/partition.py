@@ -67,7 +67,7 @@ class Cursor:
         self._handed_out_to = offset
 
     def repeat(self, ranges: Iterable[Range]) -> None:
-        """Schedule offsets for redelivery. Those from `next` on are ignored, because they will be read anyway."""
+        """Schedule offsets for redelivery, without those from `next` on, which will be read anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
         self._again = deque(merged([*self._again, *passed]))
 
@@ -84,10 +84,10 @@ class Cursor:
         convert: Callable[[Cursor, list[Row]], list[Found]],
         into: list[Found],
     ) -> tuple[int, int]:
-        """Append the next messages to the list `into`, those for redelivery first; return their number and bytes.
+        """Append messages to the list `into`, those for redelivery first; return their number and their size in bytes.
 
-        `convert` is `Cursor.to_messages` or `Cursor.to_columns`. There may be none even if `ready` is true. Raise
-        `PositionLost` if retention has removed the next message.
+        These are at most `limit` messages of about `room` bytes, perhaps none even if `ready` is true. `convert` is
+        `Cursor.to_messages` or `Cursor.to_columns`. Raise `PositionLost` if retention has removed the next message.
         """
         repeating = bool(self._again)
         if repeating:
@@ -115,7 +115,7 @@ class Cursor:
     def _read(
         self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
     ) -> tuple[list[Row], int, int]:
-        """Return the rows from `first` up to `stop`, their bytes, and the next offset to read."""
+        """Return rows from `first` to before `stop`, like `read_rows`, their size, and the offset to read next."""
         base = self.id << OFFSET_BITS
         rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
         if not rows or rows[0][0] != base + first:
@@ -176,7 +176,7 @@ class Cursor:
 
 
 def position_lost(owner: str, partition: Partition, position: int, kept: int) -> PositionLost:
-    """Return the error for an offset that retention has removed; `owner` names the offset in the error's text."""
+    """Return the error for a position of `owner` whose message retention has removed; `kept` is the first left."""
     topic, number = partition
     return PositionLost(
         f"{owner} is {position} in {topic}[{number}], but retention has removed everything before {kept}."

@@ -127,7 +127,7 @@ class SharedReader(GroupReader):
         return cursor.bounds.end if row is None else int(row[0])  # without a row: the topic has just been deleted
 
     def _lease(self, connection: FileConnection, cursor: Cursor, limit: int, room: int) -> tuple[Leased, int]:
-        """Lease messages to this member, those with expired leases first; return their offsets and their size."""
+        """Lease up to `limit` messages, those with expired leases first; return their delivery counts and size."""
         now = now_ms()
         due = connection.execute(
             "SELECT offset, deliveries FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?"
@@ -162,7 +162,7 @@ class SharedReader(GroupReader):
 
     @staticmethod
     def _fitting(connection: FileConnection, base: int, offered: Leased, room: int) -> tuple[Leased, int]:
-        """Return the first of the offered messages, as many as fit into `room` bytes, and their size."""
+        """Return the first of the messages `offered`, until they exceed `room` bytes, and their size in bytes."""
         leased: Leased = {}
         size = 0
         for offset, count in offered.items():

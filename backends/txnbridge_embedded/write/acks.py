@@ -252,7 +252,7 @@ def _acknowledge(connection: sqlite3.Connection, group_id: int, partition_id: in
 
 
 def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, reached: int) -> None:
-    """Set a group's position in a partition, and move it over the acknowledged ranges that follow directly."""
+    """Set a group's position in a partition to `reached`, or to the end of acknowledged ranges that follow directly."""
     where = (group_id, partition_id)
     while row := connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? ORDER BY first LIMIT 1", where
@@ -270,7 +270,7 @@ def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, re
 
 
 def _add_range(connection: sqlite3.Connection, group_id: int, partition_id: int, first: int, last: int) -> None:
-    """Insert an acknowledged range, merged with the ranges that it touches."""
+    """Insert the acknowledged range from `first` to `last`, merged with the ranges that it touches."""
     where = (group_id, partition_id)
     before = connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? AND first < ?"

@@ -8,7 +8,7 @@ import sqlite3
 from txnbridge.errors import Fenced, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms
-from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome import ending
 
 
 class Owner:
@@ -48,7 +48,7 @@ def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
         "SELECT number FROM transactions WHERE ended_at IS NULL AND state = 'open' AND identity = ?", (name,)
     ).fetchall()
     for (number,) in left_open:
-        outcome.mark_aborted(connection, number, f"its id was opened by {host}")
+        ending.mark_aborted(connection, number, f"its id was opened by {host}")
     return int(epoch)
 
 

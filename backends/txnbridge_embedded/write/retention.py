@@ -6,7 +6,7 @@ import sqlite3
 
 from txnbridge.spi import Deadline
 from txnbridge_embedded.client.store import FileConnection, Store, StoredTopic, now_ms
-from txnbridge_embedded.outcome.outcome import remove_messages
+from txnbridge_embedded.outcome.ending import remove_messages
 from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
 
 
@@ -76,9 +76,9 @@ def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partiti
 
 
 def _oversize_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
-    """Return the offset before which retention may remove messages by size.
+    """Return the offset before which retention may remove messages by size: `kept` bytes remain (None: all).
 
-    The later messages still have at least the topic's retention size.
+    `size` is the number of bytes that were ever stored in the partition.
     """
     if kept is None:
         return 0

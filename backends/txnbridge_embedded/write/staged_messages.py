@@ -246,7 +246,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Store a mark, by which retention finds old messages: an offset, its time, and the number of bytes before it.
+    """Store a mark, by which retention finds old messages: an offset, its time, and `size`, the bytes before it.
 
     No mark is stored if the last mark is recent and few bytes were added since.
     """

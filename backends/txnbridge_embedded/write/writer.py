@@ -25,7 +25,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
-from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write import acks, retention
 from txnbridge_embedded.write.owner import Owner, WriterRow
@@ -215,7 +215,7 @@ class EmbeddedWriter(Writer):
         if self._stored and self._begun is not None:
             try:
                 transaction = self._begun.transaction
-                outcome.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
+                ending.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
             except errors.TxnBridgeError as error:
                 _log.warning("stored messages of aborted transaction %s remain: %s", self._begun.transaction, error)
         self._begun = None
@@ -345,7 +345,7 @@ class PlainWriter(EmbeddedWriter):
 
 
 class PreparingWriter(EmbeddedWriter):
-    """Prepares one transaction at a time. Its token ends the transaction later, without this writer."""
+    """Prepares one transaction at a time. The transaction's token ends it later, without this writer."""
 
     _prepared = False  # True if the transaction is, or may be, prepared
 
@@ -415,7 +415,7 @@ class PreparingWriter(EmbeddedWriter):
         return None
 
     def _decide(self, decision: Decision, deadline: Deadline) -> Outcome:
-        return outcome.decide(self._store, self._connection, self._begin.transaction, decision, deadline, self._events)
+        return ending.decide(self._store, self._connection, self._begin.transaction, decision, deadline, self._events)
 
     def reopen(self, deadline: Deadline) -> None:
         self._reconnect()

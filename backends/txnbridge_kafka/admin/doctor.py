@@ -25,7 +25,7 @@ _OVERDUE_MS = 30_000
 
 
 def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Check the brokers' longest transaction time-out, and the cluster's level of the feature transaction.version."""
+    """Yield advice about the brokers' longest transaction time-out, and about the feature transaction.version."""
     version = cluster.requests.transaction_version(deadline)
     if version >= EPOCH_BUMPS:
         yield Advice("ok", "transaction.version", f"{version}: ending a transaction fences its writer")
@@ -57,7 +57,7 @@ def _check_transaction_timeouts(cluster: KafkaCluster, deadline: Deadline) -> It
 
 
 def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Check replication and in-sync settings of Kafka's internal topics and of txnbridge's own internal topics."""
+    """Yield advice about replication and in-sync settings of Kafka's internal topics and of txnbridge's own."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
     topics = {name: everything[name] for name in (*INTERNAL_TOPICS, *logs) if name in everything}

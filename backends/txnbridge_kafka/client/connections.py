@@ -90,7 +90,7 @@ class Connections:
         return node
 
     def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
-        """Group transactional ids, or groups, by their coordinator's node, from a cache or by FindCoordinator."""
+        """Return transactional ids, or groups (by `kind`), by their coordinator's node. A cache keeps the answers."""
         unknown = [id for id in ids if (kind, id) not in self._coordinators]
         if unknown:
             if len(self._coordinators) > _MOST_CACHED_COORDINATORS:
@@ -111,7 +111,7 @@ class Connections:
         self._coordinators.clear()
 
     def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
-        """Group partitions by their leader's node. A partition that does not exist is absent."""
+        """Return the partitions by their leader's node. A partition that does not exist is left out."""
         wanted = set(partitions)
         leaders: dict[int, list[Partition]] = defaultdict(list)
         for topic in self.metadata(sorted({name for name, _ in wanted})).topics:
@@ -141,7 +141,7 @@ class Connections:
         return max((each.max_version_level for each in levels if each.name == "transaction.version"), default=0)
 
     def bumps_epochs(self, node: int) -> bool:
-        """Return whether a broker (a node) accepts EndTxn version 5. The level is cached: older versions stay valid."""
+        """Return whether a node accepts EndTxn version 5, by the level of transaction.version, which is then cached."""
         if node not in self._levels:
             self._levels[node] = self.transaction_version(node)
         return self._levels[node] >= EPOCH_BUMPS  # brokers support EndTxn 5 only from this level on

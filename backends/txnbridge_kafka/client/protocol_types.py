@@ -146,7 +146,7 @@ class RetryLaterError(Exception):
 
 
 def check(code: int, what: str) -> None:
-    """Raise the core's error for a broker's error code, or `RetryLaterError` if the code is temporary."""
+    """Raise txnbridge's error for a broker's error code, or `RetryLaterError` if the code is temporary."""
     if code in COORDINATOR_RETRY_CODES or code in NO_LEADER:
         raise RetryLaterError(f"{what}: {error_name(code)}")
     if code != DONE:

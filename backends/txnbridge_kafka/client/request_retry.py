@@ -18,7 +18,7 @@ from txnbridge_kafka.client.connection import (
     TooOldError,
 )
 from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
-from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import RetryLaterError, error_name
 from txnbridge_kafka.settings import KafkaSettings
 
@@ -33,7 +33,7 @@ _MOST_IDLE = 4
 
 
 class RequestRunner:
-    """Runs requests for any number of threads, and repeats them. Each uses connections that no other one uses."""
+    """Runs requests for any number of threads, and repeats them. Each uses connections that no other request uses."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]

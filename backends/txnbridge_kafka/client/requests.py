@@ -11,8 +11,8 @@ from txnbridge.errors import OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client import messages, wire
 from txnbridge_kafka.client.connections import Connections
-from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import (
     ACK_RETRY_CODES,
     BROKER,
@@ -170,7 +170,7 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Add a group's offsets to a transaction. Raise `DeadlineExceeded` if no final answer came."""
+        """Add offsets of the group of `member` to a transaction. Raise `DeadlineExceeded` if no final answer came."""
         added, out, lost = False, False, False
 
         def send(connections: Connections, node: int, request: Any) -> Any:
@@ -295,7 +295,7 @@ class Requests:
     def transactions(
         self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
     ) -> list[TransactionListing]:
-        """List the transactional ids of all brokers, or only those in these states or with these producer ids."""
+        """Return the transactional ids of all brokers, or only those in these states or with these producer ids."""
         what = "listing transactions"
 
         def attempt(connections: Connections) -> list[TransactionListing]:
@@ -437,7 +437,7 @@ class Requests:
     def configs(
         self, kind: int, names: Sequence[str], deadline: Deadline
     ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
-        """Return the effective settings of topics, or of one broker, by name, each with the broker's error code.
+        """Return the effective settings of topics, or of one broker (by `kind`), with the broker's error code.
 
         The settings of a broker are requested from that broker itself.
         """

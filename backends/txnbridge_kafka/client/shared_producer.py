@@ -32,11 +32,11 @@ class _Sent:
 
 
 class SharedProducer:
-    """One of the waiting threads polls the client for all of them, so each is woken by the report of its own record.
+    """A producer for several threads: one of those that wait polls the client for all, and wakes each by its report.
 
-    If every thread polled, one would often take another's report, which then waits until the end of its own poll.
-    The client is freed, with its unsent records, when nobody holds this object and no thread waits any more. So no
-    error is raised here: its traceback would keep the client alive.
+    If every thread polled, one would often take another's report, which then waits until the end of its own poll. The
+    client is freed, with its unsent records, when nobody holds this object and no thread waits any more. So no error is
+    raised here: its traceback would keep the client alive.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

@@ -47,7 +47,10 @@ class Api:
         return struct.pack(">i", len(head) + len(body)) + head + body
 
     def answer(self, version: int, number: int, frame: bytes) -> Any:
-        """Return an answer's fields as attributes. Raise `ValueError` or `struct.error` if it cannot be read."""
+        """Return an answer's fields as attributes. Raise `ValueError` or `struct.error` if it cannot be read.
+
+        `number` is the request's correlation id, and `version` the version in which the request was sent.
+        """
         if struct.unpack_from(">i", frame) != (number,):
             raise ValueError("the answer is to another request")
         reader = _Reader(frame, 4)
@@ -107,7 +110,7 @@ class _Reader:
         return struct.unpack(_NUMBERS[kind], self._take(struct.calcsize(_NUMBERS[kind])))[0]
 
     def _read_tagged_fields(self, kind: Mapping[str, Kind], found: dict[str, Any]) -> None:
-        """Read a structure's tagged fields that it names as "NUMBER@NAME", and skip all others."""
+        """Read into `found` the tagged fields that `kind` has as "NUMBER@NAME", and skip all others."""
         wanted = {int(tag): (name, kind[field]) for field in kind for tag, _, name in [field.partition("@")] if name}
         found.update((name, None) for name, _ in wanted.values())
         for _ in range(self._varint()):
@@ -141,7 +144,7 @@ class _Reader:
 
 
 def _parsed(text: str) -> Mapping[str, Kind]:
-    """Parse the fields of a structure, such as "name:str partitions:[index:i32 replicas:[i32]]"."""
+    """Return the fields of a structure, given as text: "name:str partitions:[index:i32 replicas:[i32]]"."""
     return _fields(re.findall(r"[\w@]+:|\[|\]|\w+", text)[::-1])
 
 

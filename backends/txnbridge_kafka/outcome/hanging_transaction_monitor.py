@@ -50,7 +50,10 @@ class HangingTransactionMonitor:
         self._ended.set()
 
     def check(self) -> bool:
-        """Write the missing markers of transactions that the last check found hanging, too. Return False to end."""
+        """Write the missing markers of transactions that this check and the last one found hanging.
+
+        Return False if further checks are useless: the bridge is closed, or its user lacks a right.
+        """
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("wrote the missing control marker of the hanging transaction %s", written)

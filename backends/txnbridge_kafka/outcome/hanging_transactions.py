@@ -58,7 +58,7 @@ class HangingSurvey:
 
 
 def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
-    """Find the cluster's hanging transactions: open at the partitions' leaders, but ended at their coordinators."""
+    """Return the cluster's hanging transactions: open at the partitions' leaders, but ended at their coordinators."""
     requests = cluster.requests
     everywhere = _all_partitions(cluster, deadline)
     producers = requests.producers(everywhere, deadline, readable_only=True)
@@ -153,7 +153,7 @@ def _fence_and_write(
     decisions: Sequence[RecordedDecision],
     deadline: Deadline,
 ) -> list[str]:
-    """Write the missing markers of a hanging transaction, and first fence its id unless it was opened again since.
+    """Fence a hanging transaction's id, unless it was opened again; write and return the missing markers, as text.
 
     A marker ends no transaction of a later epoch. So the fence is needed only against a producer of the same epoch, and
     an owner that has opened the id again keeps it.

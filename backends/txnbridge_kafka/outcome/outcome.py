@@ -9,7 +9,7 @@ from typing import Any
 
 from txnbridge import errors
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
-from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, DONE, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
@@ -70,7 +70,7 @@ def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, de
 def _status_from_state_log(
     cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
 ) -> Status:
-    """Return a transaction's status by the topic __transaction_state.
+    """Return a transaction's status by the topic __transaction_state. Without `start` it is the last one of its epoch.
 
     Call this only after the producer epoch of the id was raised beyond `epoch`.
     """

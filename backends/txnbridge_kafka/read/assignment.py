@@ -30,7 +30,7 @@ REFRESH_SECONDS = 3.0
 
 @contextmanager
 def translating_errors() -> Iterator[None]:
-    """Translate a `KafkaException` of the consumer into the core's error."""
+    """Translate a `KafkaException` of the consumer into txnbridge's error."""
     try:
         yield
     except KafkaException as error:
@@ -202,7 +202,7 @@ class KafkaAssignment:
 
 
 def as_text(partitions: Iterable[Partition]) -> str:
-    """Return the text for partitions in a log line."""
+    """Return partitions as text for a log line."""
     names = [f"{topic}[{number}]" for topic, number in partitions]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more

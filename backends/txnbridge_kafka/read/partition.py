@@ -123,7 +123,7 @@ class KafkaPartition:
         return TopicPartition(*self.partition, self.next or 0)
 
     def hand_out(self, run: Sequence[Any], convert: Conversion[Found]) -> list[Found]:
-        """Convert the client's messages, and set `next` to the offset after the last one.
+        """Convert and return the client's messages `run`, and set `next` to the offset after the last one.
 
         `convert` is `KafkaPartition.to_messages` or `KafkaPartition.to_columns`.
         """
@@ -202,7 +202,10 @@ class KafkaPartition:
 
 
 def split_runs(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:
-    """Split a non-empty batch of messages of these topics into runs of consecutive messages of one partition."""
+    """Split a batch, which is not empty, into runs of messages that follow each other and are of one partition.
+
+    All messages are of these `topics`. If there is only one, the messages' topics are not compared.
+    """
     # These loops run in C. Partition numbers are compared first, because comparing topics takes twice as long.
     if len(set(map(Raw.partition, batch))) == 1 and (len(topics) == 1 or len(set(map(Raw.topic, batch))) == 1):
         yield _partition_of(batch[0]), batch  # the common case

@@ -26,7 +26,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class StartLookup:
-    """Looks up, in the background, the offsets that a reader's partitions asked for, and lets the client fetch there.
+    """Looks up, in the background, the offsets that a reader's partitions asked for; the client fetches from them.
 
     The requests to brokers run on another thread. One task runs at a time: a look-up, or the commit of first offsets.
     """
@@ -133,7 +133,7 @@ class StartLookup:
     def apply(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
         """Let the client fetch partitions from the offsets that a look-up has found, `resolved`.
 
-        A partition without an offset there keeps its seek request.
+        A partition for which it has found none keeps its seek request.
         """
         ready: list[KafkaPartition] = []
         for each in self._assignment.current(requests):

@@ -84,7 +84,7 @@ class KafkaStartPositions:
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
     def owner(self) -> str:
-        """Return the words by which error texts name the position: as this reader's, or as a group's."""
+        """Return words for error texts that say whose position it is: this reader's, or a group's."""
         return "this reader's position"
 
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
@@ -157,7 +157,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return f"the position of group {self._group!r}"
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer seek requests, but for partitions whose committed offset an open transaction may still change."""
+        """Return offsets for seek requests; a partition whose offset an open transaction may change is left out."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
         if len(committed) < len(requests):
@@ -285,7 +285,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
 
 
 def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """Return the error text for an offset that the broker does not have."""
+    """Return the error text for the offset `at` of `owner`, which is not between a partition's `begin` and `end`."""
     topic, number = partition
     if at < begin:
         return (

@@ -35,7 +35,7 @@ def secrets(client: Mapping[str, str]) -> Iterator[str]:
 
 
 def complete(given: Mapping[str, str]) -> dict[str, str]:
-    """Add the security protocol and the SASL mechanism to the settings.
+    """Return the settings with the security protocol and the SASL mechanism added.
 
     Raise `InvalidOption` for a setting without effect: an unused password, for example, weakens security unnoticed.
     """
@@ -86,7 +86,7 @@ def advice(client: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """The settings with which raw requests reach a broker."""
+    """The settings of connections for raw requests: time limits, TLS, and login."""
 
     client_id: str = "txnbridge"
     answer_seconds: float = 60
@@ -99,7 +99,7 @@ class Access:
 
 
 def access(client: Mapping[str, str]) -> Access:
-    """Translate librdkafka's settings for raw requests."""
+    """Return the TLS and login settings for raw requests, from settings with librdkafka's names."""
     patience = int(client["socket.timeout.ms"]) / 1000
     mechanism = client["sasl.mechanism"] if client["security.protocol"].startswith("SASL") else ""
     return Access(

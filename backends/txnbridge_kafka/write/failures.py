@@ -52,7 +52,7 @@ def failure(
     deadline: Deadline,
     otherwise: type[TransactionAborted],
 ) -> TxnBridgeError:
-    """Return the core's error for an error of confluent-kafka after which a transaction is, or must be, aborted.
+    """Return txnbridge's error for an error of confluent-kafka after which a transaction is, or must be, aborted.
 
     `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner. An
     error code without a meaning of its own becomes an error of the type `otherwise`.

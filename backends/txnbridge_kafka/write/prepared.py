@@ -133,9 +133,9 @@ class KafkaPreparedWriter(KafkaWriter):
 class PreparedIdPool:
     """The pool of an owner's transactional ids for prepared transactions, each of which needs an id until its end.
 
-    One id is opened ahead in the background, with the time-out of the last transaction that began: the next one most
-    likely asks for the same, and opens the id again if not. Each time a transaction finds no open id, one more is
-    opened ahead from then on. An id with an unresolved transaction is never opened.
+    One id is opened ahead in the background, with the time-out of the last transaction that began: the next transaction
+    most likely asks for the same time-out, and opens the id again if not. Each time a transaction finds no open id, one
+    more is opened ahead from then on. An id with an unresolved transaction is never opened.
     """
 
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
@@ -156,10 +156,7 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: the deadline's seconds plus `hold`.
-
-        Without `hold` it is the pool's time-out.
-        """
+        """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without it the pool's."""
         if begin.hold is None:
             return self._default_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
@@ -167,7 +164,7 @@ class PreparedIdPool:
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
         """Return a writer with a newly opened id; wait while every id has an unresolved transaction.
 
-        Raise `Fenced` if the owner's id has a newer owner, and `DeadlineExceeded` if no id gets free in time.
+        Raise `Fenced` if the owner's id has a newer owner, and `DeadlineExceeded` if no id becomes free in time.
         """
         self._owner.open_once(deadline)
         with self._lock:

@@ -110,7 +110,7 @@ class TransactionalProducer:
         return None
 
     def flush(self, deadline: Deadline) -> KafkaError | None:
-        """Wait until the broker has stored all messages. Raise `DeadlineExceeded` if it has not in time."""
+        """Wait until all messages are stored; return the error of a failed one. Raise `DeadlineExceeded` if late."""
         try:
             while (left := self._client.flush(_call_seconds(deadline))) and not deadline.expired:
                 pass

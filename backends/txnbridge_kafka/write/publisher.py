@@ -124,7 +124,7 @@ class KafkaPublisher(Publisher):
                 )
 
     def _serve(self, producer: ConfluentProducer, wait: float, flush: bool = False) -> int:
-        """Serve delivery reports; return how many messages are not stored yet. Raise `DeliveryFailed` for a refusal."""
+        """Take delivery reports for `wait` seconds; return how many are missing. Raise `DeliveryFailed` if refused."""
         self._unserved = 0
         try:
             if flush:

@@ -12,8 +12,8 @@ from confluent_kafka import KafkaError
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, Fenced, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import membership_of
+from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import DONE, OPEN, SETTLED, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_owner

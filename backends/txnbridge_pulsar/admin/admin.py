@@ -214,7 +214,7 @@ class PulsarAdmin(Admin):
     def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
         """Return the position after the topic's max read position, or (0, 0, 0) if it is not known.
 
-        It is also after aborted messages at the topic's end, about which the binary protocol says nothing.
+        This position is also after aborted messages at the topic's end, about which the binary protocol says nothing.
         """
         if self._cluster.rest is None:
             return (0, 0, 0)

@@ -121,7 +121,7 @@ class ProofTopicCleanup:
             pause = self._cluster.settings.timing.cleanup_every_seconds
 
     def sweep(self) -> None:
-        """Clean up the owner's proof topics, and a few of others, once. If a topic fails, log the error and go on."""
+        """Drop expired records from the owner's proof topics, and from some of other owners. Log errors, and go on."""
         topics = self._cluster.topics.all_concrete(Deadline(_TOPIC_SECONDS))
         own = [topic for topic in topics if topic.startswith(self._own)]
         others = [topic for topic in topics if topic.startswith(self._all) and not topic.startswith(self._own)]

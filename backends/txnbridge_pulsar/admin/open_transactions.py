@@ -117,7 +117,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
 def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
     """Have brokers load all topics of the namespace, because coordinators list nothing while one topic is not loaded.
 
-    It is a topic of an open transaction, and the broker does not say which.
+    The topic that is not loaded is one of an open transaction, and the broker does not say which.
     """
     with ThreadPoolExecutor(_PARALLEL_REQUESTS) as loading:
         for loaded in [

@@ -29,8 +29,8 @@ from txnbridge_pulsar.client.connecting.authentication import (
 )
 from txnbridge_pulsar.client.connecting.pending_response import Response
 from txnbridge_pulsar.client.format.compression import Compression
-from txnbridge_pulsar.client.format.entry_contents import MessageBatch, Single
 from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId, TxnId
+from txnbridge_pulsar.client.format.outgoing_entry import MessageBatch, Single
 from txnbridge_pulsar.client.format.received_entries import ReceivedEntry, ReceivedMessage
 
 from .client import PulsarClient

@@ -216,8 +216,10 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Parse an entry that is taken from the inbox, and grant new permits. Return None if the entry was dropped, or
-        is a chunk of a message that is still incomplete.
+        """Parse an entry that is taken from the inbox, and grant new permits. Return None if it is to be left out.
+
+        `generation` is the consumer's when the entry arrived, `fields` and `tail` are those of the entry's frame. Left
+        out are entries of earlier generations, control markers, and chunks of a message that is still incomplete.
         """
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
@@ -328,8 +330,9 @@ class PulsarConsumer:
         self._post_ack([extra_index_ack_fields(id, size)])
 
     def acknowledge_entries(self, ids: Iterable[MessageId]) -> None:
-        """Acknowledge whole entries outside of transactions, without an answer. Raise `BrokerConnectionLost` if the
-        consumer is lost.
+        """Acknowledge whole entries outside of transactions, without an answer.
+
+        Raise `BrokerConnectionLost` if the consumer is lost.
         """
         entries = [MessageId(ledger, entry) for ledger, entry in dict.fromkeys(id[:2] for id in ids)]
         for fields in _commands(individual_ack_fields(entries), in_transaction=False):
@@ -484,7 +487,7 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Close the consumer. A durable subscription stays. Calls may be repeated."""
+        """Close the consumer; a durable subscription is kept. Calls may be repeated."""
         self._leave(ClientDeadline(timeout))
         self._mark_closed()
 

@@ -28,10 +28,10 @@ class ClientDeadline:
 
     @contextmanager
     def locking(self, lock: threading.Lock) -> Iterator[bool]:
-        """Wait for a lock until the deadline; hold it in the block, if it was got in time, and yield whether it was.
+        """Wait for a lock until the deadline, and hold it in the block. Yield False if it was not got in time.
 
-        A signal handler's exception may come behind any call, but not between acquiring the lock and noting that, which
-        are one call for Python.
+        A signal handler's exception may come after any call of Python, so acquiring the lock and noting that are one
+        call.
         """
         held: list[bool] = []
         try:

@@ -96,9 +96,7 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The entry may or may not be stored: the broker failed to store it, and dropped the repeated entry as a
-    duplicate.
-    """
+    """The entry may be stored or not: the broker could not store it, and dropped its repetition as a duplicate."""
 
     may_have_had_effect = True
 
@@ -165,8 +163,9 @@ class ConsumerBusy(ServerError):
 
 
 class ProducerBusy(ServerError):
-    """Another producer on the topic uses this name. While one producer takes over from another, this lasts only for a
-    moment.
+    """Another producer on the topic uses this name.
+
+    While one producer takes over from another, this lasts only for a moment.
     """
 
 
@@ -175,9 +174,7 @@ class ProducerFenced(ServerError):
 
 
 class NotAllowed(ServerError):
-    """The broker does not allow the request: transactions are turned off, or the transaction has already ended on the
-    topic.
-    """
+    """The broker does not allow the request: transactions are off, or the transaction has ended on the topic."""
 
 
 class CoordinatorNotFound(ServerError):
@@ -185,9 +182,7 @@ class CoordinatorNotFound(ServerError):
 
 
 class InvalidTransactionStatus(ServerError):
-    """The transaction is not open. `state` is the broker's name for the transaction's state, or "" if the broker gives
-    none.
-    """
+    """The transaction is not open. `state` is the broker's name for its state, or "" if the broker gives none."""
 
     @property
     def state(self) -> str:

@@ -43,7 +43,7 @@ def ignore_result(send: Send) -> None:
 
 
 class AccessMode(IntEnum):
-    """Whether a topic may have other producers besides this one."""
+    """A producer's access to its topic: shared with other producers, or exclusive."""
 
     SHARED = 0
     EXCLUSIVE = 1  # no other; refused with `ProducerFenced` if the topic has another
@@ -105,9 +105,7 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return, in order, the sends that had no receipt when the connection was lost: their entries may or may not be
-        stored.
-        """
+        """Return the sends that had no receipt when the connection was lost, in order: each may be stored or not."""
         with self._state:
             return list(self._unconfirmed)
 
@@ -304,9 +302,7 @@ class PulsarProducer:
         self._budget.give_back(send.size)
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
-        """Add sends to the unconfirmed ones, in the order in which they were first sent. Losses may be reported in
-        another order.
-        """
+        """Add sends to the unconfirmed ones, sorted by first sending: losses may be reported in another order."""
         with self._state:
             self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
             for send in self._unconfirmed:

@@ -20,7 +20,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class CoordinatorKeepalive:
-    """A thread that connects to all coordinators regularly: a restarted one aborts nothing until somebody connects."""
+    """A thread that connects to all coordinators regularly: a restarted one aborts nothing before a client connects."""
 
     def __init__(self, client: wire.PulsarClient, every: float = CONNECT_EVERY_SECONDS) -> None:
         self._client = client

@@ -43,7 +43,7 @@ _PARALLEL_DELIVERIES = 8
 
 
 class Participant(NamedTuple):
-    """A topic or subscription of a transaction, with our producer or consumer there, which an unload closes."""
+    """A topic or subscription that a transaction used, and our producer or consumer of it, which an unload closes."""
 
     topic: str
     subscription: str | None
@@ -61,7 +61,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """The topics and subscriptions that a transaction's end has to reach, by name: no producers are needed here."""
+    """The names of the topics, and of the subscriptions on topics, that a transaction's end has to reach."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
@@ -76,7 +76,10 @@ class Participants:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Participants:
-        """Parse a token's fields. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` if invalid."""
+        """Return the participants in a token's fields.
+
+        Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` if the fields are invalid.
+        """
         if "r" not in fields:
             return cls()
         groups = fields["g"].items()
@@ -257,7 +260,7 @@ class EndDelivery:
         time.sleep(max(0.0, self._last_at + seconds - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:
-        """Stop the thread, after sending ends to unloaded participants once more."""
+        """Stop the thread that sends ends again, after a last attempt for the unloaded participants."""
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)

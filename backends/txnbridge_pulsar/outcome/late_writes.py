@@ -37,8 +37,8 @@ _ATTEMPT_SECONDS = 10.0
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
     """Commit an empty transaction on the topics of `ended`, so that brokers refuse late messages of `ended`.
 
-    Its end moves the topics' low water marks. Return whether the canary topic now refuses such a message. Terminated
-    topics are left out: they accept no late messages, and the empty transaction would never end.
+    The empty transaction's end moves the topics' low water marks. Return whether the canary topic now refuses such a
+    message. Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
     """
     canary = cluster.topics.internal(cluster.settings.late_write_canary, deadline)
     transactions = cluster.client.transactions

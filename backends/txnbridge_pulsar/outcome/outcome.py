@@ -73,7 +73,7 @@ class TokenEvidence:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TokenEvidence:
-        """Parse a token's fields. Raise `InvalidToken` if they are invalid."""
+        """Return the evidence in a token's fields. Raise `InvalidToken` if a field is missing or invalid."""
         try:
             if fields["x"] is None:
                 return cls(None, None, fields["a"] is True)

@@ -62,11 +62,11 @@ class PulsarPartition:
     `nack`. Repeated deliveries of outstanding messages are dropped: whenever any transaction aborts, a broker
     redelivers all unacknowledged messages.
 
-    Which member of a shared group may acknowledge which part of an entry: an entry that was never delivered before is
-    with this reader alone, and may be acknowledged whole. Any other one may also be with other members, as may be the
-    rest of an entry of which a part was acknowledged. Their messages are acknowledged one by one, and an index that
-    stays unacknowledged keeps the broker comparing these acknowledgements (hazard H140). Once this reader has committed
-    all of the entry, or the broker has shown that others have committed the rest, the entry is acknowledged whole.
+    In a shared group, an entry that was never delivered before is with this reader alone, and may be acknowledged
+    whole. Any other entry may also be with other members, as may be the rest of an entry of which a part was
+    acknowledged. Their messages are acknowledged one by one, and an index that stays unacknowledged keeps the broker
+    comparing these acknowledgements (hazard H140). Once this reader has committed all of the entry, or the broker has
+    shown that others have committed the rest, the entry is acknowledged whole.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class PulsarPartition:
     def expect_again(self, dropped: Iterable[wire.MessageId] = ()) -> None:
         """Note that the broker delivers all entries with unacknowledged messages again.
 
-        `dropped` are ids of entries that arrived and never came here. Older ones of them are repeated deliveries.
+        `dropped` are ids of entries that the consumer has dropped unread. Older ones of them are repeated deliveries.
         """
         arrived = [*(entry.id for entry in self._waiting), *dropped]
         again = {id[:2] for id in arrived if id[:2] > self._handed}
@@ -345,7 +345,7 @@ class PulsarPartition:
 
     @property
     def outstanding(self) -> int:
-        """Return the number of outstanding messages."""
+        """Return how many messages `poll` has returned that are neither acknowledged nor given back."""
         return sum(bits.bit_count() for bits in self._outstanding.values())
 
     def check_outstanding(self, positions: Sequence[Position]) -> None:
@@ -496,7 +496,7 @@ class PulsarPartition:
         return [wire.MessageId(*entry_id, -1, index, size) for index in indexes]
 
     def go_to(self, position: Position) -> None:
-        """Make `position` the next position to read: deliver messages from there on again, and skip the ones before."""
+        """Make `position` the next position to read: deliver messages from it on again, and skip earlier ones."""
         self.drop()
         self.since = None
         if self._grouped:

@@ -198,7 +198,7 @@ class PulsarReader(Reader):
                     partition.put(entry)
 
     def _has_to_come_again(self, partition: PulsarPartition, entry: wire.ReceivedEntry) -> bool:
-        """Return whether the broker has left out entries before this one. Then request all of them again."""
+        """Return whether the broker has left out entries before this one; if so, request all of them again."""
         with self._guard:
             is_missing = partition.is_assigned and partition.misses_entries_before(entry)
             if is_missing:
@@ -324,7 +324,7 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
-        """Find out why nothing comes from partitions.
+        """Check why nothing comes from partitions: the result of this background work is always empty.
 
         A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
         """
@@ -347,7 +347,7 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
-        """Have brokers redeliver in each partition whose last two checks found messages that never came here."""
+        """Have brokers redeliver in each partition whose last two checks found messages that the reader never got."""
         for partition in partitions:
             with self._guard:
                 if partition.is_assigned and partition.is_behind and partition.is_idle:

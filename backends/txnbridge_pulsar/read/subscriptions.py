@@ -310,7 +310,7 @@ class SharedMode(FailoverMode):
 def _last_before(
     consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
-    """Return the id of the last message before the first one with this or a later timestamp; None if there is none."""
+    """Return the id of the last message up to `end` before the first with this timestamp or a later one, if any."""
     passed: wire.MessageId | None = None
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")
@@ -332,7 +332,7 @@ def _position_after(id: wire.MessageId) -> wire.MessageId:
 def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
-    """Return the mode for a subscription, by its group and by how the group's members share messages."""
+    """Return the way to read for a subscription: by its group, and by how the members share messages."""
     if subscription.group is None:
         return UngroupedMode(client, subscription, inbox, connection_key)
     kind = FailoverMode if subscription.sharing == "partition" else SharedMode

@@ -63,7 +63,7 @@ class PulsarSettings:
 
     @property
     def longest_prepared(self) -> float:
-        """Return the most seconds that a transaction may be open which is to be prepared: its time-out and its hold."""
+        """Return for how many seconds a transaction to be prepared may be open: its time-out and its hold."""
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:

@@ -178,7 +178,7 @@ class SentAcks:
                         each.partition.consumer.acknowledge_entries(each.partition.committed(each.ids))
 
     def note_prepared(self) -> None:
-        """Note that another process may commit the transaction, of which the reader then does not hear."""
+        """Note that the transaction is prepared: another process may commit it, without this reader's knowledge."""
         with self._guard:
             for each in self._sent:
                 each.partition.note_prepared(each.ids)

@@ -46,7 +46,7 @@ class PendingReceipts:
             self._out[producer] += 1
 
     def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
-        """Note that an entry of a producer has its receipt, or has failed. The client's reading thread calls this."""
+        """Note that an entry of a producer has its receipt, or a `failure`. The client's reading thread calls this."""
         with self._changed:
             self._out[producer] -= 1
             if isinstance(failure, wire.BrokerConnectionLost):
@@ -331,7 +331,7 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Add a value on the fast path. Raise `NotBareValue` for a key or a large value, `TypeError` for no bytes."""
+        """Add a value on the fast path; `topic` is not used. Raise `NotBareValue` for a key or a large value."""
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue

@@ -173,7 +173,7 @@ class Fence:
     def _check_sole_producer(self, receipt: wire.Receipt) -> None:
         """Raise `Fenced` if another producer writes to the topic, too (hazard H39).
 
-        Then the topic's entry numbers grow faster than this producer's sequence ids.
+        With two producers the topic's entry numbers grow faster than this producer's sequence ids.
         """
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
@@ -184,7 +184,7 @@ class Fence:
             raise self._fresh_copy(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """Reopen the producer after a lost connection, once for all threads. Raise `Fenced` for a newer owner."""
+        """Reopen a lost producer, unless a thread has reopened this `generation`. Raise `Fenced` for a newer owner."""
         with self._locked(deadline):
             if self._fenced is not None:
                 raise self._fresh_copy(self._fenced)

@@ -128,7 +128,7 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Parse a record. Raise `EvidenceLost` if it is invalid, because its transactions are then unknown."""
+        """Return the fence record in this data. Raise `EvidenceLost` if it is invalid: its transactions are unknown."""
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:

@@ -119,7 +119,7 @@ class PulsarOwner:
             return True  # only the order of resolving depends on this result
 
     def _end_left_open(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """End a transaction that an older owner has announced, unless the transaction is prepared.
+        """End a transaction that an older owner, on `host`, has announced, unless the transaction is prepared.
 
         Return whether the transaction has ended and its outcome is known. Only then may brokers be made to refuse the
         transaction's late messages.
@@ -161,7 +161,7 @@ class PulsarOwner:
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no proof topic for it gets free."""
+        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no proof topic becomes free."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------

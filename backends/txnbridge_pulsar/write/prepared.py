@@ -134,7 +134,7 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record with the transaction's name: earlier transactions may have used the proof topic."""
+        """Write a presence record with the transaction's name on its proof topic; return the record's location."""
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:

@@ -218,7 +218,7 @@ class _SequencedTopic:
 class _PartitionProducer:
     """A publisher's producer on one partition, which reopens after a lost connection.
 
-    It then sends unconfirmed messages again if the broker drops duplicates.
+    After the reopening it sends unconfirmed messages again if the broker drops duplicates.
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
@@ -265,9 +265,9 @@ class _PartitionProducer:
                 return
 
     def _note_result(self, send: wire.Send, again: bool) -> None:
-        """Note that a message is stored or has failed. A lost connection is left to the next `send` or `settle`.
+        """Note that a message is stored or has failed. If sent `again`, it may be a duplicate for the broker.
 
-        The client's reading thread calls this.
+        A lost connection is left to the next `send` or `settle`. The client's reading thread calls this.
         """
         try:
             receipt = send.result(0)

@@ -32,7 +32,7 @@ class FenceIdentity:
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
         """Return the fence id for the newest owner's records, called while this owner holds the fence topic.
 
-        It is the one in the decision log or in `before`, the fence topic's last record, or a new one if there is none.
+        The id is that of the decision log or of `before`, the fence topic's last record, or a new one if there is none.
         Raise `EvidenceLost` if the decision log has a fence id, and the fence topic has another one or no record.
         """
         known = self._known(deadline)

@@ -293,10 +293,7 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Send the entries of lost connections again.
-
-        Raise `DeliveryFailed` if the broker refused an entry, or might store one twice.
-        """
+        """Send lost connections' entries again. Raise `DeliveryFailed` if one was refused, or might be stored twice."""
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
@@ -506,7 +503,7 @@ class PulsarWriter(Writer):
     def _settle(self, deadline: Deadline) -> bool:
         """Wait for the receipts and for the answers to acknowledgements; return whether all are known.
 
-        Then nothing of the transaction can still reach a broker.
+        If all are known, nothing of the transaction can still reach a broker.
         """
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:

@@ -38,7 +38,7 @@ class RocketMQAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic on the home broker. Raise `NotSupported` if a retention is given."""
+        """Create a topic on the home broker; return False if it exists. Raise `NotSupported` for a retention."""
         if retention_seconds is not None or retention_bytes is not None:
             raise NotSupported(
                 f"topic {name!r}: RocketMQ keeps the messages of all topics for the same time (fileReservedTime of the"
@@ -110,7 +110,10 @@ class RocketMQAdmin(Admin):
         ]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End an open transaction. `transaction` is its id or, for a half of another client, the half's unique key."""
+        """End an open transaction, and return its outcome.
+
+        `transaction` is its id or, for a half of another client, the half's unique key.
+        """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("end a transaction by COMMIT or ABORT, not UNDECIDED")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)

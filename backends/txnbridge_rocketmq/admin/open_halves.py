@@ -28,8 +28,8 @@ from txnbridge_rocketmq.outcome.outcome import (
     prepared_by,
     publish_exclusively,
 )
-from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, seconds_since
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
+from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json, halves_from_json, seconds_since
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, place_of
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ _COPY_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """A half message that waits for its end at a broker, or is discarded (without further check-backs): its record."""
+    """The record of a half that waits for its end at a broker, or is discarded (without further check-backs)."""
 
     broker: str
     record: MessageExt
@@ -71,7 +71,7 @@ class PendingHalf:
 
 @dataclass(frozen=True)
 class OpenHalves:
-    """A transaction with half messages that wait for their end; of another client one half, named by its unique key."""
+    """A transaction whose halves wait for their end. A half of another client is one, too, named by its unique key."""
 
     name: str
     # "open", "prepared", "ending" (decided, but not completely published or dropped), "discarded" (by the broker), or
@@ -116,13 +116,13 @@ def groups_of_open_halves(cluster: RocketMQCluster, deadline: Deadline) -> set[s
         half.record.properties.get(Property.GROUP, "")
         for broker in cluster.brokers.names(deadline)
         for half in _waiting(cluster, broker, deadline)
-        if slot_of(half.record) is not None
+        if place_of(half.record) is not None
     }
 
 
 def _name_of(half: PendingHalf) -> str:
-    slot = slot_of(half.record)
-    return slot.transaction if slot is not None else half.record.unique_key or str(half.record.offset_id)
+    place = place_of(half.record)
+    return place.transaction if place is not None else half.record.unique_key or str(half.record.offset_id)
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
@@ -220,9 +220,9 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _single(halves: Sequence[PendingHalf]) -> Sequence[PendingHalf]:
-    """Return a half that may be its transaction's only one, which ends without a decision in the log; else nothing."""
-    slot = slot_of(halves[0].record)
-    return halves if len(halves) == 1 and slot is not None and slot.number == 0 else ()
+    """Return `halves` if it is one half, the first of its transaction, which may end without a decision; else ()."""
+    place = place_of(halves[0].record)
+    return halves if len(halves) == 1 and place is not None and place.number == 0 else ()
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
@@ -246,7 +246,7 @@ def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
 
 
 def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
-    """Convert a listed transaction for `Admin.transactions`."""
+    """Return a listed transaction in the form that `Admin.transactions` returns."""
     record = listed.halves[0].record
     group = record.properties.get(Property.GROUP, "")
     prepared = listed.prepared
@@ -348,10 +348,10 @@ def _known_topics(listed: OpenHalves) -> list[HalfCount]:
     """Return the number of the transaction's halves by topic: one more than the highest number of a listed half."""
     counts: dict[tuple[str, str], int] = {}
     for half in listed.halves:
-        slot = slot_of(half.record)
-        assert slot is not None
-        place = half.partition[0], half.broker
-        counts[place] = max(counts.get(place, 0), slot.number + 1)
+        place = place_of(half.record)
+        assert place is not None
+        key = half.partition[0], half.broker
+        counts[key] = max(counts.get(key, 0), place.number + 1)
     return [HalfCount(topic, broker, count) for (topic, broker), count in counts.items()]
 
 

@@ -110,7 +110,7 @@ class RemotingClient:
         return result
 
     def call_all(self, asked: Sequence[tuple[str, RpcRequest[T]]], timeout: float) -> list[T | RemotingError]:
-        """Send requests at once, each to the broker named with it. Return each decoded response, or the error.
+        """Send several requests at once, each to the broker named with it. Return each one's decoded response or error.
 
         The calling thread reads the responses itself, so this takes less processor time than `submit`.
         """
@@ -165,7 +165,7 @@ class RemotingClient:
         return cast(T, result)
 
     def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
-        """Send an idempotent request to one name server after the other until one responds."""
+        """Send an idempotent request to one name server after the other, and return the first response."""
         until = time.monotonic() + timeout
         last: RemotingError | None = None
         for number, address in enumerate(list(self._name_servers)):

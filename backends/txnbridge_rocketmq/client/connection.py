@@ -111,7 +111,7 @@ class Call(Generic[T]):
 
 
 class RemotingConnection:
-    """An open connection, which is never reopened after it is lost or closed. `Unreachable` if connecting fails.
+    """An open connection, which is never reopened after it is lost or closed. The constructor may raise `Unreachable`.
 
     `on_request` receives the broker's own requests, such as check-backs. The reading thread calls it, so it must return
     at once.

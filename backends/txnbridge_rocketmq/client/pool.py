@@ -132,7 +132,7 @@ class BlockingPool:
         return connection
 
     def give_back(self, connection: BlockingConnection) -> None:
-        """Make a connection, or the slot of a closed one, free for other threads."""
+        """Give a connection back to the pool for other threads; if it is closed, another may be opened in its place."""
         slot, connection.slot = connection.slot, None
         connection.idle_since = time.monotonic()
         if connection.is_open:
@@ -150,7 +150,7 @@ class BlockingPool:
             self._connections.discard(connection)
 
     def close_unused(self) -> None:
-        """Close the connections that were idle for too long. Servers close them, too, and nobody would notice."""
+        """Close the connections that were idle for too long: a server closes them, too, and nothing notices that."""
         for connection in list(self._idle):
             if connection.is_stale:
                 with suppress(ValueError):  # another thread has taken it, and closes it
@@ -173,7 +173,7 @@ class BlockingPool:
 
 
 class BlockingConnection:
-    """A connection for one thread at a time. Raise `Unreachable` if connecting fails. `until` is a monotonic time."""
+    """A connection for one thread at a time. The constructor may raise `Unreachable`. `until` is a monotonic time."""
 
     def __init__(self, address: str, until: float, settings: ConnectionSettings) -> None:
         self.address = address
@@ -217,7 +217,7 @@ class BlockingConnection:
             raise kind(f"{action}: not sent to {self.address}: {error}", may_have_had_effect=effect) from error
 
     def _limit_wait(self, until: float) -> None:
-        """Let the next system call wait until the deadline, or for a second."""
+        """Let the connection's next system call wait until the deadline, but for a second at most."""
         wait = max(0.001, min(_WAIT_SECONDS, until - time.monotonic()))
         if wait == self._wait:
             return
@@ -253,7 +253,7 @@ class BlockingConnection:
         return answers
 
     def _next(self, until: float) -> bytes:
-        """Return the next bytes. Behind the deadline, return those that have come already."""
+        """Return the next bytes. After the deadline, return those that have arrived already."""
         while True:
             if time.monotonic() >= until and self.is_quiet():
                 raise ResponseTimeout("no time was left")

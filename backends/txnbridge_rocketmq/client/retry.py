@@ -89,7 +89,7 @@ def look_up_by_key(
 def _look_further(
     client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
 ) -> MessageExt | None:
-    """Return one message, looked up among ever more index entries: the newest entries were of other keys."""
+    """Return the newest message with one key, None if there is none: look among more and more index entries."""
     broker, topic, key = wanted
     count = 1
     while count < read_requests.MOST_LOOKED_UP:

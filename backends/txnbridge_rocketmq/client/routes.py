@@ -83,7 +83,7 @@ def _masters(brokers: Any) -> dict[str, str]:
 
 
 def _number(count: object) -> int:
-    """Return the number of queues. Raise `ValueError` for more than any broker allows."""
+    """Return a route's number of queues. Raise `ValueError` if it is larger than any broker allows."""
     number = int(str(count))
     if not 0 <= number <= 65_536:
         raise ValueError("a topic with more queues than brokers allow")

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 
 
 class Slot:
-    """One of the slots of a `Slots`, to keep until the end of a `with` block, or until `free`."""
+    """A slot of the semaphore `Slots`, to keep until the end of a `with` block, or until `free`."""
 
     __slots__ = ("_free",)
 
@@ -34,7 +34,7 @@ class Slot:
 
 
 class Slots:
-    """Up to `count` slots, which several threads take and free."""
+    """A semaphore of `count` slots. A slot frees itself when nothing refers to it any more."""
 
     def __init__(self, count: int) -> None:
         self._free: SimpleQueue[Slot] = SimpleQueue()

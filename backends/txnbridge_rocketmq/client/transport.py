@@ -102,7 +102,7 @@ class RemotingTransport:
     def release(self) -> None:
         """Free the socket. Call it after `close`, when no thread receives any more; a thread that sends gets `OSError`.
 
-        It does not wait for that thread: an exception of a signal handler may keep its slot for as long as its
+        It does not wait for the sender: a signal handler's exception may keep the sender's `Slot` as long as its
         traceback is kept.
         """
         with self._socket_lock:

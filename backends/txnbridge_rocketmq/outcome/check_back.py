@@ -20,8 +20,8 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, re
 from txnbridge_rocketmq.outcome.outcome import PREPARE, was_published
 from txnbridge_rocketmq.outcome.producer_groups import described
 from txnbridge_rocketmq.settings.names import encoded
-from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
+from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json, halves_from_json
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, place_of
 
 _log = logging.getLogger("txnbridge")
 
@@ -79,8 +79,8 @@ class CheckBackHandler:
         """End the halves of these check-backs if their transactions are decided. Log errors."""
         asked: dict[str, list[CheckBack]] = {}
         for check in checks:
-            if (slot := slot_of(check.record)) is not None:
-                asked.setdefault(slot.transaction, []).append(check)
+            if (place := place_of(check.record)) is not None:
+                asked.setdefault(place.transaction, []).append(check)
             else:
                 _log.debug("ignored a half that no bridge has sent, in this application's producer group")
         for transaction, own in asked.items():
@@ -128,7 +128,7 @@ class CheckBackHandler:
         return True
 
     def _decided(self, transaction: str, broker: str, half: MessageExt, deadline: Deadline) -> LedgerClaim | None:
-        """Return the decision about a transaction; None if there is none, or if none is needed any more."""
+        """Return the decision about a transaction; None if it is undecided, or needs no decision any more."""
         origin = origin_of(half)
         if origin is None:
             return None
@@ -152,11 +152,11 @@ class CheckBackHandler:
     ) -> bool:
         """Return whether a half is the first of its transaction, and its message is published.
 
-        The broker asks only after the time in which the owner can publish the message without a decision. `twice` means
-        that the transaction is aborted if the result is False. Raise the errors of `was_published` then.
+        The broker asks only after the time in which the owner can publish the message without a decision. Set `twice`
+        if the transaction is aborted after False: then look twice, and raise the errors of `was_published`.
         """
-        slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
-        if slot is None or slot.number > 0:
+        place, topic = place_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
+        if place is None or place.number > 0:
             return False
         topics = [HalfCount(topic, broker, 1)]
         if twice:
@@ -217,10 +217,10 @@ class CheckBackHandler:
         while at is not None:
             pulled = self._pull(broker, at)
             for record in pulled.records:
-                slot = slot_of(record)
-                if slot and slot.transaction not in seen and record.properties.get(Property.GROUP) in groups:
-                    seen.add(slot.transaction)
-                    yield slot.transaction, record
+                place = place_of(record)
+                if place and place.transaction not in seen and record.properties.get(Property.GROUP) in groups:
+                    seen.add(place.transaction)
+                    yield place.transaction, record
             at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
 
     def _pull(self, broker: str, at: int) -> PullResult:
@@ -232,8 +232,8 @@ class CheckBackHandler:
 
 def _is_decided_half(topics: Sequence[HalfCount], half: MessageExt) -> bool:
     """Return whether a half is one of those that the COMMIT claim counted: `topics` has their number by topic."""
-    slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
-    return any(slot is not None and each.topic == topic and slot.number < each.count for each in topics)
+    place, topic = place_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
+    return any(place is not None and each.topic == topic and place.number < each.count for each in topics)
 
 
 def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:

@@ -34,8 +34,8 @@ from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
-from txnbridge_rocketmq.write.half_batch import HalfCount
-from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
+from txnbridge_rocketmq.write.half_buffer import HalfCount
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class HalfEnder:
             _log.debug("a request about a lock was not sent: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
-        """Return the queue whose lock stands for a transaction. It is a queue of a topic that does not exist."""
+        """Return the queue whose lock stands for a transaction: a queue of a topic that does not exist."""
         name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
         return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
@@ -230,7 +230,7 @@ class HalfEnder:
     def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
     ) -> None:
-        """Commit the halves of all sequences; send no commit after `until`.
+        """Commit the halves of all sequences; send no commit after `until`. `from_check` is that of the request `end`.
 
         A sequence stops at the first commit whose outcome is uncertain, or that a repetition cannot make succeed.
         """
@@ -251,7 +251,7 @@ class HalfEnder:
                 time.sleep(self._timing.end_pause)
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Stop committing a sequence after a failed request, unless that had no effect and may succeed if repeated."""
+        """Stop committing a sequence after a failed request, unless the request had no effect and may be repeated."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         passing = passing and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:
@@ -301,7 +301,7 @@ class HalfEnder:
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
-        """Return which of these messages look-ups do not find, repeated while other processes publish some of them."""
+        """Return those messages that look-ups do not find; look up again while other processes publish some of them."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for another process that publishes the same transaction")
             time.sleep(min(self._timing.index_delay, deadline.left()))
@@ -328,7 +328,7 @@ class HalfEnder:
         return len(waiting)
 
     def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
-        """Abort every half of an aborted transaction on the brokers that are up; others ask by check-backs later."""
+        """Abort every half of an aborted transaction on the brokers that are up; others send check-backs later."""
         copies = self._copies(_expected(transaction, topics), deadline)
         self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
 
@@ -408,7 +408,7 @@ class HalfEnder:
             deadline.check("looking for the oldest half")
 
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
-        """Look up the halves of messages to publish, by queue and in order. Raise `EvidenceLost` if a half is gone."""
+        """Look up messages' halves, and return them in order for each queue. Raise `EvidenceLost` if one is gone."""
         sequences: dict[Queue, EndSequence] = {}
         for each, record in sorted(self._all_copies(wanted, deadline), key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE_PROPERTY, record.queue)))
@@ -467,7 +467,7 @@ class _Expected(NamedTuple):
 
 def _expected(transaction: str, topics: Sequence[HalfCount]) -> list[_Expected]:
     return [
-        _Expected(each.topic, each.broker, number, unique_key(each.topic, TransactionSlot(transaction, number)))
+        _Expected(each.topic, each.broker, number, unique_key(each.topic, TransactionPlace(transaction, number)))
         for each in topics
         for number in range(each.count)
     ]

@@ -17,7 +17,7 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, PublishedMessageMissing
 from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
-from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
+from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of
 
 # The assumed difference of clocks, where a larger one only makes a message come twice for other clients.
@@ -30,11 +30,11 @@ _PROGRESS_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class PrepareRecord:
-    """The data of a record in the decision log that a transaction is prepared: all that is needed to end it.
+    """The data of a prepare record, by which the decision log says that a transaction is prepared.
 
-    A half message that is a whole by itself (`whole`) has no record, and the process that has stored it may publish it
-    without a decision in the log. Any other process therefore looks first whether it is published (hazard H100). So it
-    is with a transaction of one message (hazard H102).
+    The data are all that is needed to end the transaction. A half message that is a single half (`whole`) has no
+    record, and the process that has stored it may publish it without a decision in the log. Any other process therefore
+    looks first whether it is published (hazard H100). The same holds for a transaction of one message (hazard H102).
     """
 
     topics: Sequence[HalfCount]
@@ -61,7 +61,7 @@ class PrepareRecord:
 
 
 def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the record that a transaction is prepared, with all of its halves stored; None if it is not."""
+    """Return a transaction's prepare record, which is written once all halves are stored; None if it has none."""
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
@@ -69,7 +69,7 @@ def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadlin
 
 
 def prepared_by(half: MessageExt, broker: str) -> PrepareRecord | None:
-    """Return a prepare record for a half message of only one half, which has none; None for other halves."""
+    """Return a prepare record made from the only half of a half message, which has none; None for other halves."""
     origin = origin_of(half)
     if origin is None or origin.whole_until is None:
         return None
@@ -149,7 +149,7 @@ def is_published(
 ) -> bool:
     """Return whether the process that has stored the only half of a transaction has published its message.
 
-    `asked` as in `end_prepared`. After False that process cannot publish without a decision any more. Raise
+    `asked` is that of `end_prepared`. After False that process cannot publish without a decision any more. Raise
     `EvidenceLost` if the message may have been published and dropped by age.
     """
     if not ender.missing(transaction, topics, deadline):
@@ -171,7 +171,7 @@ def was_published(
     deadline: Deadline,
     half: MessageExt | None = None,
 ) -> bool:
-    """Return whether the message of a transaction of one message is published. Look twice, as it may be just now.
+    """Return whether the message of a transaction of one message is published. Look twice: the index may lag behind.
 
     `half` is a copy of its half, if the caller has it. Raise `EvidenceLost` if the message may have been published and
     dropped by age, so that nothing may be decided any more (hazard H135).
@@ -188,7 +188,7 @@ def was_published(
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Run a block that carries out a decision. Let its errors say that any bridge of the application can do so."""
+    """Run a block that carries out a decision; make its errors say that any bridge of the application can do that."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
@@ -203,7 +203,8 @@ def publish_exclusively(
 ) -> None:
     """Publish a committed transaction under its lock, or wait until another process has published it.
 
-    If the process that holds the lock publishes nothing for some seconds, publish without the lock.
+    If the process that holds the lock publishes nothing for some seconds, publish without the lock. `first` is that of
+    `HalfEnder.publish`.
     """
     stalled = ender.cluster.settings.timing.publisher_stalled
     left, patience = -1, Deadline(stalled)
@@ -270,8 +271,8 @@ def _commit_with_acks(
 ) -> LedgerClaim:
     """Claim the commit of a prepared transaction. Raise `Conflict` if a group's position was moved meanwhile.
 
-    Claims by members that did not know of the prepared transaction do not count, but make this claim void if they come
-    after its `read_up_to`: then it is made again (hazard H95).
+    The claim of a member that did not know of the prepared transaction does not count. But if it comes after
+    `read_up_to` of an ack, it makes this claim void, which is then made again (hazard H95).
     """
     while True:
         now = [_ack_now(ack, ledger, deadline) for ack in acks]
@@ -302,7 +303,7 @@ def _log_of(token: Token) -> Mapping[str, Any]:
 
 
 def _whole(token: Token) -> PrepareRecord | None:
-    """Return the record, made from a token, of a transaction that is only one half; None for other tokens."""
+    """Return a prepare record made from the token of a transaction that is only one half; None for other tokens."""
     if not token.how or token.expires_at is None:
         return None
     return PrepareRecord(halves_from_json(token.how), (), token.expires_at, whole=True)

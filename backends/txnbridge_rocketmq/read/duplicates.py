@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, slot_of
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, place_of
 
 
 class DuplicateFilter:
@@ -33,8 +33,8 @@ class DuplicateFilter:
         self._begin = self._end = at
         self._since = since
         self._since_newer: int | None = None
-        self._older: dict[TransactionSlot, int] = {}
-        self._newer: dict[TransactionSlot, int] = {}
+        self._older: dict[TransactionPlace, int] = {}
+        self._newer: dict[TransactionPlace, int] = {}
 
     def suspects(self, records: Sequence[MessageExt], first_offset: int) -> list[MessageExt]:
         """Return the records that must be looked up by unique key. The queue's first message is at `first_offset`."""
@@ -49,8 +49,8 @@ class DuplicateFilter:
         return [record for record in records if self._is_suspect(record)]
 
     def _is_suspect(self, record: MessageExt) -> bool:
-        slot = slot_of(record)
-        if slot is None or slot in self._newer or slot in self._older:
+        place = place_of(record)
+        if place is None or place in self._newer or place in self._older:
             return False
         return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPY_PROPERTIES)
 
@@ -60,20 +60,20 @@ class DuplicateFilter:
 
     def _is_first(self, record: MessageExt, others: Sequence[MessageExt]) -> bool:
         self._end = max(self._end, record.queue_offset + 1)
-        slot = slot_of(record)
-        if slot is None:
+        place = place_of(record)
+        if place is None:
             return True
-        first = self._newer.get(slot, self._older.get(slot))
+        first = self._newer.get(place, self._older.get(place))
         if first is None:
-            copies = [other for other in others if other.queue == record.queue and slot_of(other) == slot]
+            copies = [other for other in others if other.queue == record.queue and place_of(other) == place]
             first = min(each.queue_offset for each in (record, *copies))
-            self._remember(slot, first, record)
+            self._remember(place, first, record)
         return first == record.queue_offset
 
-    def _remember(self, slot: TransactionSlot, first: int, record: MessageExt) -> None:
+    def _remember(self, place: TransactionPlace, first: int, record: MessageExt) -> None:
         if self._since_newer is None:
             self._since_newer = record.log_offset
-        self._newer[slot] = first
+        self._newer[place] = first
 
 
 # The properties that brokers add to a half when they copy it for a check-back.

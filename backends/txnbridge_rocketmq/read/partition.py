@@ -285,13 +285,13 @@ class QueueReader:
 
     @property
     def has_message(self) -> bool:
-        """Whether `hand_out` may be called."""
+        """Whether a message is ready to be handed out by `hand_out`."""
         if self.paused or not self.settled or self.fault is not None or not self._ready:
             return False
         return self._ready[0].queue_offset < self._verified_end
 
     def hand_out(self) -> Message | None:
-        """Return the next message, of which there must be one. If it can't be unpacked, set `fault` and return None."""
+        """Return the next message, if `has_message`. If it cannot be unpacked, set `fault` and return None."""
         record = self._ready[0]
         try:
             message = from_wire(record, *self.partition, self.source)

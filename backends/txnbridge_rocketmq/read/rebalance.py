@@ -67,14 +67,14 @@ class QueueAssignment:
 
 @dataclass
 class _BrokerShare:
-    """One broker's part in the last refresh: the members that are not asleep, and the queues that this one locked."""
+    """One broker's part in the last refresh: the members that are awake, and the queues that this member has locked."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
 
 
 class Rebalancer:
-    """Divides a group's queues among its members, for one of them. One thread at a time; `on_change`: any thread."""
+    """Finds and locks one member's share of its group's queues. One thread at a time; any thread calls `on_change`."""
 
     def __init__(
         self,

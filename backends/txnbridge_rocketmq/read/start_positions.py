@@ -24,7 +24,7 @@ from txnbridge_rocketmq.read.partition import SeekTarget
 from txnbridge_rocketmq.read.pull import GROUP
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset, topic_recreated
 from txnbridge_rocketmq.settings.names import encoded
-from txnbridge_rocketmq.write.half_batch import halves_as_json
+from txnbridge_rocketmq.write.half_buffer import halves_as_json
 from txnbridge_rocketmq.write.message_format import timestamp_of
 from txnbridge_rocketmq.write.transaction_properties import is_over
 
@@ -177,7 +177,7 @@ class GroupPositions:
         return {partition: position.next for partition, position in positions.items()}, read_up_to
 
     def held(self, deadline: Deadline) -> dict[Partition, Held]:
-        """Return the partitions on which undecided prepared transactions acknowledge, by the log as last read."""
+        """Return the partitions that undecided prepared transactions hold, as far as this process knows the log."""
         with self._with_evidence():
             return self._ledger.held(self._group, deadline)
 
@@ -283,7 +283,7 @@ class GroupPositions:
     def _recreated(
         self, current: Mapping[Partition, VerifiableOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
-        """Return the partitions whose topic was recreated since the group read it, with old offset and error."""
+        """Return the partitions whose topic was recreated since the group read it, with its old offset and error."""
         errors, owner = {}, f"the position of group {self._group!r}"
         for partition, (at, reference) in current.items():
             if reference is not None and not self._offsets.is_same_queue(queues[partition], reference, deadline):

@@ -28,7 +28,7 @@ class VerifiableOffset(NamedTuple):
 
     @classmethod
     def of(cls, position: Position) -> VerifiableOffset:
-        """Decode a position from a decision log."""
+        """Return the offset, and the reference record if there is one, in a decision log's position."""
         match position:
             case (at, offset, log_offset):
                 return cls(at, ReferenceRecord(offset, log_offset))

@@ -67,8 +67,8 @@ class RocketMQSettings:
     def producer_group(self) -> str:
         """The producer group of the application, to whose members brokers send check-backs.
 
-        It begins with the prefix, because a gRPC proxy puts each producer of a topic into the group of the topic's name
-        (hazard H134).
+        Its name begins with the prefix, because a gRPC proxy puts each producer of a topic into the group of the
+        topic's name (hazard H134).
         """
         return group_name(f"{self._application_groups}{encoded(self.application)}")
 

@@ -85,9 +85,9 @@ class RocketMQAckContext:
         return list(claimed.values())
 
     def require_held(self, acks: Sequence[Ack], transaction: str, deadline: Deadline) -> None:
-        """Raise `Conflict` if somebody had acknowledged where a prepared transaction does, before it was prepared.
+        """Raise `Conflict` if another acknowledgement came before the prepare record of the transaction of `acks`.
 
-        Behind its prepare record nobody else's acknowledgement there counts.
+        After the prepare record, nobody else's acknowledgement counts on the partitions that it holds.
         """
         positions, _ = self._starts.positions(deadline)
         held = self._starts.held(deadline)

@@ -21,7 +21,7 @@ _MORE_TIME = 1.1
 
 
 class _Append(Generic[T]):
-    """A message that waits. `wake` is released once it has a result, or once its thread is to send."""
+    """A message that waits to be stored. `wake` is released once it has a result, or once its thread has to send."""
 
     def __init__(self, message: WireMessage, deadline: Deadline) -> None:
         self.message = message
@@ -33,10 +33,10 @@ class _Append(Generic[T]):
 
 
 class AppendQueue(Generic[T]):
-    """Stores messages by `send`, which one thread at a time calls, for the messages that wait.
+    """Stores messages of several threads together: one thread at a time calls `send` for messages that wait.
 
-    Of the threads that wait, the first one sends that has about as much time as any. `send` returns a result for each
-    message. Its error is that of each message.
+    The next sender is the first waiting thread that has about as much time left as any other. `send` returns a result
+    for each message. An error of `send` is the result of each of its messages.
     """
 
     def __init__(self, send: Callable[[Sequence[WireMessage], Deadline], Sequence[T]]) -> None:
@@ -64,7 +64,7 @@ class AppendQueue(Generic[T]):
         return append.result
 
     def _leave(self, append: _Append[T]) -> None:
-        """Take back a message that was not sent, and let another thread send if its own was to."""
+        """Take back a message that was not sent. If its thread was to send, let another waiting thread do so."""
         with self._lock:
             if append.result is None and append in self._waiting:
                 self._waiting.remove(append)
@@ -94,7 +94,7 @@ class AppendQueue(Generic[T]):
                     append.wake.release()
 
     def _take(self, own: _Append[T]) -> list[_Append[T]]:
-        """Remove from the waiting messages this thread's own and the first that fit with it; return them in order."""
+        """Remove this thread's own message and the first others that fit into one request, and return them in order."""
         taken, size = {own}, len(own.message.body)
         most_time = own.deadline.left() * _MORE_TIME
         for append in self._waiting:

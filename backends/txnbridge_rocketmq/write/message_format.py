@@ -176,7 +176,7 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
-    """Decode a record that any client has sent. Raise `CannotDecompress` if the body cannot be unpacked."""
+    """Decode any client's record into a `Message` with this `source`. Raise `CannotDecompress` for a damaged body."""
     properties = record.properties
     return Message(
         topic,

@@ -123,7 +123,7 @@ class RocketMQPublisher(Publisher):
     # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until all accepted messages are stored. Raise `DeadlineExceeded` at the deadline; sending goes on."""
+        """Wait until all accepted messages are stored. Raise `DeadlineExceeded` at the deadline; sending continues."""
         with self._changed:
             self._check()
             self._settle(deadline)

@@ -21,8 +21,8 @@ _DIGITS = re.compile(r"\d{1,18}")
 
 
 @dataclass(frozen=True)
-class TransactionSlot:
-    """A message's transaction, and its number among the messages of the transaction in the same topic, from 0."""
+class TransactionPlace:
+    """A message's transaction, and the message's number among those of the transaction in the same topic, from 0."""
 
     transaction: str
     number: int
@@ -41,12 +41,12 @@ class HalfOrigin:
     whole_until: int | None = None
 
 
-def slot_of(record: MessageExt) -> TransactionSlot | None:
-    """Return the transaction and number in a message's properties; None if no bridge sent it in a transaction."""
+def place_of(record: MessageExt) -> TransactionPlace | None:
+    """Return a message's place in its transaction, from its properties; None if no bridge sent it in a transaction."""
     transaction, number = record.properties.get(_TRANSACTION), record.properties.get(_NUMBER, "")
     if not transaction or not _DIGITS.fullmatch(number):
         return None
-    return TransactionSlot(transaction, int(number))
+    return TransactionPlace(transaction, int(number))
 
 
 def origin_of(record: MessageExt) -> HalfOrigin | None:
@@ -67,11 +67,11 @@ def is_over(deadline: int, clocks_differ: float) -> bool:
     return time.time() >= deadline / 1000 + clocks_differ
 
 
-def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
-    """Return a half's properties that name its transaction and decision log (see `slot_of`, `origin_of`)."""
+def properties(place: TransactionPlace, origin: HalfOrigin) -> dict[str, str]:
+    """Return a half's properties that name its transaction and decision log (see `place_of`, `origin_of`)."""
     return {
-        _TRANSACTION: slot.transaction,
-        _NUMBER: str(slot.number),
+        _TRANSACTION: place.transaction,
+        _NUMBER: str(place.number),
         _LOG: json.dumps(dict(origin.log), separators=(",", ":")),
         _DEADLINE: str(origin.deadline),
         **({} if origin.opening is None else {_OPENING: origin.opening}),
@@ -79,7 +79,7 @@ def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
     }
 
 
-def unique_key(topic: str, slot: TransactionSlot) -> str:
+def unique_key(topic: str, place: TransactionPlace) -> str:
     """Return the unique key of a half and of its published message, which any process can compute and look up."""
-    named = hashlib.sha256(json.dumps([slot.transaction, topic]).encode()).hexdigest()
-    return f"{named[:24]}{slot.number:08x}".upper()
+    named = hashlib.sha256(json.dumps([place.transaction, topic]).encode()).hexdigest()
+    return f"{named[:24]}{place.number:08x}".upper()

@@ -31,9 +31,9 @@ from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_prepared, publish_exclusively
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
-from txnbridge_rocketmq.write.half_batch import (
+from txnbridge_rocketmq.write.half_buffer import (
     DIRECT_SLACK_SECONDS,
-    HalfBatch,
+    HalfBuffer,
     HalfCount,
     WrittenTopic,
     halves_as_json,
@@ -41,7 +41,7 @@ from txnbridge_rocketmq.write.half_batch import (
     immunity,
 )
 from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
 _log = logging.getLogger("txnbridge")
 
@@ -78,7 +78,7 @@ class RocketMQWriter(Writer):
         self._forget()
 
     def _forget(self) -> None:
-        self._halves = HalfBatch(self._cluster.client, self._cluster.settings.producer_group)
+        self._halves = HalfBuffer(self._cluster.client, self._cluster.settings.producer_group)
         self._acks: dict[RocketMQAckContext, list[Ack]] = {}
         self._direct = False  # whether an END without a decision in the log may have been sent
         self.messages = 0
@@ -115,9 +115,9 @@ class RocketMQWriter(Writer):
         deadline = self._begun.deadline
         deadline.check("the transaction")
         written = self._written_topic(topic, partition, deadline)
-        slot = TransactionSlot(self._begun.transaction, written.count)
-        own = properties(slot, self._origin)
-        message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
+        place = TransactionPlace(self._begun.transaction, written.count)
+        own = properties(place, self._origin)
+        message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, place))
         key = ordering_key(message, key)
         number = partition if partition is not None else self._queue_number(key, len(written.queues))
         self._halves.take(written, written.queues[number], message, deadline)
@@ -209,7 +209,7 @@ class RocketMQWriter(Writer):
             return False
 
     def _publish(self, deadline: Deadline) -> bool:
-        """End the halves without a look-up. Return whether all messages are published."""
+        """Commit the halves directly, without a look-up. Return whether all messages are published."""
         with self._cluster.context.events.step("step:publish", self._begun.transaction):
             return self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
 
@@ -333,7 +333,7 @@ class RocketMQWriter(Writer):
     def _settle(self, deadline: Deadline) -> None:
         """Decide the previous transaction by an ABORT claim, and carry out the claim that counts.
 
-        Its own COMMIT claim counts if it is in the log already. If it is written later, it does not (hazard H73).
+        A COMMIT claim of this writer counts if it is in the log already, and not if it is written later (hazard H73).
         """
         if not (self.messages or self._acks):
             return

@@ -124,9 +124,10 @@ _feeds: ClientPool[TopicFeed] = ClientPool()
 
 
 def columns(position: Position, headers: bool) -> str:
-    """Return the columns of a query's rows: those of Spark's Kafka source, for a broker with positions like `position`.
+    """Return the columns of a query's rows as a schema for Spark: those of Spark's Kafka source.
 
-    The column timestampType is always null: txnbridge does not say whether the broker or the sender set a timestamp.
+    If `position`, one of the broker's, has several numbers, the column position replaces the column offset. The column
+    timestampType is always null: txnbridge does not say whether the broker or the sender set a timestamp.
     """
     where = "offset bigint" if len(position) == 1 else "position array<bigint>"
     names = f"key binary, value binary, topic string, partition int, {where}, timestamp timestamp, timestampType int"
@@ -170,9 +171,9 @@ def _to_arrow(found: MessageColumns, headers: bool, timestamps: str) -> pa.Recor
 
 
 def _times(found: MessageColumns, timestamps: str) -> pa.Array:
-    """Return the messages' times in microseconds. Raise `NotSupported` if one is beyond them, unless the option helps.
+    """Return the messages' times in microseconds. Times that are too large for Spark are treated as `timestamps` says.
 
-    Any producer may set any time, and a time in nanoseconds is a usual mistake.
+    With "error" raise `NotSupported`. Any producer may set any time, and a time in nanoseconds is a usual mistake.
     """
     import pyarrow as pa
 

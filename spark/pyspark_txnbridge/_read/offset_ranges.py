@@ -84,7 +84,10 @@ _planners: ClientPool[Bridge] = ClientPool()
 
 
 def resolve_start(options: SourceOptions, default: str, bounds: Bounds) -> Offsets:
-    """Return where a query begins. Raise `InvalidOption` for other partitions, or a time after the last message."""
+    """Return the positions at which a query begins, by the option startingOffsets, or else by `default`.
+
+    Raise `InvalidOption` if the option names other partitions than those in `bounds`, or a time after a last message.
+    """
     start = _resolve("startingOffsets", options.starting or default, bounds, options)
     for (topic, number), at in start.items():
         if isinstance(at, Since) and not options.latest_if_later:
@@ -96,7 +99,7 @@ def resolve_start(options: SourceOptions, default: str, bounds: Bounds) -> Offse
 
 
 def resolve_end(options: SourceOptions, bounds: Bounds) -> Offsets:
-    """Return the positions at which a batch ends. Raise `InvalidOption` if its option names other partitions."""
+    """Return the positions at which a batch ends. Raise `InvalidOption` if endingOffsets names other partitions."""
     return _ends_for_times(_resolve("endingOffsets", options.ending, bounds, options), bounds)
 
 
@@ -155,8 +158,8 @@ def ranges(
 ) -> list[OffsetRange]:
     """Return the ranges between two sets of positions.
 
-    If the broker has removed messages of a range, raise `PositionLost`; with `failOnDataLoss=false` log it.
-    A partition that only `end` names has no range: the next batch begins there, at its position in `end`.
+    If the broker has removed messages of a range, raise `PositionLost`; with `failOnDataLoss=false` log it. A partition
+    that only `end` names has no range: the next batch begins at its position in `end`.
     """
     planned = []
     for (topic, number), stop in end.items():
@@ -169,7 +172,7 @@ def ranges(
 
 
 def divide(ranges: Sequence[OffsetRange], options: SourceOptions) -> list[OffsetRange]:
-    """Divide ranges as the options minPartitions and maxRecordsPerPartition say."""
+    """Return the ranges, divided as the options minPartitions and maxRecordsPerPartition say."""
     if not options.min_tasks and options.max_rows is None:
         return list(ranges)
     if any(len(each.end) != 1 for each in ranges):
@@ -213,7 +216,7 @@ def report_loss(partition: Partition, at: Position, why: str, options: SourceOpt
 
 
 def without_recreated(offsets: Offsets, before: TopicIds, now: TopicIds, options: SourceOptions) -> Offsets:
-    """Return the positions except those in recreated topics, whose rows are reported as lost."""
+    """Return the positions except in topics whose ids `before` and `now` differ; their rows are reported as lost."""
     kept = {}
     for (topic, number), at in offsets.items():
         if is_recreated(before.get(topic), now.get(topic)):
@@ -255,7 +258,7 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
 def limit_offsets(start: Offsets, end: Offsets, bounds: Bounds, most: int) -> Offsets:
     """Return the end of a batch limited to `most` positions.
 
-    Partitions get equal shares. What one partition cannot use of its share goes to the others.
+    Partitions get equal shares. If a partition has fewer positions than its share, the others get the rest.
     """
     if any(len(position) != 1 for position in end.values()):
         raise NotSupported("maxOffsetsPerTrigger counts positions, and this broker's are more than a number")

@@ -165,7 +165,7 @@ def _start_or_end(options: Mapping[str, str], side: str, words: tuple[str, ...])
 def _for_each(
     options: Mapping[str, str], name: str, parse: Callable[[Any], Position | str | Since], form: str
 ) -> OffsetsOption:
-    """Return an option that is JSON with a value for each partition, which `parse` parses."""
+    """Return an option that is JSON with a value for each partition; `form` describes the option in error texts."""
     value = options[name.lower()]
     try:
         found = {

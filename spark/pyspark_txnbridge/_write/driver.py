@@ -250,7 +250,7 @@ def _claim(
 def _replace(
     session: SinkSession, identity: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Claim a new decision for a batch, in which transactions of a repetition (`written`) replace lost ones (`dead`).
+    """Return a new claim on a batch, in which transactions of a repetition (`written`) replace lost ones (`dead`).
 
     A new transaction must have the same rows as the transaction that it replaces.
     """

@@ -67,7 +67,7 @@ class Columns:
         return cls(frozenset(types.keys() & _COLUMNS.keys()), topic)
 
     def send(self, batch: pa.RecordBatch, txn: Transaction | None) -> RowTotals:
-        """Send the rows in a transaction, in order for each topic. Without a transaction only count them."""
+        """Send the rows in a transaction, in order for each topic, or only count them (None); return their totals."""
         values = _binary(batch.column("value"))
         keys = _binary(batch.column("key")) if "key" in self.names else None
         count = RowTotals(len(values), _size(batch, self.names), _fingerprint(values, keys, self._others(batch)))

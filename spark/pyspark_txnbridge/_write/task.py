@@ -47,7 +47,7 @@ def write_partition(
     partition: int,
     holder: str,
 ) -> Written:
-    """Write a partition's rows into a prepared transaction, unless the batch is decided; return the report of that.
+    """Write a partition's rows into a prepared transaction, unless the batch is decided; return the task's report.
 
     `holder` names the task's process to others that want the same transactional id.
     """
@@ -128,7 +128,10 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
 
 
 def _look(identity: BatchId, session: SinkSession) -> tuple[Opening, int | None]:
-    """Open the query's id for this run in the decision log; return the opening, and `_attempt` by the same reading."""
+    """Open the query's id for this run in the decision log; return the opening, and the number of the present attempt.
+
+    The log is read once for both. The number is None if the batch is decided (see `_attempt`).
+    """
     with session.decisions.reading_once():
         return session.decisions.open(identity.path, name=identity.run), _attempt(identity, session)
 

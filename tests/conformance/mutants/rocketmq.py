@@ -9,7 +9,7 @@ from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome import check_back, end_transaction, outcome
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
-from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json
+from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.conformance.mutants import Mutants

@@ -41,9 +41,7 @@ def _address(text: str, port: int) -> Address:
 
 
 def full_topic_name(topic: str) -> str:
-    """Return a topic's full name: `persistent://public/default/orders` for `orders`, likewise for
-    `tenant/namespace/name`.
-    """
+    """Return a topic's full name: `persistent://public/default/orders` for `orders` or `public/default/orders`."""
     if "://" in topic:
         return topic
     parts = topic.split("/")

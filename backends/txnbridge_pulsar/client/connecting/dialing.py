@@ -44,9 +44,7 @@ def _connect_to_any(addresses: list[tuple[str, int]], deadline: ClientDeadline) 
 
 
 def _resolved(address: Address, deadline: ClientDeadline) -> list[tuple[str, int]]:
-    """Return the addresses of a host name. A thread of its own resolves the name, because `getaddrinfo` has no
-    timeout.
-    """
+    """Return a host name's addresses. A thread of its own resolves the name, because `getaddrinfo` has no timeout."""
     resolved: Future[list[tuple[str, int]]] = Future()
 
     def resolve() -> None:

@@ -26,9 +26,7 @@ _CONNECTION_KEY = ""
 
 
 class Lookup:
-    """Lookup requests. Any broker of the cluster answers them; after a failure the next broker in the service URL is
-    asked.
-    """
+    """Looks topics up. Any broker of the cluster answers; after a failure the service URL's next broker is asked."""
 
     def __init__(
         self, pool: ConnectionPool, service: ServiceUrl, listener: str | None, opening_attempt_seconds: float

@@ -26,9 +26,7 @@ _MAX_QUEUED_FRAMES = 1000
 
 
 class NotWritten(OSError):
-    """A frame was not written by the deadline. If `started`, a part of the frame was written, and the rest is written
-    later.
-    """
+    """A frame was not written by the deadline. If a part was written (`started`), the rest is written later."""
 
     def __init__(self, started: bool) -> None:
         super().__init__("the connection did not accept the frame in time")
@@ -36,9 +34,7 @@ class NotWritten(OSError):
 
 
 class Transport:
-    """A connected socket that writes whole frames and reads bytes. Errors are `OSError`; after an error only `close`
-    works.
-    """
+    """A connected socket that writes whole frames and reads bytes. After an error, an `OSError`, only `close` works."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -110,7 +106,7 @@ class Transport:
     # ------------------------------------------------------------------------------------------ reading
 
     def read_into(self, space: memoryview, seconds: float) -> int | None:
-        """Return how many bytes were read; None at the timeout. Raise `OSError`, also at the end of the stream."""
+        """Read into `space`; return the byte count, None at the timeout. Raise `OSError`, also at the stream's end."""
         received = self._receive(space)
         if received is None:
             # This thread's own frames that the socket did not take before are sent here.

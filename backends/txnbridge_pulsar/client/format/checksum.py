@@ -46,7 +46,7 @@ def _by_table(state: int, data: bytes) -> int:
 
 @lru_cache(maxsize=64)
 def _remainder(exponent: int) -> tuple[int, ...]:
-    """Return x to the exponent (at least 39) modulo the polynomial, as the list of the powers of x in the remainder."""
+    """Return x to the exponent (at least 39) modulo CRC-32C's polynomial, as the powers of x in the remainder."""
     # One set bit followed by n bits leaves x^(n + 32) as the state; each further bit raises the power.
     state = _by_table(0, b"\x01" + bytes((exponent - 39) // 8))
     for _ in range((exponent - 39) % 8):

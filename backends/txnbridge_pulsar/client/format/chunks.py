@@ -31,8 +31,9 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Add a chunk. Return the whole message if this is its last chunk, a faulty entry if the message cannot be
-        completed, else None. A chunk out of order is dropped.
+        """Add an entry, which is a `chunk` of a message. Return the whole message after its last chunk, else None.
+
+        Return a faulty entry if the message cannot be completed. A chunk out of order is dropped.
         """
         with self._lock:
             return self._add(entry, chunk, max_bytes)

@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 
 
 class Malformed(ValueError):
-    """The bytes are not a valid message."""
+    """The bytes are not a valid Protocol Buffers message."""
 
 
 def varint(number: int) -> bytes:
@@ -40,9 +40,7 @@ _ONE_BYTE = [bytes((number,)) for number in range(128)]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that is encoded at offset `at`, and the offset after the number. Raise `IndexError` if bytes
-    are missing.
-    """
+    """Return the number encoded at offset `at`, and the offset after it. Raise `IndexError` if bytes are missing."""
     byte = data[at]
     if byte < 128:
         return byte, at + 1
@@ -58,22 +56,22 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def with_length(data: bytes) -> bytes:
-    """Return `data` with its length in front, as the value of a bytes field or of a message field is encoded."""
+    """Return `data` with its length in front: the encoded value of a field of bytes, or of a nested message."""
     return varint(len(data)) + data
 
 
 def tag(type_name: str, field_name: str) -> bytes:
-    """Return the encoded field number and wire type that precede a field's value."""
+    """Return the encoded number and wire type of a field of a Protocol Buffers message, which precede its value."""
     return _WRITERS[type_name][field_name][0]
 
 
 def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
-    """Encode a message, its fields in the given order. Fields that are None are left out."""
+    """Encode a Protocol Buffers message, its fields in the given order. Fields that are None are left out."""
     return _encode(_WRITERS[type_name], fields)
 
 
 def decode(type_name: str, data: bytes) -> Fields:
-    """Decode a message. Return the fields that are present, and skip unknown fields.
+    """Decode a Protocol Buffers message. Return the fields that are present, and skip unknown fields.
 
     If a field that is not `repeated` occurs several times, its last value counts. Bytes that are not UTF-8 are replaced
     in text; otherwise one invalid property would make a topic unreadable.

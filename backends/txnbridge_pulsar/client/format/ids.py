@@ -127,8 +127,9 @@ def cumulative_ack_fields(id: MessageId) -> Fields:
 
 
 def ack_set(size: int, acked: Iterable[int]) -> list[int]:
-    """Return the bits of a batch as 64-bit words, lowest first. A bit is 1 if its message is *not* acknowledged. If all
-    messages are acknowledged, return no words.
+    """Return the bits of a batch of `size` messages as 64-bit words, lowest first; none if all are `acked`.
+
+    A bit is 1 if its message is *not* acknowledged.
     """
     bits = (1 << size) - 1
     for index in acked:

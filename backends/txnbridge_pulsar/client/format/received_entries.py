@@ -68,9 +68,7 @@ class ReceivedMessage:
 
     @property
     def sequence_id(self) -> int:
-        """Return the message's sequence id. If the messages of a batch have no ids, count from the entry's sequence
-        id.
-        """
+        """Return the message's sequence id, or else the entry's sequence id plus the message's index in the batch."""
         own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
         return own
 
@@ -180,9 +178,7 @@ class ReceivedEntry:
 
     @property
     def chunk(self) -> tuple[str, int, int] | None:
-        """Return the uuid of the message, the number of this chunk and the number of all chunks; None if the entry is
-        no chunk.
-        """
+        """Return the message's uuid, this chunk's number and the number of all chunks; None if it is no chunk."""
         chunks = self.metadata.get("num_chunks_from_msg", 0)
         if chunks < 2 or self.parts:
             return None
@@ -193,9 +189,7 @@ class ReceivedEntry:
         self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
 
     def join(self, earlier: list[ReceivedEntry]) -> None:
-        """Turn this last chunk into the complete message. If the sizes of all chunks do not add up to the message's
-        size, set `fault`.
-        """
+        """Join this last chunk with the `earlier` ones into the whole message. Set `fault` if its size is wrong."""
         first = earlier[0].id
         self.parts = (*(chunk.id for chunk in earlier), self.id)
         self.id = self.id._replace(first_chunk=(first.ledger, first.entry))

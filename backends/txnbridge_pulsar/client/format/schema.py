@@ -435,7 +435,7 @@ SCALARS = frozenset({"uint64", "int64", "uint32", "int32", "bool", "string", "by
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a message. `type` is the name of a scalar type or of another message."""
+    """A field of a Protocol Buffers message. `type` is the name of a scalar type or of another message."""
 
     label: str
     type: str
@@ -445,7 +445,7 @@ class Field:
 
 @dataclass
 class MessageType:
-    """A message of the protocol, with its fields in the order of the schema, by name and by number."""
+    """The schema of one Protocol Buffers message: its fields in order, by name and by number."""
 
     name: str
     fields: tuple[Field, ...]

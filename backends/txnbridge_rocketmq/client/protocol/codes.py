@@ -112,7 +112,7 @@ class SystemFlag:
 
 
 class Property:
-    """Names of the system properties that this client uses."""
+    """Names of those system properties of messages that this client uses."""
 
     KEYS = "KEYS"
     TAGS = "TAGS"

@@ -41,7 +41,7 @@ _NO_END = (1 << 63) - 1
 
 
 class PullStatus(IntEnum):
-    """The kind of a broker's answer to a pull: messages, none there now, or an offset outside of the queue."""
+    """The kind of a broker's answer to a pull: messages, no messages at present, or an offset outside of the queue."""
 
     FOUND = ResponseCode.SUCCESS
     NOTHING_NEW = ResponseCode.PULL_NOT_FOUND

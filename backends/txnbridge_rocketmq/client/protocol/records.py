@@ -31,7 +31,7 @@ class OffsetId:
 
     @classmethod
     def parse(cls, text: str) -> OffsetId:
-        """Parse the broker's hexadecimal form. Raise `ValueError`."""
+        """Return the address that a broker gives as hexadecimal text. Raise `ValueError` if malformed."""
         data = bytes.fromhex(text)
         if len(data) not in (16, 28):
             raise ValueError(f"an offset id has 32 or 56 hexadecimal digits, not {len(text)}")
@@ -39,7 +39,7 @@ class OffsetId:
 
     @classmethod
     def unpack(cls, data: bytes) -> OffsetId:
-        """Decode the binary form: host, port and offset."""
+        """Return the address that these bytes encode: host, port and offset."""
         port, log_offset = struct.unpack(">iq", data[-12:])
         family = socket.AF_INET if len(data) == 16 else socket.AF_INET6
         return cls(socket.inet_ntop(family, data[:-12]), port, log_offset)

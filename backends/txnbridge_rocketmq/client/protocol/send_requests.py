@@ -115,7 +115,7 @@ def send_together(messages: Sequence[WireMessage], group: str, queue: int) -> Rp
 
 
 def _packed(message: WireMessage) -> bytes:
-    """Return a message as a batch contains it."""
+    """Return a message encoded as a part of a batch."""
     properties = pack_properties(_properties(message)).encode()
     size = 22 + len(message.body) + len(properties)
     head = struct.pack(">iiiii", size, 0, 0, message.flag, len(message.body))
@@ -169,7 +169,7 @@ def end(half: HalfAddress, how: HalfEnd, from_check: bool = False) -> RpcRequest
 
 
 def check_back_of(request: RemotingCommand) -> CheckBack:
-    """Decode CHECK_TRANSACTION_STATE. Raise `ProtocolViolation`."""
+    """Return the check-back in a broker's request CHECK_TRANSACTION_STATE. Raise `ProtocolViolation`."""
     records = decode_records(request.body)
     try:
         (record,) = records

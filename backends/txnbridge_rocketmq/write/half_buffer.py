@@ -60,7 +60,7 @@ def halves_from_json(data: Mapping[str, Any]) -> list[HalfCount]:
 
 
 def seconds_since(data: Mapping[str, Any]) -> float:
-    """Return how old a decision log record is, by its writer's clock; very large for a record without a time."""
+    """Return a decision log record's age in seconds, by its writer's clock; very large for a record without a time."""
     at = data.get("at")
     return time.time() - (at / 1000 if isinstance(at, int) else 0)
 
@@ -93,10 +93,10 @@ class WrittenTopic:
 
 
 @dataclass
-class HalfBatch:
+class HalfBuffer:
     """The halves (half messages) of one transaction: buffered, sent and confirmed. For use by one thread at a time.
 
-    `series` is the number of the present series: only messages of one series keep their order.
+    Only halves of one series keep their order; each call of `RocketMQWriter.separate` begins the next series.
     """
 
     client: RemotingClient
@@ -122,7 +122,7 @@ class HalfBatch:
         return time.monotonic() - self._first_sent
 
     def take(self, written: WrittenTopic, queue: Queue, message: WireMessage, deadline: Deadline) -> None:
-        """Buffer a message, which has the next number in its topic `written`; send the buffer if it is full.
+        """Buffer a message as the next half of its topic, whose halves `written` counts; send a full buffer.
 
         Raise `InvalidOption` if the message is too large for the topic's broker.
         """
@@ -180,7 +180,10 @@ class HalfBatch:
             raise DeliveryFailed(str(ours)) from error
 
     def stored(self) -> list[tuple[Queue, Sequence[HalfAddress]]]:
-        """Return the addresses of the stored halves: for each queue and series, in order."""
+        """Return the addresses of the stored halves, in a list for each queue and series.
+
+        The halves of a list keep their order. Each call of `RocketMQWriter.separate` begins the next series.
+        """
         addresses: dict[tuple[Queue, int], list[HalfAddress]] = {}
         for half in self._sent:
             if isinstance(half.result, SendResult):

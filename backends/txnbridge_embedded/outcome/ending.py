@@ -78,7 +78,7 @@ def _decide_once(
 
 
 def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
-    """Commit a prepared transaction, which makes its messages visible, in the caller's write transaction."""
+    """Commit a prepared transaction in the caller's write transaction, and return its new state, "committed"."""
     acks.commit_pending(connection, number)
     connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
     connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
@@ -86,7 +86,7 @@ def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
 
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
-    """Record that a transaction is aborted, in the caller's write transaction.
+    """Record in the caller's write transaction that a transaction is aborted, and return its new state, "aborting".
 
     `remove_aborted_messages` later removes the transaction's messages.
     """
@@ -98,7 +98,7 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 def abort_open(
     store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline, events: Emitter
 ) -> None:
-    """Abort a transaction, not a prepared one, of which the file has messages already."""
+    """Abort an unprepared transaction of which a part is stored in the file, and remove that part."""
     with (
         events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
@@ -189,7 +189,7 @@ def remove_messages(store: Store, connection: sqlite3.Connection, partition: int
 
 
 def delete_old_rows(connection: sqlite3.Connection, before: int) -> None:
-    """Delete the rows of transactions, half messages and writers that ended, or were last used, before a time.
+    """Delete the rows of transactions and half messages that ended, and of writers last used, before a time.
 
     The status of a token whose row was deleted is UNKNOWN.
     """
