@@ -196,7 +196,7 @@ class HalfTransaction(ConnectionUser):
             return end_half(self._connection, self._store, half, decision, deadline)
         except (errors.EvidenceLost, RefusedHalf):
             raise
-        except (errors.OutcomeUnknown, errors.BrokerUnavailable) as error:
+        except errors.TxnBridgeError as error:  # whatever it says of the call, the work is done
             raise errors.OutcomeUnknown(
                 f"transaction {self._id} was decided ({decision.value}), and the broker may not know it yet: {error}."
                 " check is asked, and ends it"

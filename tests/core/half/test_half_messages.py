@@ -18,6 +18,7 @@ from tests.embedded.kit import rows
 from tests.kill_walk import KillWalk
 from txnbridge import (
     Abort,
+    AccessDenied,
     Bridge,
     BrokerUnavailable,
     Capability,
@@ -33,6 +34,7 @@ from txnbridge import (
     Outcome,
     OutcomeUnknown,
     TransactionAborted,
+    TxnBridgeError,
 )
 from txnbridge._base.timing import Timing
 from txnbridge.spi import Deadline, Half, absent
@@ -181,15 +183,16 @@ def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happen
     assert published(bridge) == BOTH
 
 
-def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver_in_time(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [BrokerUnavailable, NotFound, AccessDenied])
+def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, error: type[TxnBridgeError]
 ) -> None:
     end, away = EmbeddedHalves.end, threading.Event()
     away.set()
 
     def fail(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         if away.is_set():
-            raise BrokerUnavailable("it is away")
+            raise error("it is away")
         return end(store, half, decision, deadline)
 
     monkeypatch.setattr(EmbeddedHalves, "end", fail)
