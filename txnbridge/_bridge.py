@@ -341,7 +341,7 @@ class Bridge:
     def _begin(
         self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, group_commit: bool
     ) -> Transaction:
-        """Begin a transaction that `close` does not abort before it is given to `_adopt`; `close` waits for it."""
+        """Begin a transaction. Until the caller gives it to `_adopt`, `close` waits for it and does not abort it."""
         connection = self._connection
         connection.check_open()
         begin = self._new_begin(timeout, prepare, hold)
@@ -369,7 +369,7 @@ class Bridge:
         return None if member is None else Transaction(connection, member, self._outcomes, None)
 
     def _adopt(self, transaction: Transaction) -> None:
-        """Let `close` abort this transaction if it is unfinished then."""
+        """Note a transaction, so that `close` aborts it if it is still unfinished when the bridge is closed."""
         with self._guard:
             self._transactions.add(transaction)
 
@@ -637,7 +637,7 @@ class Bridge:
         self._warn_of_aborted()
 
     def _warn_of_aborted(self) -> None:
-        """Warn at the end of closing, because a program may have warnings raised as errors."""
+        """Warn of transactions left unfinished; at the end of `close`, because a warning may be raised as an error."""
         aborted, self._aborted = self._aborted, []
         for transaction in aborted:
             warnings.warn(

@@ -76,7 +76,7 @@ class Family:
         return DEFINITIONS[self.name.removeprefix("txnbridge_")]
 
     def add(self, labels: Labels, value: float) -> None:
-        """Add to the sample of these labels."""
+        """Add `value` to the sample of these labels."""
         self.samples[labels] = self.samples.get(labels, 0) + value
 
     def observe(self, labels: Labels, value: float) -> None:
@@ -189,7 +189,7 @@ def _is_relay(service: object) -> bool:
 
 
 class BrokerWatch(Service):
-    """Asks a broker at intervals for its open transactions, and for what waits in outboxes and among half messages."""
+    """Measures at intervals a broker's open transactions, the lag of relays, and the number of parked half messages."""
 
     def __init__(self, bridge: Bridge, every: float) -> None:
         if not every > 0:
@@ -232,7 +232,7 @@ class BrokerWatch(Service):
 
 
 def merged(parts: Iterable[Iterable[Family]]) -> list[Family]:
-    """Return the metrics of several processes as one: each sample is the sum of theirs."""
+    """Return the metrics of several processes as one list: each sample is the sum over the processes."""
     whole: dict[str, Family] = {}
     for family in (each for part in parts for each in part):
         samples = whole.setdefault(family.name, Family(family.name)).samples
@@ -284,7 +284,7 @@ def _cumulated(sample: list[float]) -> Iterator[tuple[str, float]]:
 def serve(port: int, host: str = "0.0.0.0", registry: CollectorRegistry | None = None) -> Metrics:
     """Collect the metrics of bridges opened from now on, and answer Prometheus by HTTP at `/metrics`.
 
-    With `registry`, a registry of `prometheus_client`, its other metrics are answered, too. Raise `InvalidOption` if
+    With `registry`, one of `prometheus_client`, the answer also includes its other metrics. Raise `InvalidOption` if
     the package `prometheus-client` is missing.
     """
     client = require_prometheus_client()

@@ -30,7 +30,7 @@ def json_and_debug(function: _Function) -> _Function:
 
 
 def asked_for(ctx: click.Context, option: Literal["json", "debug"]) -> bool:
-    """Return whether the running command was called with --json or --debug, for reporting an error."""
+    """Return whether the running command was called with the option --json (or --debug) that `option` names."""
     return bool(ctx.meta.get(f"txnbridge.{option}"))
 
 

@@ -147,7 +147,7 @@ class Tracing:
 
 
 class _HeadersGetter:
-    """Reads the context from the headers of a message."""
+    """Reads a span's context from the headers of a message, in OpenTelemetry's way."""
 
     def get(self, carrier: Headers, key: str) -> list[str] | None:
         return list(carrier.all(key)) or None
@@ -163,7 +163,7 @@ _GETTER: Any = _HeadersGetter()
 
 
 def _measure(collected: metrics.Metrics, meter: otel.Meter) -> None:
-    """Let the meter read the metrics at its own intervals, and record durations as they come."""
+    """Let the meter read the `collected` metrics at its own intervals, and record durations as they come."""
     histograms = {}
     for name, (kind, text) in metrics.DEFINITIONS.items():
         full = f"{_NAME}.{name.removesuffix('_total')}"

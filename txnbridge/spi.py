@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from txnbridge._base.background_task import BackgroundTask
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter
 from txnbridge._base.fair_semaphore import FairSemaphore
@@ -37,6 +36,7 @@ from txnbridge._base.messages import (
     encode_item,
 )
 from txnbridge._base.plugins import hookimpl
+from txnbridge._base.request_during_polls import BackgroundTask
 from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
 
@@ -648,13 +648,13 @@ class Admin(ABC):
     # --- for the core's own half store --------------------------------------------------------------------------------
 
     def internal_name(self, name: str) -> str:
-        """Return the full name of a topic with the core's own records."""
+        """Return the full name of an internal topic, one with the core's own records, from its short name."""
         return f"_txnbridge-{name}"
 
     def create_internal_topic(self, name: str, deadline: Deadline) -> None:
-        """Create a topic of one partition by its full name, unless it exists. No record may go before `trim`.
+        """Create a topic of one partition by its full name, unless it exists. Only `trim` may remove records.
 
-        Raise `InvalidOption` if it exists with several partitions, or settings by which records would go.
+        Raise `InvalidOption` if it exists with several partitions, or with settings that remove records.
         """
         self.create_topic(name, 1, deadline)
 
@@ -782,7 +782,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class Held:
-    """The prepared transaction by which a partition of a group is held: undecided, and nobody else acknowledges there.
+    """The undecided prepared transaction that holds a partition of a group: no other one acknowledges on it.
 
     `log` is its `Evidence.log`; from `expires_at` (ms since 1970) on any process may claim its ABORT.
     """
@@ -813,7 +813,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Open the id if its newest opening is still named `before` (None: it has none); return whether it was."""
+        """Open the id if its newest opening is still named `before` (None: none exists); return whether it did so."""
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
@@ -881,7 +881,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
-        """Return, for each partition of a group, the id and claim of the transaction that acknowledged there last.
+        """Return, for each partition of a group, the id and claim of the transaction that acknowledged on it last.
 
         A member that takes the partition over may have to carry this commit out at the broker. Expired transactions
         are left out.
@@ -897,12 +897,12 @@ class Ledger(ABC):
 
     @abstractmethod
     def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
-        """Return the partitions of a group that undecided prepared transactions hold, by what was read of the log.
+        """Return the partitions of a group that undecided prepared transactions hold, by the records read so far.
 
         Expired transactions are left out. Call it after `positions`. A transaction holds the partitions of its
         acknowledgements if the data of its "prepare" record has them as "acks": a list of group, topic, number and
-        more, together with its "log" and "expires_at" (see `Held`). A COMMIT with `acks` there is void unless its
-        author had read that record; who has read it waits, or raises `Conflict`.
+        more, together with its "log" and "expires_at" (see `Held`). A COMMIT with `acks` on such a partition is void
+        unless its author had read this record. An author that has read it waits, or raises `Conflict`.
         """
 
 
@@ -974,7 +974,7 @@ class HalfStore(ABC):
 
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
-        """Store all half messages of a transaction, or none that could be published; return them with `how` for `end`.
+        """Store all messages of a half, or none that can be published; return the half with `how`, which `end` needs.
 
         A second call with the same transaction changes nothing. Raise `DeliveryFailed` if the half certainly is not
         stored.
@@ -996,7 +996,7 @@ class HalfStore(ABC):
         """
 
     def tend(self, group: str, deadline: Deadline) -> None:
-        """Do the regular work that `checks` also does, while this process can take no more check-backs."""
+        """Do the regular work of `checks` without returning a half: this process can take no more check-backs now."""
 
     def leave(self, group: str, deadline: Deadline) -> None:
         """Note that this process no longer calls `checks` for a group, so that the broker asks other processes."""

@@ -15,7 +15,7 @@ _MOST_NUMBER_BYTES = 10
 
 
 def encode(fields: Iterable[tuple[int, Value]]) -> bytes:
-    """Return the protobuf message of these fields, in this order. A field may be repeated."""
+    """Return these fields, in this order, encoded as a protobuf message. A field may be repeated."""
     return b"".join(_field(number, value) for number, value in fields)
 
 

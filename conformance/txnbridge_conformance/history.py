@@ -54,7 +54,7 @@ class Recorder:
         return call
 
     def fault(self, kind: str, target: str, phase: Literal["begin", "end"]) -> None:
-        """Record that a fault begins or ends."""
+        """Record that a fault of this kind, such as a kill, begins or ends at its target, such as a process."""
         self.write(fault=kind, target=target, phase=phase, **_now())
 
     def write(self, **line: Any) -> None:

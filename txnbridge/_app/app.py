@@ -41,8 +41,7 @@ class App(Router):
     is that of a `Router`.
 
     Run an app with `run()`, in a test with a `with` block and a broker of its own (`using`), or as processes with
-    `txnbridge run`. If the processor of
-    one function fails for good, all stop, and its error is raised.
+    `txnbridge run`. If the processor of one function fails for good, all stop, and its error is raised.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ class App(Router):
     def _open_handler(
         self, handler: Handler, lifespan: Lifespan | None, states: dict[Lifespan | None, Any], stack: ExitStack
     ) -> tuple[Any, EventLoop | None]:
-        """Return a function's state and event loop, both open until the end of the stack."""
+        """Return a function's state and event loop, open until `stack` ends; `states` has plain lifespans' states."""
         if not handler.is_async:
             return states.get(lifespan), None
         loop = EventLoop()

@@ -81,7 +81,7 @@ def _results(topic: Topic, types: list[Any]) -> Iterator[_Content]:
 
 
 def _content(codec: Codec) -> _Content:
-    """Return the kind of message that a codec encodes and decodes; of a codec unknown here nothing but a name."""
+    """Return the kind of message that a codec encodes and decodes; for an unknown codec only a name."""
     if id(codec) in _PLAIN:
         name, content_type, payload = _PLAIN[id(codec)]
         message: Document = {"contentType": content_type}

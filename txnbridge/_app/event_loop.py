@@ -20,7 +20,7 @@ _CLOSE_SECONDS = 1.0
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, Exception | None]:
-    """Return the result or the error of a coroutine, whose traceback is then the application's and not asyncio's."""
+    """Return the result of a coroutine, or its error, whose traceback then has no frames of asyncio."""
     try:
         return await coroutine, None
     except Exception as error:
@@ -53,7 +53,7 @@ class EventLoop:
 
     @contextmanager
     def opened(self, block: AbstractAsyncContextManager[R]) -> Iterator[R]:
-        """Enter an asynchronous block on the loop, and leave it at the end of this one, both in one task."""
+        """Enter an async context manager on the loop, and leave it at the end of the `with` block, in the same task."""
         value: asyncio.Future[R] = self._loop.create_future()
         ended = asyncio.Event()
 

@@ -85,7 +85,7 @@ class Handler:
     # --- the signature --------------------------------------------------------------------------------------------
 
     def _read_first(self, parameter: inspect.Parameter) -> None:
-        """Read the type of the value that the function takes, and whether it takes a `Message`, or None, too."""
+        """Note, from the first parameter, the type of the value, and whether it may be a `Message` or None."""
         kind = self._type(parameter.annotation, needed=True)
         self.takes_message = _is_message(kind) or (kind in _UNKNOWN and parameter.name == "message")
         if self.takes_message:
@@ -96,7 +96,7 @@ class Handler:
         self._takes_none = takes_none or kind in _UNKNOWN
 
     def _role(self, parameter: inspect.Parameter) -> str | None:
-        """Return the name in `_NAMES` for which a parameter asks; None if the parameter keeps its default."""
+        """Return which argument in `_NAMES` (such as "txn") a parameter gets; None if it keeps its default."""
         role = self._role_of_type(self._type(parameter.annotation))
         if role is None and parameter.name in _NAMES:
             role = parameter.name
@@ -165,7 +165,7 @@ class Handler:
     # --- a message ------------------------------------------------------------------------------------------------
 
     def each(self, state: Any, loop: EventLoop | None) -> Callable[[Message, Any], None]:
-        """Return the function in the form that a processor takes."""
+        """Return the function as the argument `each` of a processor; `loop` runs an asynchronous function."""
 
         def call(message: Message, given: Any) -> None:
             if message.value is None and not self._takes_none:

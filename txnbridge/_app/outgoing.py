@@ -29,7 +29,7 @@ class UnfitResult(InvalidOption):
 
 
 class ResultPublisher:
-    """Sends what one function returns: to the topic `to`, with the key of the message, if it is not an `Outgoing`."""
+    """Sends what one function returns: an `Outgoing` to its topic, a value to `to` with the input message's key."""
 
     def __init__(self, name: str, to: Topic | None, input_keys: Mapping[str, Topic]) -> None:
         self._name = name
@@ -39,7 +39,7 @@ class ResultPublisher:
         self._input_keys = input_keys
 
     def publish(self, result: Any, message: Message, send: Send) -> None:
-        """Send a result: a value, or each value of a list or iterator."""
+        """Send what the function returned for `message`: one value, or each value of a list or iterator."""
         if isinstance(result, list | Iterator):
             for value in result:
                 self._send(value, message, send)
@@ -47,7 +47,7 @@ class ResultPublisher:
             self._send(result, message, send)
 
     async def publish_all(self, results: AsyncIterator[Any], message: Message, send: Send) -> None:
-        """Send each value of an asynchronous iterator."""
+        """Send each value of the asynchronous iterator that the function returned for `message`."""
         async for value in results:
             self._send(value, message, send)
 
@@ -81,7 +81,7 @@ class ResultPublisher:
         send(encoded.topic, encoded.value, key=encoded.key, headers=encoded.headers or None)
 
     def _key(self, message: Message, to: Topic) -> Any:
-        """Return the key of the message in the form that the output's topic takes."""
+        """Return the input message's key for the topic `to`: bytes, unless this topic has a codec for keys."""
         if to.key is None:
             return self._input_keys[message.topic].encode_key(message.key)
         return message.key

@@ -56,7 +56,7 @@ class ServedProcessor(Processor):
         self._ended()
 
     def _hurry(self, at: float) -> None:
-        """Move the deadlines, and cancel an asynchronous function early enough to abort its transaction in time."""
+        """Move the transaction's deadline to `at`, and cancel an asynchronous function in time for an abort by then."""
         super()._hurry(at)
         if self._event_loop is not None:
             self._event_loop.cancel_at(at - 2 * leaving_seconds(self._stop_timeout))

@@ -37,7 +37,7 @@ def codec_for(kind: Any) -> Codec | None:
 
 
 def require_codec(kind: Any, what: str) -> Codec:
-    """Return the codec for values of a type. Raise `InvalidOption` if there is none; `what` is its subject."""
+    """Return the codec for values of a type. Raise `InvalidOption` (its text begins with `what`) if there is none."""
     codec = codec_for(kind)
     if codec is None:
         name = kind.__name__ if isinstance(kind, type) else kind
@@ -46,7 +46,7 @@ def require_codec(kind: Any, what: str) -> Codec:
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the parts of a union, or the one type."""
+    """Return the member types of a union; for any other type, the type itself."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
@@ -91,7 +91,7 @@ def _pydantic(kind: Any) -> Codec:
 
 
 class _ByType:
-    """The codec of topics without one to which functions send: it encodes each value by its type."""
+    """The codec for output topics that have none: it encodes each value by the value's type."""
 
     def encode(self, obj: Any, context: CodecContext) -> bytes:
         kind: Any = type(obj)
@@ -108,12 +108,12 @@ by_type = _ByType()
 
 
 def for_output(topic: Topic) -> Topic:
-    """Return a topic with a codec for values of any suitable type, unless it has a codec."""
+    """Return the topic; if it has no codec, with the one that encodes each value by the value's type."""
     return dataclasses.replace(topic, codec=by_type) if topic.codec is codecs.bytes else topic
 
 
 def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:
-    """Return a topic with a codec by a type, unless it has one; `codecs.json` is replaced by the type's codec."""
+    """Return a topic with the codec of a type if it has none or `codecs.json`; `codec()` returns the type's."""
     if codec is None or topic.codec not in (codecs.bytes, codecs.json):
         return topic
     found = codec()

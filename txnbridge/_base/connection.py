@@ -168,7 +168,7 @@ _parents: list[Broker | None] = []  # brokers of the parent process, kept so tha
 
 
 def exiting() -> bool:
-    """Return whether the interpreter is ending. It then starts no threads."""
+    """Return whether the interpreter is ending, so that it starts no more threads."""
     return _exiting.is_set()
 
 

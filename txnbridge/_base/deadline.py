@@ -9,7 +9,7 @@ from txnbridge.errors import DeadlineExceeded, InvalidOption
 
 
 def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
-    """Raise `InvalidOption` unless the setting `what` is a number of seconds that a thread can wait for."""
+    """Raise `InvalidOption` unless `given`, the setting `what`, is a number of seconds that a thread can wait for."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         shown = type(given).__name__
     elif 0 <= given <= TIMEOUT_MAX and (

@@ -132,14 +132,14 @@ def _is_utf8(text: str) -> bool:
 
 
 def check_place(partition: Any, timestamp: Any) -> int | None:
-    """Return a message's timestamp in milliseconds. Raise `InvalidOption` if it or the partition is none, nor None."""
+    """Return a message's timestamp in milliseconds. Raise `InvalidOption` if it or the partition is invalid."""
     if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
         raise InvalidOption(f"a partition is a whole number, not {type(partition).__name__}")
     return None if timestamp is None else milliseconds(timestamp, "a timestamp")
 
 
 def milliseconds(time: Any, what: str) -> int:
-    """Return a time in milliseconds since 1970. Raise `InvalidOption` for a value that is none."""
+    """Return a time in milliseconds since 1970. Raise `InvalidOption`, which names `what`, for an invalid time."""
     if isinstance(time, datetime):
         if time.tzinfo is None:
             raise InvalidOption(f"{what} needs a time zone: {time!r} may be any place's time")
@@ -219,7 +219,7 @@ class Message(_Fields, Generic[T]):
 
 
 def as_messages(call: str, given: object) -> tuple[Message, ...]:
-    """Return the argument of a call, one message or several, as a tuple. Raise `InvalidOption` for other values."""
+    """Return one message or several, the argument of the call named `call`, as a tuple, or raise `InvalidOption`."""
     if isinstance(given, Message):
         return (given,)
     if isinstance(given, Iterable):

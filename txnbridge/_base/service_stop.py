@@ -16,7 +16,7 @@ _LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 
 
 def leaving_seconds(seconds: float) -> float:
-    """Return the part of a stop's seconds that is kept for the use of force at its end."""
+    """Return how many of the `seconds` allowed for a stop are reserved, at the end, for ending the loop by force."""
     return min(_LEAVING_SECONDS, seconds * _LEAVING_SHARE)
 
 

@@ -56,7 +56,7 @@ class Topic:
             raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
 
     def decode(self, message: Message) -> Message:
-        """Return a message with key and value decoded. Raise `Poison` with the raw message if a codec fails."""
+        """Return a message with key and value decoded. Raise `Poison` with the undecoded message if a codec fails."""
         value, key = message.value, message.key
         try:
             if value is not None:
@@ -102,7 +102,7 @@ class Encoded(NamedTuple):
 
 
 def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, makers: Sequence[Any]) -> Encoded:
-    """Encode a message by the topic's codecs, and add the headers of plug-ins that the message does not have.
+    """Encode a message by the topic's codecs, and add the headers that plug-ins make, unless it has these names.
 
     Raise `InvalidOption` if the message cannot be encoded.
     """
@@ -118,7 +118,7 @@ def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, maker
 
 
 def as_topic(topic: str | Topic) -> Topic:
-    """Return a topic that a user gave by name or as a `Topic` as a `Topic`."""
+    """Return the `Topic` that a user gave by its name or as a `Topic`."""
     if isinstance(topic, Topic):
         return topic
     if isinstance(topic, str):

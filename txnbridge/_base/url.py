@@ -117,7 +117,7 @@ def _failures() -> str:
 def resolve_options(
     declared: Mapping[str, Option], given: Mapping[str, Any], backend: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all of a backend's options with typed values or defaults, and the client library's options.
+    """Return the `declared` options with the `given` values or defaults, and the client library's options.
 
     The names of the client library's options contain a dot. Raise `InvalidOption` for an unknown option (with the
     nearest known name) and for a value of the wrong type.

@@ -102,8 +102,8 @@ class Decisions:
     """One decision log, in which processes claim decisions about ids. Any number of threads may use it.
 
     An id is text, or a tuple of text and numbers such as `("query", "sink", 7, 0)`. For an id that a token carries,
-    calls need the token's `begin`; every other id is judged by all records since the log's birth. If the evidence
-    about an id is gone, every call about it raises `EvidenceLost` instead of claiming or answering.
+    calls need the token's `log` as `begin`; any other id is judged by all records since the log's birth. If the
+    evidence about an id is gone, every call about it raises `EvidenceLost` instead of claiming or answering.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Decisions:
     def ledger(self, id: str, begin: Mapping[str, Any] | None = None, *, made_up: bool = False) -> Ledger:
         """Return a ledger, for a backend: the part of this log about one transactional id.
 
-        `begin` is the `log` of a token about whose transaction the ledger will be asked. `made_up` is True if this
+        If the ledger is for the transaction of a token, `begin` is the token's field `log`. `made_up` is True if this
         process has made the id up for itself, so that no other process opens the id.
         """
         return LogLedger(self._engine, id, begin_of(begin), made_up)

@@ -150,7 +150,7 @@ class Engine:
     def open_behind(self, path: IdPath, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
         """Become the owner of an id if its last owner is still the one named `before` (None: it never had one).
 
-        Return whether this process is the owner now: of several with the same `before` only one is.
+        Return whether this process is the owner now: of several processes with the same `before` only one is.
         """
         newest = self.newest_opening(path, deadline)
         if before != (newest.under.name if newest else None):
@@ -163,7 +163,7 @@ class Engine:
             return state.ids.openings.get(path)
 
     def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Append an opening record; return whether it counts: no other process took the opening's number first."""
+        """Append a record of the opening `under`; return whether it counts: no other process took its number first."""
         fields = {"under": under, "named": named, "host": self.host, "data": data}
         return bool(self.append(Opened, fields, deadline)[1])
 
@@ -278,7 +278,7 @@ class Engine:
         acks: Sequence[Ack],
         deadline: Deadline,
     ) -> CountingClaim:
-        """Return the claim that decides the query's id; append a claim if there is none. See `Decisions.claim`."""
+        """Return the claim that decides the query's id; if there is none, claim `decision` with the data `said`."""
         follower = self.follower_of(query.begin, deadline)
         if known := self.known(query, follower, deadline):
             return known

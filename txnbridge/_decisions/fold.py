@@ -344,7 +344,7 @@ class LogState:
         return body if renewed is None else {**body, "renewed": renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
-        """Return for a snapshot the presence records that are still needed.
+        """Return the presence records that are still needed at the time `now`, as JSON for a snapshot.
 
         Of those that end in the same hour only the oldest is listed, because it decides which records are kept.
         """

@@ -79,10 +79,7 @@ class Follower:
 
     @contextmanager
     def looking(self, deadline: Deadline) -> Iterator[LogState]:
-        """Yield the state by the records read so far; no other thread can change it during the block.
-
-        Nothing is read in the block: a thread that holds the state does not begin to read.
-        """
+        """Yield the conclusions from the records read so far; no thread reads on or changes them in the block."""
         with self._locked(deadline):
             yield self._state
 
@@ -122,7 +119,7 @@ class Follower:
     def _may_read(self, deadline: Deadline, up_to: Position | None) -> bool:
         """Wait for this thread's turn to read; return False if another thread has read enough for it meanwhile.
 
-        Enough is up to `up_to`, or without it up to an end for which the other thread has asked since this one waits.
+        Enough means up to `up_to`, or else up to an end of the log that was asked for while this thread waited.
         """
         begun = self._begun
         while not (self._state.completeness.complete and self._has_read(up_to, begun)):
@@ -204,7 +201,7 @@ class Follower:
         self._read_to_end(deadline)
 
     def _forget(self, cursor: Position) -> None:
-        """Drop from memory the records that only expired transactions could need.
+        """Drop from memory the records that only expired transactions could need, at most those before `cursor`.
 
         A log whose positions count up by one can be read again from any position. So the records that a snapshot
         covered at the last call are dropped even if a transaction can still need them.
@@ -269,7 +266,7 @@ class Follower:
     def _fetch(
         self, first: Position | None, up_to: Position, deadline: Deadline
     ) -> tuple[list[tuple[Position, bytes]] | None, bool]:
-        """Return records up to a position (None if one is gone), and whether there may be more of them."""
+        """Return records from `first` to `up_to` (None if one is gone), and whether there may be more of them."""
         records, size = [], 0
         try:
             for position, raw in self._log.read(first, up_to, deadline):

@@ -110,7 +110,7 @@ class DecisionLogs:
                 self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
-        """Return the id of the database or other broker that has the decision logs; None if the bridge's broker has."""
+        """Return the id of the database or other broker that stores the decision logs; None for the bridge's broker."""
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)
 
 

@@ -121,7 +121,7 @@ class Birth(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Presence(LogRecord):
-    """Only records after this one decide its process's next transactions. Needed until `until` (ms since 1970)."""
+    """Announces a process: only later records decide its next transactions. Needed until `until` (ms since 1970)."""
 
     kind: ClassVar[str] = "presence"
     until: int

@@ -86,7 +86,7 @@ class TokenFold:
     def claim(self, begin: EvidenceBegin, record: Claimed, claim: CountingClaim, covered: Position | None) -> bool:
         """Fold a claim; return whether it counts. The first counting claim on a transaction decides it.
 
-        `covered` is the last position that the snapshots before the claim cover.
+        `begin` is where the transaction's evidence begins, `covered` the last position that earlier snapshots cover.
         """
         acked, transaction = record.acked, (record.id, begin)
         acks_count = acked is None or self._acknowledge(transaction, acked, claim.position, covered)
@@ -122,9 +122,9 @@ class TokenFold:
         return counts
 
     def hold(self, position: Position, record: EntryRecord) -> None:
-        """Note where a prepared transaction acknowledges: a claim of an author that did not know of it is void.
+        """Note the partitions on which a prepared transaction acknowledges, whether or not its record counts.
 
-        As with claims, it does not matter whether the record counts.
+        A later claim of another transaction that acknowledges there is void unless its author had read this record.
         """
         if (prepared := PreparedAcks.of(record)) is not None:
             self._note(((record.transaction,), prepared.begin), prepared.places, position)
@@ -148,7 +148,7 @@ class TokenFold:
         return len(id) == 1 and any(e.about == PREPARE for e in self.entries.get((owner, str(id[0])), ()))
 
     def forget(self, before: Position, covered: Position | None) -> None:
-        """Drop records before the position `before`, but keep claims that the last snapshot does not cover.
+        """Drop records before the position `before`, but keep claims behind `covered`, the end of the last snapshot.
 
         These are needed to judge later claims with acknowledgements.
         """

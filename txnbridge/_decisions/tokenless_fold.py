@@ -25,7 +25,10 @@ from txnbridge._decisions.records import (
 
 @dataclass
 class IdFold:
-    """Owners, claims and groups' positions, for ids without a token. True only if no earlier record was missed."""
+    """The owners of ids, the claims on ids that no token carries, and groups' positions, by a decision log's records.
+
+    These conclusions are proven only if no earlier record of the log was missed.
+    """
 
     openings: Openings = field(default_factory=Openings)
     names: dict[IdPath, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening

@@ -16,7 +16,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
 
 
 class RefusedHalf(OutcomeUnknown):
-    """Raised if half messages are decided and a topic refuses them. Repeating the call at once will not help."""
+    """Raised if a topic refuses half messages that were to be published. Repeating the call at once will not help."""
 
 
 def half_store(connection: Connection) -> HalfStore:

@@ -36,7 +36,7 @@ _MOST_OUTCOMES = 100_000
 
 
 class UndoneHalf:
-    """The state of a half that is neither published nor dropped. Times are milliseconds since 1970. About 200 bytes."""
+    """The state of a half that is neither published nor dropped. Times are ms since 1970. It takes about 200 bytes."""
 
     __slots__ = ("check_at", "checks", "deadline_at", "first", "parked", "parts", "rank", "size")
 
@@ -101,7 +101,7 @@ class LaneIndex:
             self.outcomes.popitem(last=False)
 
     def park(self, transaction: str, reason: str, refusal: Refusal | None) -> None:
-        """Note that a half's check-backs have stopped for a `reason`; that they begin again if it is empty."""
+        """Note that a half's check-backs have stopped for `reason`, or, if it is empty, that they begin again."""
         with self.lock:
             self._park(transaction, reason, refusal)
 
@@ -115,7 +115,7 @@ class LaneIndex:
             each.checks, each.check_at = 0, 0
 
     def refused_since(self, transaction: str) -> int:
-        """Return since when a half is refused: later than any half that was refused before it (ms since 1970)."""
+        """Return since when a half is refused (ms since 1970); if not yet, a time after all earlier refusals."""
         with self.lock:
             if (known := self.refused.get(transaction)) is not None:
                 return known.since
@@ -174,7 +174,7 @@ class LaneIndex:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read_until(self, nonce: str, deadline: Deadline) -> None:
-        """Read up to the record with this nonce, which the caller has just stored, and so all before it."""
+        """Read up to the record with this nonce, which the caller has just stored, and all records before it."""
         self._awaited = nonce
         while self._awaited:
             deadline.check(f"reading {self._partition[0]!r}")

@@ -88,7 +88,7 @@ class Lane:
         self._trim_at = 0.0
 
     def open(self, deadline: Deadline) -> str:
-        """Fence the lane's former holder, and read which halves are not ended; return the nonce of a heartbeat."""
+        """Fence the lane's former holder, and read which halves are not ended; return its heartbeat's nonce."""
         with self._connection.events.step("half.open", None, lane=self.topic) as found:
             self._writers.open(deadline)
             nonce = self.read(deadline)
@@ -98,7 +98,7 @@ class Lane:
         return nonce
 
     def read(self, deadline: Deadline) -> str:
-        """Store a heartbeat, and read everything that was stored before it; return its nonce."""
+        """Store a heartbeat, and read everything that was stored before it; return the heartbeat's nonce."""
         nonce = random_name(8)
         self.beat(0.0, deadline, nonce)
         self.index.read_until(nonce, deadline)
@@ -148,7 +148,7 @@ class Lane:
         self._append([Beat(nonce, seconds).record()], deadline)
 
     def _announce(self, messages: Sequence[HalfMessage], deadline: Deadline) -> None:
-        """Store how long a large transaction may take, so that nobody takes this process for dead meanwhile."""
+        """Store how long a large transaction may take, so that no resolver takes this process for dead meanwhile."""
         size = sum(len(message.value or b"") for message in messages)
         if len(messages) > _LARGE_MESSAGES or size > _LARGE_BYTES:
             self.beat(deadline.left(), deadline)
@@ -248,7 +248,7 @@ class Lane:
         self.park(id, reason, deadline, refusal)
 
     def park(self, id: str, reason: str, deadline: Deadline, refusal: Refusal | None = None) -> None:
-        """Stop a half's check-backs for a `reason`, until an administrator acts; restart them if it is empty."""
+        """Stop a half's check-backs for a `reason`, until an administrator acts; restart them if `reason` is empty."""
         with self._connection.events.step("half.park", id, lane=self.topic, reason=reason):
             self._append([HalfParked(id, reason, refusal).record()], deadline)
         self.index.park(id, reason, refusal)
@@ -324,7 +324,7 @@ class Lane:
 
     @property
     def waits(self) -> bool:
-        """Whether a half waits for its end and is not parked, so that other processes must know that this one lives."""
+        """Whether a half waits for its end and is not parked: then other processes must see that this process lives."""
         undone = self.index.undone
         return any(not each.parked for each in list(undone.values())[:_BATCH]) or len(undone) > _BATCH
 
@@ -342,7 +342,7 @@ class Lane:
     def remove_old(self, deadline: Deadline) -> None:
         """Remove old records of the lane's topic, at intervals: those before the oldest half that is not ended.
 
-        Nothing is read for that if all halves that were there at the last call are ended by now.
+        Nothing is read for that if all halves that were in the lane at the last call have ended.
         """
         if (now := time.monotonic()) <= self._trim_at:
             return
@@ -374,7 +374,7 @@ class Lane:
             _log.warning("records of done half messages in %r could not be deleted: %s", self.topic, error)
 
     def _store_again(self, deadline: Deadline) -> None:
-        """Store the oldest halves that have not ended at the topic's end again, so that old records can be removed."""
+        """Store the oldest halves that are not ended once more, behind all records, so that old ones can be removed."""
         known = sorted((each.first, id, each.size) for id, each in list(self.index.undone.items()) if each.first)
         sizes = accumulate(size for *_, size in known)
         ids = [id for (_, id, size), total in zip(known[:_BATCH], sizes, strict=False) if total - size < _BATCH_BYTES]

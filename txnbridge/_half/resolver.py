@@ -124,7 +124,7 @@ class Resolver(Service):
             return self._store.checks(self._group, limit, Deadline(_WAIT_SECONDS))
 
     def _tend(self) -> list[Half]:
-        """Wait for a running check to end, and let the half store do its regular work meanwhile; return no half."""
+        """Wait for a check to end, and let the half store do its regular work meanwhile; return an empty list."""
         with self._connection.call():
             self._store.tend(self._group, self._connection.deadline())
         with self._changed:

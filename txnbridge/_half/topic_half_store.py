@@ -138,7 +138,7 @@ class LaneStore(HalfStore):
 
 @dataclass
 class _Seen:
-    """A lane, a topic of half messages, as a resolver sees it: since when nothing is stored, and if all have ended."""
+    """A lane, a topic of half messages, as a resolver sees it: since when it is unchanged, and if all have ended."""
 
     end: Position
     since: float
@@ -166,7 +166,7 @@ class LaneGroup:
     # --- the list of lanes ------------------------------------------------------------------------------------------
 
     def topic(self, number: int) -> str:
-        """Return the name of a lane's topic, which is its transactional id. Any two lanes have different names."""
+        """Return the name of lane `number`: its topic and transactional id. Any two lanes have different names."""
         name = f"{_PREFIX}{_escaped(self._application)}.{_escaped(self._group)}.{number}"
         return self._connection.broker.admin.internal_name(name)
 
@@ -217,7 +217,7 @@ class LaneGroup:
                 return number, name
 
     def _topic_id(self, number: int, deadline: Deadline) -> str:
-        """Create the topic that stores a lane's half messages, unless it exists; return its id."""
+        """Create the topic for the half messages of lane `number`, unless it exists; return the topic's id."""
         admin, topic = self._connection.broker.admin, self.topic(number)
         admin.create_internal_topic(topic, deadline)
         return admin.topic_ids([topic], deadline).get(topic, "")
@@ -245,7 +245,7 @@ class LaneGroup:
                 self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Open a lane unless this process has opened it; return it. The thread has the lock `_opening`."""
+        """Return lane `number`; open it first unless this process has done so. The thread has the lock `_opening`."""
         while (lane := self._held(number, name)) is None:
             id, listed = self._topic_id(number, deadline), self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:
@@ -269,7 +269,7 @@ class LaneGroup:
     def _check_complete(
         self, number: int, name: str, id: str, index: LaneIndex, nonce: str, deadline: Deadline
     ) -> None:
-        """Log an error if somebody else has deleted a lane's topic, or records that its holders had kept there."""
+        """Log an error if a lane's topic, or records in it that no holder removes, have been deleted."""
         listed = self._listed(deadline)[number]  # the present one: the holder before may have removed records meanwhile
         renewed = id != listed["id"]
         lost = listed["kept"] and (renewed or listed["kept"] not in index.nonces)
@@ -319,7 +319,7 @@ class LaneGroup:
                 return outcome
 
     def _remove_old(self, lane: Lane, deadline: Deadline) -> None:
-        """Remove old records in a process without a resolver, such as one that uses an `AsyncSession`."""
+        """Remove old records of a lane in a process without a resolver, such as one that uses an `AsyncSession`."""
         held: list[bool] = []
         try:
             if Deadline(0).acquire(self._turn, held):
@@ -461,7 +461,7 @@ class LaneGroup:
         return found
 
     def late(self, deadline: Deadline) -> int:
-        """Return the number of halves whose check-back is late, by more than a takeover of their lane takes."""
+        """Return how many halves wait for a check-back for longer than a takeover of their lane takes."""
         before = (time.time() - 4 * self._connection.timing.lane_takeover) * 1000
         count = 0
         for _, _, index in self._indexes(deadline):

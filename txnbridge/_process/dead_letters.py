@@ -20,7 +20,7 @@ class DeadLetters:
     def __init__(
         self, topic: str | None, group: str, max_in_a_row: int | None, attempts: Callable[[Message], int]
     ) -> None:
-        """`attempts` returns how often the handler was tried with a delivered message that is set aside."""
+        """Raise `InvalidOption` for a negative `max_in_a_row`. `attempts` returns how often a message was tried."""
         if max_in_a_row is not None and max_in_a_row < 0:
             raise InvalidOption("max_dead_letters_in_a_row must be at least 0, or None for no limit")
         self.topic = topic

@@ -67,14 +67,14 @@ class FailurePolicy:
         return error is self._of_handler or isinstance(error, _PASSING)
 
     def raise_unless_undecodable(self, poison: errors.Poison) -> None:
-        """Raise the codec's original error if it does not show a bad message (say, a schema registry is down)."""
+        """Raise the codec's error that caused `poison` if the message is not to blame (a schema registry is down)."""
         cause = poison.__cause__
         if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
             self._of_handler = cause
             raise cause from None
 
     def raise_unless_set_aside(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
-        """Return if a message is set aside for the handler's error: as poison, or because no attempt is left.
+        """Return if a message is to be set aside for the handler's error: it is poison, or no attempt is left.
 
         Otherwise raise the error again. `tried` are the messages that the handler was called with. Call this in an
         `except` clause.
@@ -99,7 +99,7 @@ class FailurePolicy:
         return not self.is_poison(error) and not _is_from_broker(error, txn)
 
     def _is_last_attempt(self, tried: Sequence[Message]) -> bool:
-        """Count a failed attempt of each message; return whether a message has reached `max_attempts`."""
+        """Count a failed attempt of each message in `tried`; return whether one has reached `max_attempts`."""
         if self._max_attempts is None:
             return False
         for message in tried:

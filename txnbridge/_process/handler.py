@@ -26,7 +26,7 @@ MakeContext = Callable[[Sequence[Message], str], AbstractContextManager[object]]
 def call_inside(
     makers: Sequence[MakeContext], messages: Sequence[Message], group: str, handler: Callable[..., object], *args: Any
 ) -> None:
-    """Call a handler of messages inside the context managers that plug-ins make; only log errors of plug-ins."""
+    """Call a handler of messages inside the context managers that `makers` return; only log plug-ins' errors."""
     entered: list[AbstractContextManager[object]] = []
     for make in makers:
         try:

@@ -42,7 +42,7 @@ class ProcessorInputs:
         group: str,
         start: str | int | datetime,
     ) -> None:
-        """Join the groups. Raise `NotFound` for a missing topic that may not be created."""
+        """Join `group`, and the group for `retry_topics`. Raise `NotFound` if a missing topic may not be created."""
         self._timeout = consumers.connection.timeout
         self._without_partition = consumers.connection.timing.without_partition
         self._retries: RetryConsumer | None = None
@@ -126,7 +126,7 @@ class ProcessorInputs:
         return sum(lag.values()) if lag else None
 
     def is_all_read(self, lag: int | None, timeout: float) -> bool:
-        """Return whether all messages are read that may be processed now: messages that are not due may be unread.
+        """Return whether all messages of the inputs, and all messages of the retry topics that are due, are read.
 
         `lag` is the present lag of the inputs. While a consumer has no partition, the lag of its whole group counts.
         """

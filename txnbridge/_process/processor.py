@@ -74,7 +74,7 @@ class ProcessorStats(NamedTuple):
 
 
 class _TimeToPoll(Exception):
-    """Raised if slow messages are left of a batch: some brokers take a group's member that does not poll for dead."""
+    """Raised to poll before the rest of a slow batch: some brokers expel a group's member that polls too rarely."""
 
 
 class _FailedBehind(Exception):
@@ -450,7 +450,7 @@ class Processor(ConnectionUser):
     # --- one pass -------------------------------------------------------------------------------------------------
 
     def _pass(self, until_idle: bool) -> bool:
-        """Poll once and process the batch. Return True to end the loop: a stop was asked for, or all is read."""
+        """Poll once and process the batch. Return True to end the loop: by a stop, or `until_idle` if all is read."""
         if self._stop.asked:
             return True
         assert self._inputs is not None
@@ -604,7 +604,7 @@ class Processor(ConnectionUser):
         return self._dead_letters.send(items, txn)
 
     def _attempts_at(self, delivered: Message) -> int:
-        """Return how often the handler was tried with a message that is set aside, here and before earlier waits."""
+        """Return how often the handler was tried with a message set aside now, with the tries before earlier waits."""
         return self._retries.attempts(delivered) + self._failures + 1
 
     def _handle(self, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
@@ -649,7 +649,7 @@ class Processor(ConnectionUser):
         return items.first(done)
 
     def _judge(self, error: Exception, items: PolledBatch, index: int, txn: PassTransaction, first: bool) -> None:
-        """Mark the message for which the handler has failed. Raise the error if it is not set aside for that.
+        """Mark the message for which the handler has failed. Raise the error unless the message is to be set aside.
 
         `first`: whether the handler was called for no message before it in this transaction.
         """
@@ -724,7 +724,7 @@ class Processor(ConnectionUser):
 
 
 def _check_takes_two(setting: str, handler: Any) -> None:
-    """Raise `InvalidOption` if a handler cannot be called with a message (or a batch) and a transaction."""
+    """Raise `InvalidOption` if a handler, given as `setting`, is asynchronous or does not take two arguments."""
     called = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
         raise errors.InvalidOption(

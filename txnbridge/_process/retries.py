@@ -67,7 +67,7 @@ def retry_group(group: str) -> str:
 
 
 def waiting_headers(number: int, delay: float) -> list[tuple[str, bytes | None]]:
-    """Return the headers for the number of a message's retry, and the time it is due, if its wait begins now."""
+    """Return the headers with the number of a message's retry, and the time it is due: in `delay` seconds."""
     return [(PREFIX + "number", b"%d" % number), (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000))]
 
 

@@ -44,14 +44,14 @@ class WaitingTopic:
 
 
 def waiting_topics(bridge: Bridge, group: str | None = None) -> list[WaitingTopic]:
-    """Return the retry topics, of one group or of all, with what waits in them."""
+    """Return the retry topics, of one group or of all, with the counts of messages that wait in each."""
     return [_waiting_topic(bridge, *found) for found in _retry_topics(bridge, group)]
 
 
 def shortest_retry_topic(bridge: Bridge, group: str) -> str:
     """Return the retry topic of a group that has the shortest delay. Raise `NotFound` if the group has none.
 
-    If the group has members now, it is one that they read: a topic whose delay was taken out of `retry=` is left out.
+    While the group has members, only topics that they read count, not one whose delay was taken out of `retry=`.
     """
     found = _retry_topics(bridge, group)
     if bridge.capabilities[Capability.GROUP_ADMIN]:

@@ -392,7 +392,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Look up unknown outcomes of transactions, for `timeout` seconds at most; then redeliver what has to be."""
+        """Look up unknown outcomes of transactions, for `timeout` seconds; then have the reader redeliver messages."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))

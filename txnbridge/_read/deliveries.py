@@ -132,7 +132,7 @@ class Assignment:
         return [message for message in messages if not self._passed_over.get(message.position)]
 
     def has_come_to(self, last: Position) -> None:
-        """Note that the reader has passed a position: acknowledged messages before it are not fetched once more."""
+        """Note that the reader has read up to `last`, so no acknowledged message up to there is fetched once more."""
         self._passed_over = {position: over for position, over in self._passed_over.items() if position > last}
 
     def forget(self) -> None:
@@ -263,7 +263,7 @@ class Deliveries:
         self.set_aside(dict.fromkeys(partitions, ()))
 
     def set_aside(self, since: Mapping[Partition, Position]) -> None:
-        """Keep fetched messages from the program: in these partitions, those from the given position on."""
+        """Keep fetched messages from the program: for each partition in `since`, those from its position on."""
 
         def is_chosen(message: Message) -> bool:
             at = since.get((message.topic, message.partition))
@@ -318,7 +318,7 @@ class Deliveries:
         """Apply a transaction's outcome to the messages that it holds.
 
         Committed: forget them. Aborted: deliver them again. Unknown: keep them held until `found`. Prepared: forget
-        them, or have the reader wait there for the outcome.
+        them, or have the reader wait at them for the outcome.
         """
         with self.lock:
             if state is State.UNKNOWN and token is not None:
@@ -386,7 +386,7 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """Have the reader go back to `positions`, where it was before a seek that failed: it may have been moved."""
+        """Have the reader go back to `positions`, where it was before a seek that failed and perhaps moved it."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():
@@ -417,7 +417,7 @@ class Deliveries:
             return {assignment: sorted(assignment.back) for assignment in returning}
 
     def gone_back(self, returned: Mapping[Assignment, Sequence[Position]]) -> None:
-        """Note that the reader delivers the messages at these positions again."""
+        """Note that the reader will deliver again the messages that `going_back` has returned."""
         with self.lock:
             for assignment, positions in returned.items():
                 if self.individual:

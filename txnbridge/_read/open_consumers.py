@@ -109,7 +109,7 @@ def _close(consumer: ClosableConsumer, polls: Deadline, deadline: Deadline) -> N
 
 
 def _close_dropped(consumers_of: Callable[[], Consumers | None], dropped: SimpleQueue[Reader | None]) -> None:
-    """Close readers of garbage-collected consumers, so that other members get their partitions; runs in a thread."""
+    """Close the readers in `dropped`, so that other members get their partitions; runs in a thread until a None."""
     while (reader := dropped.get()) is not None:
         if (consumers := consumers_of()) is not None:
             close_logging_errors(consumers.close_dropped, reader)

@@ -188,7 +188,7 @@ class GroupCommit:
                 member.end(shared, error)
 
     def _gather(self, first: Member, members: list[Member]) -> None:
-        """Add transactions that wait for their commit to a batch, in their order, while there is room."""
+        """Add waiting transactions, in their order from `first` on, to the batch `members`, while it has room."""
         messages, size = self._batch_messages, self._batch_bytes
         member: Member | None = first
         with suppress(Empty):
@@ -215,7 +215,7 @@ class GroupCommit:
 
 
 def _commit_batches(reference: weakref.ref[GroupCommit], joined: SimpleQueue[Member | None], role: list[None]) -> None:
-    """Commit batches until the bridge is closed or idle, unless another thread does that already."""
+    """Commit batches until the bridge is closed or idle, unless another thread has the only entry of `role`."""
     while True:
         try:
             role.pop()
@@ -278,7 +278,7 @@ class SharedTransaction(Transaction):
 
 
 class _Quick(dict[Any, Callable[..., object]]):
-    """The quick way to send, by topic, in a transaction that shares its commit: empty until it has its own writer."""
+    """Maps a topic to the `quick` call of a member's own writer; empty until the transaction has such a writer."""
 
     __slots__ = ("_member",)
 
@@ -455,7 +455,7 @@ class Member(TakenWriter, Writer):
         return not (late or self._withdrawn or self._writers.loses_answers)
 
     def join_from_loop(self, on_end: Callable[[], object]) -> bool:
-        """Join the next batch, whose end calls `on_end` in its thread; return False if `commit` has to do that.
+        """Join the next batch, whose end calls `on_end` in its thread; return False if `commit` has to be called.
 
         Then `commit` only waits for that end. An event loop may call this.
         """
@@ -479,7 +479,7 @@ class Member(TakenWriter, Writer):
         return self._over and self._shared is not None and self._shared.state is State.COMMITTED
 
     def _commit_in_batch(self, deadline: Deadline) -> bool:
-        """Return whether the transaction was committed; False if it has to be committed alone.
+        """Commit in a batch. Return whether this is done; False if the transaction has to be committed alone.
 
         Raise `OutcomeUnknown` or `Fenced` if this is true for all members of the batch, and `DeadlineExceeded` if the
         deadline passes before the batch begins.
@@ -546,7 +546,7 @@ class Member(TakenWriter, Writer):
 
 
 def _size(headers: RawHeaders) -> int:
-    """Return the size of headers that every broker takes; more than any limit for others."""
+    """Return the size of the headers, or, if some broker may refuse them, a number above every limit."""
     names = {name for name, _ in headers}
     if len(names) < len(headers) or "" in names:
         return 1 << 62

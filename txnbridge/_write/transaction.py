@@ -396,7 +396,7 @@ class Transaction(ConnectionUser):
     def _commit_from_loop(self, on_end: Callable[[], object]) -> bool:
         """Begin a commit that needs no thread of the caller; return False if `commit` has to be called in a thread.
 
-        `on_end()` is called in another thread when it has ended. Then `commit`, or the end of the block, finishes it;
+        `on_end()` is called in another thread at its end. Then `commit`, or the end of the block, completes the call;
         if `_taken.is_committed`, that needs memory only.
         """
         plain = self._state is _OPEN and not (self._events.wants("commit") or self._prepare or self._lent)
@@ -479,7 +479,7 @@ class Transaction(ConnectionUser):
                 self._tell_end(asked_at)
 
     def _tell_end(self, asked_at: float) -> None:
-        """Emit the event of the transaction's end, once."""
+        """Emit the event of the transaction's end, once; its end was requested at the monotonic time `asked_at`."""
         now, began_at = time.monotonic(), self._began_at
         assert began_at is not None
         self._began_at = None

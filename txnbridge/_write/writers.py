@@ -136,7 +136,7 @@ class Writers:
                 )
 
     def _give_back(self, taken: TakenWriter, sound: bool) -> None:
-        """Return the writer to the pool, or close it if it is for preparing or the pool is closed. Free the place."""
+        """Return a writer to the pool, or close it if it was for preparing or the pool is closed; release the place."""
         writer = taken.writer
         if writer is not None:
             with self._guard:
@@ -167,7 +167,7 @@ class Writers:
         return bool(self._abandoned)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
-        """Abort transactions kept by `_leave_behind`, which cannot abort, because its thread may hold locks."""
+        """Abort the transactions that `_leave_behind` has kept, because the garbage collector must take no lock."""
         connection = self._connection
         while True:
             try:
@@ -228,7 +228,7 @@ class TakenWriter:
         return False
 
     def join_from_loop(self, on_end: Callable[[], object]) -> bool:
-        """Begin a commit that an event loop waits for; return False if only `commit` can commit the transaction."""
+        """Begin a commit, whose end calls `on_end`; return False if only `commit` can commit the transaction."""
         return False
 
     def withdraw(self) -> bool:

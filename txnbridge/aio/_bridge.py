@@ -185,7 +185,7 @@ class Bridge(ClosedByBlock):
         return Transaction(sync, self._waiting)
 
     async def _begun(self, gathered: txnbridge.Transaction) -> Transaction:
-        """Return a transaction whose messages wait in memory, unless the task is cancelled."""
+        """Return the task's `Transaction` for one that waits in memory; abort that one if the task is cancelled."""
         try:
             await anyio.lowlevel.checkpoint()
         except BaseException:
@@ -326,7 +326,7 @@ class Bridge(ClosedByBlock):
         return Relay(relay)
 
     async def _run(self, _: str, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
-        """Call a function that asks the broker, and waits for no writer, in a thread."""
+        """Call `function`, which needs no writer, in a thread; `undo` undoes it for a task that was cancelled."""
         return await self._asking.run(Call(function, undo=undo), self._timeout)
 
     # --- closing --------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Bridge(ClosedByBlock):
         """Refuse new calls, wait for running ones, abort unfinished transactions, leave all groups, and disconnect.
 
         Calls that go on in their threads, because their tasks were cancelled, are waited for like others. Prepared
-        transactions stay prepared. Closing takes at most the bridge's timeout; a cancelled one goes on in its thread.
+        transactions stay prepared. Closing takes at most the bridge's timeout; a cancelled call ends in its thread.
         Safe to repeat.
         """
         await Call(self._sync.close, must_run=True).run()

@@ -74,7 +74,7 @@ class Call(Generic[R]):
 
     @property
     def is_done(self) -> bool:
-        """True if the function, with `undo`, has ended; if it never runs, then as soon as the previous call is done."""
+        """True once the function has ended, and `undo` too; or, if it never runs, once the previous call is done."""
         return not self._done.locked() and (self._previous is None or self._previous.is_done)
 
     async def run(self, previous: Call[Any] | None = None) -> R:
@@ -179,7 +179,7 @@ def _in_background(function: Callable[[], object]) -> None:
 
 
 def _this_loop() -> Any:
-    """Return the event loop of this task: that of asyncio, or the token of Trio's."""
+    """Return the event loop of this task: asyncio's loop, or Trio's token for its loop."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -201,7 +201,7 @@ def teller(event: anyio.Event) -> Callable[[], None]:
 
 
 def _no_limit() -> CapacityLimiter:
-    """Return this event loop's limiter for threads that are not limited."""
+    """Return this event loop's limiter without a limit, for calls whose threads are not limited."""
     loop = _this_loop()
     if loop not in _unlimited:
         _unlimited[loop] = CapacityLimiter(float("inf"))
@@ -219,7 +219,7 @@ def _removed(entry: list[None]) -> bool:
 class OneCall:
     """Runs the calls on one object, such as a transaction: one after the other, each in a worker thread.
 
-    A call waits for the end of an earlier one whose task was cancelled.
+    If an earlier call runs on although its task was cancelled, a call first waits for its end.
     """
 
     def __init__(self, name: str) -> None:
@@ -250,10 +250,10 @@ class OneCall:
                 self._last = previous
 
     async def run(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:
-        """Run a call, if necessary after another task's call.
+        """Run a call in a worker thread, after the object's previous call has ended; return its result.
 
-        With `threads` the call runs in one of them, or, if none becomes free in `seconds`, in another thread, where it
-        fails at its own deadline.
+        With `threads`, the call takes one of these threads. If none becomes free within `seconds`, it runs in an extra
+        thread, so that it raises its own error at its deadline.
         """
         self._called = True
         try:
@@ -337,7 +337,7 @@ class Threads:
 
 
 class _Delegating(Protocol):
-    """A class whose methods call those of a synchronous object."""
+    """A class whose methods call the methods of a synchronous object."""
 
     _sync: Any
 
@@ -373,7 +373,7 @@ B = TypeVar("B", bound=Block)
 
 
 class ClosedByBlock:
-    """Base of the objects that the end of an `async with` block closes; a cancelled task waits for that."""
+    """Base of objects that are closed at the end of an `async with` block, even if the task is cancelled."""
 
     async def close(self) -> None:
         raise NotImplementedError

@@ -80,7 +80,7 @@ class Consumer(ClosedByBlock):
     async def _read(self, read: Callable[[Callable[[], bool]], Batch]) -> Batch:
         """Call `read` in a thread, with a function that returns whether this task was cancelled; return its batch.
 
-        A batch that the task does not get comes again (hazard H111).
+        If the task is cancelled before it has the batch, the next call returns the batch again (hazard H111).
         """
         call = Call(lambda: read(lambda: call.runs_behind))
         self._calls.refuse_beside_another("poll")
@@ -110,7 +110,7 @@ class Consumer(ClosedByBlock):
     async def close(self, timeout: float | None = None) -> None:
         """Leave the group: other members take over at once, and get the unacknowledged messages.
 
-        Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled one goes on in its thread.
+        Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled call ends in its thread.
         """
         await self._calls.run(Call(partial(self._sync.close, timeout), must_run=True))
 

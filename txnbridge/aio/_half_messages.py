@@ -62,7 +62,7 @@ class HalfTransaction:
         return await self._calls.run(Call(function))
 
     async def settle(self) -> Outcome | None:
-        """Wait for an end that goes on in its thread because its task was cancelled; return the outcome."""
+        """Wait until the transaction has ended in its thread, after its task was cancelled; return the outcome."""
         await self._calls.run(Call(lambda: None))
         return self.outcome
 

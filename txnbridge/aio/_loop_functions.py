@@ -63,7 +63,7 @@ class LoopFunctions:
         return cast(R, result)
 
     def _result(self, future: Future[R]) -> R:
-        """Wait for a result. A function that a thread asks for while the block ends may never be run."""
+        """Return a function's result once it has one. Raise `CancelledError` if the block ends without running it."""
         while not self._ended:
             with suppress(FutureTimeout):
                 return future.result(_LOOK_SECONDS)

@@ -20,12 +20,12 @@ OnBatch = Callable[[Batch, Transaction], Awaitable[object]]
 
 
 class LoopProcessor(txnbridge.Processor):
-    """The processor in the thread, whose handler runs on the event loop."""
+    """A processor whose loop runs in a thread, and whose handler runs on the event loop."""
 
     functions: LoopFunctions
 
     def _hurry(self, at: float) -> None:
-        """Move the deadlines, and cancel the handler early enough to abort its transaction in time."""
+        """Move the transaction's deadline to `at`, and cancel the handler in time for an abort by then."""
         super()._hurry(at)
         self.functions.cancel_at(at - 2 * leaving_seconds(self._stop_timeout))
 
@@ -61,7 +61,7 @@ class Processor(LoopService):
         self._sync.functions = functions
 
     def _on_loop(self, setting: str, handler: Callable[..., Awaitable[object]]) -> Callable[[Any, Any], object]:
-        """Return the handler in the form that a processor takes in its thread."""
+        """Return a synchronous handler, for the processor's thread, which runs `handler` on the event loop."""
         require_async(setting, handler)
 
         def handle(input: Any, sync: txnbridge.Transaction) -> object:

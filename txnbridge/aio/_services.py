@@ -48,7 +48,7 @@ class LoopService:
         """Prepare the work; raise an error if that is not possible."""
 
     def _work(self, until_idle: bool) -> None:
-        """Work until `stop`; runs in a thread."""
+        """Work until `stop`; a processor with `until_idle` until all is read. Runs in a thread."""
         raise NotImplementedError
 
     def stop(self) -> None:

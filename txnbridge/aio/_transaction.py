@@ -32,7 +32,7 @@ class Transaction:
     block, also a cancellation, aborts it, and `raise Abort` aborts it without an exception outside the block.
 
     If a task is cancelled while its commit runs, the commit goes on in its thread. Until its end `outcome` is UNKNOWN,
-    then it is the true one; `settle` waits for that.
+    then the true outcome; `settle` waits for this end.
     """
 
     def __init__(self, sync: txnbridge.Transaction, threads: Threads) -> None:
@@ -199,7 +199,7 @@ class Transaction:
             await self._run_end(call, *self._limit())
 
     async def _is_committed_by_batch(self, call: Call[Any]) -> bool:
-        """Join a batch and wait for its end; return whether it was committed, False also if there is no batch.
+        """Join a batch of group commit and wait for its end; return whether it was committed, False without a batch.
 
         If the task is cancelled, and the batch has begun, `call` goes on in a thread.
         """

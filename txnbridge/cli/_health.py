@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 
 def health(good: bool, document: dict[str, Any]) -> Answer:
-    """Return the answer to a check: the status 200 for yes, 503 for no, and the JSON document that says why."""
+    """Return the answer to a health check: status 200 if `good`, otherwise 503, with `document` as JSON."""
     return Answer(200 if good else 503, "application/json", json.dumps(document).encode() + b"\n")
 
 

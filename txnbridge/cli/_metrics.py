@@ -16,12 +16,12 @@ def to_json(families: Iterable[Family]) -> list[Any]:
 
 
 def from_json(document: list[Any]) -> list[Family]:
-    """Return the metrics that `to_json` has written."""
+    """Return the metrics from a document that `to_json` has made."""
     return [Family(name, {tuple(labels.items()): value for labels, value in samples}) for name, samples in document]
 
 
 def of_ended(documents: Iterable[list[Any]]) -> list[Any]:
-    """Return the metrics to keep of ended processes: the sums of their counters and histograms."""
+    """Return the metrics to keep after processes have ended: the sums of their counters and histograms."""
     return to_json(each for each in merged(map(from_json, documents)) if each.definition.kind != "gauge")
 
 

@@ -143,7 +143,7 @@ class WorkerSupervisor:
             _log.error("%s could not be started (%s); it is tried again in %.1f s", worker, error, worker.start_later())
 
     def _is_final(self, code: int) -> bool:
-        """Return whether a worker that ended with this exit code would end so again."""
+        """Return whether a worker that ended with this exit code would end with it again, so it is not restarted."""
         if self._reload and code == ExitCode.USAGE:
             return True
         return code == ExitCode.FAILED or (code in _NOT_STARTED and not self._was_ready)
@@ -217,7 +217,7 @@ class Worker:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The last status that the process has told; not ready if it hangs."""
+        """The last status that the process has sent; if it hangs, a status that is not ready."""
         pid = self._process.pid if self._process and self.runs else None
         told = self._told if pid and not self.is_silent else {}
         return {"worker": self.number, "pid": pid, "ready": False, "functions": {}, **told}
@@ -300,7 +300,7 @@ class Worker:
 
 
 def _pipe(opened: ExitStack) -> tuple[int, int]:
-    """Return the ends of a new pipe, which the stack closes."""
+    """Return the reading and the writing end of a new pipe, which `opened` closes."""
     ends = os.pipe()
     for end in ends:
         opened.callback(os.close, end)

@@ -56,8 +56,8 @@ class WorkerProcess:
     def run(self, app: App) -> int:
         """Run the application until it is stopped; return the exit code, by which the supervisor knows what to do.
 
-        OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start.
-        USAGE: it is refused.
+        OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start
+        now. USAGE: it can never start, because it is used wrongly.
         """
         self._app = app
         if self._metrics is not None:
@@ -89,7 +89,7 @@ class WorkerProcess:
             line = line[os.write(self._status, line) :]
 
     def _watch_broker(self, app: App) -> None:
-        """Let the first worker ask the broker for what all of them would see there."""
+        """Measure the broker in the first worker only, because every worker would get the same numbers."""
         if self._metrics is not None and self._number == 1 and not self._watches and app._running:
             with suppress(InvalidState):  # the application has just ended
                 self._metrics.watch(app.bridge)
@@ -109,7 +109,7 @@ class WorkerProcess:
                 self._app._stop_all()
 
     def _abort(self, app: App) -> None:
-        """Send this process the signals after which the application aborts: two, or the second one."""
+        """Send this process stop signals, until it has got two in all: with the second the application aborts."""
         stop = app._stop  # the main thread may be closing the application
         if stop is not None and stop.signalled is None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -118,7 +118,7 @@ class WorkerProcess:
 
 
 def start_code(error: Exception) -> ExitCode:
-    """Return the exit code of an application that could not start."""
+    """Return the exit code of an application that could not start: USAGE if it never can, else UNAVAILABLE."""
     # A missing topic is no fault of the application: it may be created while the service manager tries again.
     refused = isinstance(error, UsageError) and not isinstance(error, NotFound)
     return ExitCode.USAGE if refused else ExitCode.UNAVAILABLE

@@ -79,7 +79,7 @@ def _makes_processors(found: Any) -> bool:
 
 
 def _given(option: str) -> Any:
-    """Return the value of an option that stands on the command line; None if it does not, or in the environment."""
+    """Return an option's value if it is on the command line; None if it is a default or from the environment."""
     ctx = click.get_current_context()
     return ctx.params[option] if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE else None
 

@@ -30,7 +30,7 @@ _MOST_ROWS = 12
 def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None:
     """Show groups with their lag, open and prepared transactions, and the doctor's findings, until Ctrl-C.
 
-    The last line names the lists that the broker does not have.
+    The last line names the parts of this view that the broker cannot give.
     """
     if cli.json and not once:
         raise click.UsageError("--json goes with --once")
@@ -103,7 +103,7 @@ class Watch:
 
 
 def _rates(before: BrokerState, now: BrokerState) -> dict[str, float]:
-    """Return how many messages each group has acknowledged a second, where positions are plain numbers."""
+    """Return the messages per second that each group acknowledged between two looks, if positions are numbers."""
     found = {}
     old = {group.name: group.positions for group in before.groups}
     for group in now.groups:

@@ -272,7 +272,7 @@ def database_id(connection: sa.Connection) -> str:
 
 
 def begin_guarded(connection: sa.Connection) -> None:
-    """Begin the transaction now, inside the begun transaction of SQLAlchemy; see `require_not_ended`.
+    """Begin the transaction now, with a savepoint by which `require_not_ended` recognises it later.
 
     Python's sqlite3 begins a transaction only at the first change, and a savepoint before that would commit.
     """
@@ -302,7 +302,7 @@ def require_not_ended(connection: sa.Connection) -> None:
 
 @contextmanager
 def lock_timeout(connection: sa.Connection, seconds: float) -> Iterator[None]:
-    """Let the block's statements, the first of a transaction, wait for locks only so long; see `is_locked`."""
+    """Let the block's statements wait at most `seconds` for a lock; the block must begin the transaction."""
     if connection.dialect.name != "sqlite":
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(seconds * 1000)}ms'")
         yield
@@ -396,7 +396,7 @@ def own(error: exc.SQLAlchemyError) -> BaseException:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether an error says that the database fails, and nothing about what was written."""
+    """Return whether an error says that the database itself fails, not that it refuses what was written."""
     state = state_of(error)
     if state and state != "HY000":  # MariaDB's for all other errors
         return state.startswith(_FAILURE_CLASSES)
@@ -406,8 +406,8 @@ def is_failure(error: BaseException) -> bool:
 def refuses_commit(error: exc.DBAPIError) -> bool:
     """Return whether a failed commit certainly did not happen, because of what was written.
 
-    A constraint is violated that the database checks only at the commit, or a trigger has failed then. PostgreSQL
-    answers so before it commits.
+    This happens if a constraint that the database checks only at the commit is violated, or if a trigger fails at
+    the commit. PostgreSQL returns these errors before it commits.
     """
     if isinstance(error, exc.IntegrityError):
         return True

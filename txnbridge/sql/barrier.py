@@ -86,8 +86,8 @@ _r = _rows.c
 class BarrierTable:
     """Reads and writes the barrier rows of one group: COMMIT or ABORT of a database transaction with messages.
 
-    The group's half messages have the name of the group and the database's id, so that nobody looks for their rows in
-    another database, and nobody asks a `check` about them.
+    The group's half messages have the name of the group and the database's id, so that no resolver looks for their rows
+    in another database, or asks a `check` about them.
     """
 
     def __init__(self, database: Database, place: str, group: str) -> None:
@@ -164,7 +164,7 @@ class BarrierTable:
         self._delete(deadline, _r.decision == Decision.COMMIT.value, _r.transaction.in_(transactions))
 
     def delete_old_aborts(self, deadline: Deadline) -> None:
-        """Delete the ABORT rows that no process can miss any more."""
+        """Delete ABORT rows that are so old that no process needs them any more."""
         self._delete(deadline, _r.decision == Decision.ABORT.value, _r.ended_at < self.clock - _ABORT_ROWS_MS)
 
     def _delete(self, deadline: Deadline, *where: sa.ColumnElement[bool]) -> None:
@@ -518,7 +518,7 @@ class BarrierTransaction(HalfTransaction):
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
         """Publish or drop the half messages, and return the outcome.
 
-        If the broker does not answer, a resolver does that by the row.
+        If the broker does not answer, a resolver publishes or drops them later, by the barrier row.
         """
         wanted = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         try:
@@ -539,7 +539,7 @@ class BarrierTransaction(HalfTransaction):
         return outcome
 
     def _roll_back(self, sound: bool) -> None:
-        """Roll the database transaction back, and wait a limited time for that."""
+        """Roll the database transaction back, and wait a limited time for that; for `sound` see `_leave`."""
         db, self._db, self._lent = self._db, None, False
         if db is None:
             return
@@ -553,7 +553,7 @@ class BarrierTransaction(HalfTransaction):
     def _leave(self, db: orm.Session | sa.Connection, sound: bool) -> None:
         """End the use of the session or connection, which rolls back what is not committed.
 
-        If it is not sound, the connection to the database is closed, so that nothing is left that could commit.
+        Without `sound`, close the connection to the database, so that nothing is left that could commit.
         """
         with suppress(exc.SQLAlchemyError):
             if not sound and self._sql is not None and not self._sql.closed:
@@ -568,5 +568,5 @@ class BarrierTransaction(HalfTransaction):
 
 
 def _told(error: Exception) -> str:
-    """Return an error as text; a foreign error's own text may contain data."""
+    """Return an error of txnbridge as its text, any other as its class, because its text may contain data."""
     return str(error) if isinstance(error, errors.TxnBridgeError) else type(error).__name__

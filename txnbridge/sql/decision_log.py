@@ -147,7 +147,7 @@ class SqlLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield the records of a range. Raise `PositionLost` if another process trims records not yet yielded."""
+        """Yield the records `first` to `last`. Raise `PositionLost` if one is trimmed before it was yielded."""
         begin, following = self._database.ask(self._what, self._bounds, deadline)
         at = begin if first is None else first[0]
         stop = following - 1 if last is None else min(last[0], following - 1)

@@ -87,7 +87,7 @@ class Outbox:
         `send` is called inside `run_sync`.
 
         Raise `InvalidOption` for a message that cannot be encoded, for a connection that commits each statement by
-        itself (AUTOCOMMIT), and for a session with a transaction in another database besides. Only the relay learns
+        itself (AUTOCOMMIT), and for a session whose transaction includes a second database. Only the relay learns
         what the broker accepts.
         """
         encoded = encode_message(topic, value, key, headers, _header_makers())
@@ -167,7 +167,7 @@ class _PendingRow:
 
 
 def _require_one_database(session: orm.Session, connection: sa.Connection) -> None:
-    """Raise `InvalidOption` if the session's transaction is in another database besides, now or later (hazard H124)."""
+    """Raise `InvalidOption` if the session's transaction includes a second database, or comes to (hazard H124)."""
     session.info[Outbox] = connection.engine.pool
     root: Any = session.get_transaction()
     for used, *_ in root._connections.values():  # SQLAlchemy has no public name for them
@@ -232,7 +232,7 @@ class OutboxRow(NamedTuple):
 
 
 def unpacked_headers(text: str | None) -> RawHeaders:
-    """Return a row's headers. Raise `DamagedRow` if they are damaged."""
+    """Return the headers that a row stores as the JSON `text`. Raise `DamagedRow` if the text is damaged."""
     try:
         pairs = json.loads(text) if text is not None else []
         headers = tuple((str(name), None if value is None else value.encode("latin-1")) for name, value in pairs)
@@ -261,7 +261,7 @@ def _quoted(table: sa.Table, dialect: sa.Dialect) -> str:
 def _insert_in_order(rows: sa.Table) -> sa.Insert:
     """Return PostgreSQL's statement that takes a lock, and then inserts a row.
 
-    The row's id is taken from its sequence behind the lock, because it belongs to a row that the function returns.
+    The lock is taken in the FROM clause of the inserted SELECT, so the row takes its id from the sequence after that.
     """
     columns = [column for column in rows.c if column.name not in ("id", "reason")]
     values = [sa.cast(sa.bindparam(column.name, type_=column.type), column.type) for column in columns]

@@ -70,7 +70,7 @@ _p = _positions.c
 
 
 class _Stored(NamedTuple):
-    """The stored position of a partition."""
+    """The stored position of a partition, with the id of the topic in which it was read."""
 
     topic_id: str
     processed: str
@@ -198,7 +198,7 @@ class DatabaseTransactions:
         return not stored or not present or stored == present
 
     def store(self, connection: sa.Connection, ends: Mapping[Partition, Position]) -> dict[Partition, _Stored]:
-        """Store the positions of the last processed messages, and return them.
+        """Store `ends`, the positions of the last processed messages; return them as they are stored.
 
         Raise `Conflict` if another member of the group has changed one of them.
         """
@@ -253,7 +253,7 @@ class DatabaseTransactions:
         return DatabaseTransaction(self, connection, deadline)
 
     def commit(self, txn: DatabaseTransaction, commit: Commit, ends: Mapping[Partition, Position]) -> None:
-        """Store the positions and commit. The thread that does so then closes the connection."""
+        """Store the positions `ends` and commit. The thread that does so then closes the connection."""
 
         def work() -> dict[Partition, _Stored]:
             try:
@@ -277,13 +277,13 @@ class DatabaseTransactions:
     # --- acknowledgements ---------------------------------------------------------------------------------------------
 
     def acknowledge_later(self, messages: Sequence[Message], timeout: float) -> None:
-        """Note processed messages, and acknowledge all that were noted, if the last time was long enough ago."""
+        """Note processed messages; acknowledge all noted ones if the last acknowledgement was long enough ago."""
         self._processed += messages
         if time.monotonic() >= self._acknowledge_at:
             self.acknowledge(timeout)
 
     def acknowledge(self, timeout: float) -> None:
-        """Acknowledge what is processed. If that fails, it is delivered and acknowledged once more."""
+        """Acknowledge the noted messages at the broker. If that fails, they are delivered and acknowledged again."""
         # Messages of an assignment that has ended come to another member, which knows them by their positions.
         here = [message for message in self._processed if not message.source.ended]
         self._processed = []
@@ -306,7 +306,7 @@ class DatabaseTransactions:
             self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_SECONDS
 
     def take_back(self, timeout: float) -> None:
-        """Acknowledge what is processed, before all other messages are redelivered; forget the positions."""
+        """Acknowledge the noted messages, before all other messages are redelivered; forget the positions."""
         self._reads = True  # a failed commit may have changed them, or failed because another member did
         self.acknowledge(timeout)
 
@@ -317,10 +317,7 @@ class DatabaseTransactions:
 
 
 class DatabaseTransaction:
-    """The database transaction of one pass of a processor. The handler gets its `connection`.
-
-    It has what a processor uses of a `PassTransaction`.
-    """
+    """The `PassTransaction` of one pass of a processor with a database. The handler gets its `connection`."""
 
     def __init__(self, owner: DatabaseTransactions, connection: sa.Connection, deadline: Deadline) -> None:
         self._owner = owner

@@ -177,10 +177,10 @@ class OutboxStore:
             return state, list(map(OutboxRow._make, chain.from_iterable(rows.partitions(_ROWS))))
 
     def _without_held(self, rows: sa.Select[Any], dialect: sa.Dialect) -> sa.Select[Any]:
-        """Leave out rows that have the topic and key of a parked row.
+        """Return the statement `rows` without the rows that have the topic and key of a parked row.
 
-        Each form lets its database make a table of these topics and keys once, and look each row up there: SQLite reads
-        all of NOT IN for a row that is not in it, MariaDB makes such a table only for NOT IN, and only of short texts.
+        Each form lets its database make a table of these topics and keys once, and look each row up in it: SQLite reads
+        the whole list of NOT IN for each row, MariaDB makes such a table only for NOT IN, and only of short texts.
         """
         parked, r = self._rows.alias().c, self._rows.c
         of_parked = (parked.state == PARKED) & parked.key.is_not(None)
@@ -209,7 +209,7 @@ class OutboxStore:
         return self._database.change(f"storing a batch of {self._what}", change, deadline)
 
     def end_batch(self, token: str, batch: str, relay: str | None, keep: bool, deadline: Deadline) -> bool:
-        """Delete or keep the rows of a published batch. Return False if another relay has done so."""
+        """Delete the rows of a published batch, or with `keep` only mark them. Return False if another relay did so."""
         change = functools.partial(self._end_batch, token=token, batch=batch, relay=relay, keep=keep)
         return self._database.ask(f"ending a batch of {self._what}", change, deadline)
 
@@ -234,7 +234,7 @@ class OutboxStore:
         return True
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
-        """Forget the stored batch, whose transaction was aborted, so that its rows are read again."""
+        """Forget the batch stored with `token`, whose transaction was aborted, so that its rows are read again."""
 
         def change(connection: sa.Connection) -> None:
             self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None)
@@ -463,7 +463,7 @@ class Relay(Service):
 
     @contextmanager
     def _fewer_if_slow(self) -> Iterator[None]:
-        """Let the next look read fewer rows if the database or the network was too slow for so many."""
+        """Read fewer rows from the next look on if, in the block, the database or the network is too slow."""
         try:
             yield
         except errors.DeadlineExceeded:
@@ -566,7 +566,7 @@ class Relay(Service):
         return self._waiting is not None
 
     def _refused(self, version: int, row: OutboxRow, error: errors.TxnBridgeError) -> None:
-        """Park a row that the broker has refused alone."""
+        """Park a row that the broker has refused in a transaction with no other row, or raise `error` to try again."""
         if isinstance(error, errors.DeliveryFailed):
             self._failed_deliveries += 1
             self._bridge.admin.topics()  # raises an error if the broker does not answer

@@ -183,7 +183,7 @@ def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -
 
 
 def log4j_option(folder: Path) -> str:
-    """Return the Java option with which log4j writes warnings to standard output."""
+    """Write log4j's settings into a folder; return the Java option by which it logs warnings to standard output."""
     file = folder / "log4j2.xml"
     file.write_text(_LOG4J)
     return f"-Dlog4j2.configurationFile={file}"

@@ -207,7 +207,7 @@ class PulsarProcess(Pulsar, ProcessBroker):
 
 
 def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], main: str, *arguments: str) -> list[str]:
-    """Return the command that runs a main class of Pulsar's jars, with warnings logged to standard output."""
+    """Return the command that runs the class `main` of Pulsar's jars, with the Java options in `memory`."""
     unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
     return [
         *(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)),
@@ -216,13 +216,13 @@ def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], mai
 
 
 def is_own(web: int, status: Path) -> bool:
-    """Return whether the broker at a web port has this status file. Raise `OSError` if no broker answers."""
+    """Return whether the broker at a web port is ours, set to this status file. Raise `OSError` without an answer."""
     configuration = rest(web, "/admin/v2/brokers/configuration/runtime")
     return bool(configuration.get("statusFilePath") == str(status))
 
 
 def is_ready(port: int, web: int) -> bool:
-    """Return whether a broker has created its tenants, namespaces and system topics. Load its coordinator then.
+    """Return whether a broker has made its tenants, namespaces and system topics. If so, load its coordinator, too.
 
     Raise `OSError` if the broker or the coordinator does not answer.
     """

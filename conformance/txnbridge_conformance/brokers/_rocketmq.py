@@ -272,9 +272,9 @@ def is_serving(port: int) -> bool:
     return True
 
 
-def brokers_with(name_server: int, topic: str) -> int:
-    """Return the number of brokers in a topic's route. Raise `OSError` if the name server does not answer."""
-    route = ask(name_server, routes.route(topic))
+def brokers_with(name_server_port: int, topic: str) -> int:
+    """Return how many brokers have a topic, as the name server at this port says. Raise `OSError` without an answer."""
+    route = ask(name_server_port, routes.route(topic))
     return len(route.masters) if route is not None else 0
 
 

@@ -53,7 +53,7 @@ def _in_order(tables: Tables, committed: Numbers, rank: Numbers) -> Numbers:
 
 
 def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> None:
-    """Find messages that lie before a message of a transaction that had ended before theirs began."""
+    """Find messages stored before those of a transaction that had ended when their own transaction began."""
     found: set[tuple[int, int]] = set()
     latest: dict[tuple[int, str], int] = {}  # by partition and host: the value whose transaction began last
     for value in ordered.tolist():
@@ -145,7 +145,7 @@ def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str)
 
 
 def _named(graph: rustworkx.PyDiGraph[None, str], cycle: Iterable[int], nodes: int) -> Iterator[tuple[int, str]]:
-    """Yield each transaction on the path `cycle`, with the kind of the edge that leads from it to the next one."""
+    """Yield each transaction (a node below `nodes`) on the path `cycle`, with the kind of its edge to the next node."""
     path = list(cycle)
     for first, second in itertools.pairwise(path):
         if first < nodes:

@@ -68,7 +68,7 @@ def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
 
 @dataclass(frozen=True)
 class FullRead:
-    """The messages that a call received which read each partition of `topics` from its start to its end."""
+    """The messages that one call received by reading each partition of `topics` from its start to its end."""
 
     operation: int
     topics: frozenset[str]

@@ -89,7 +89,7 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _skips_unprocessed(tables: Tables, rank: Numbers, steps: _Steps, rows: Numbers) -> list[bool]:
-    """Return whether each of these pairs skips a message that no member of the group had begun to acknowledge.
+    """Return, for each of these pairs, whether it skips a message that no member had begun to acknowledge.
 
     A call that had no effect counts as a begin, too, because the broker may have kept the message back until its end.
     So does a call on a host with another clock.
@@ -137,7 +137,7 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, span: Numbers) -> _Steps:
-    """Return the pairs of messages that follow each other in time, within a thread, a partition (`key`) and a span."""
+    """Return a table of the pairs of rows that follow each other in one thread, partition (`key`) and `span`."""
     threads: dict[tuple[int, int], int] = {}
     for each in tables.operations:
         threads.setdefault((each.process, each.fields.get("thread", 0)), len(threads))
@@ -153,7 +153,7 @@ def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, valu
 
 
 def _reading_spans(tables: Tables) -> Numbers:
-    """Return a number for each row of `Tables.reads`: rows with the same one belong to one continuous reading."""
+    """Return a number for each row of `Tables.reads`: rows with the same number belong to one continuous reading."""
     span = np.zeros(len(tables.reads.key), np.int64)
     spans = Names()
     starts: dict[tuple[int, int], int] = {}

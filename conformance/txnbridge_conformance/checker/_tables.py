@@ -20,7 +20,7 @@ _OURS = "txnbridge"
 
 
 class Names:
-    """Numbers values, or keys (topic and partition): each distinct one, from 0 in the order of its first use."""
+    """Gives each distinct value, or key (topic and partition), a number: from 0, in the order of its first use."""
 
     def __init__(self) -> None:
         self.texts: list[object] = []

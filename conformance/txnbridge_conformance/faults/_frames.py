@@ -105,11 +105,11 @@ class Conversation(Protocol):
 
     @property
     def request_head(self) -> int | None:
-        """Return the `head_size` of requests for a `FrameSplitter`."""
+        """Return the size in bytes of a request's head; None if its first bytes tell the size (see `FrameSplitter`)."""
 
     @property
     def answer_head(self) -> int | None:
-        """Return the `head_size` of answers for a `FrameSplitter`."""
+        """Return the size in bytes of an answer's head; None if its first bytes tell the size (see `FrameSplitter`)."""
 
     def request(self, head: bytes) -> Request:
         """Return the request whose frame has this head."""

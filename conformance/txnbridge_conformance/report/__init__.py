@@ -205,7 +205,7 @@ class Report:
         }
 
     def _unread(self, zero: int) -> list[list[float]]:
-        """Return points of time (ms) and number of committed messages that no process of the role "watch" had read."""
+        """Return pairs: a time (ms since `zero`), and how many committed messages the role "watch" had not read."""
         events: list[tuple[int, int]] = []
         operations = self.history.operations
         watched = [(operations[order], messages) for order, _, messages in self.history.polls]

@@ -13,7 +13,7 @@ _SPAN = 3
 
 @dataclass(frozen=True)
 class PlacedMessage:
-    """A message at a position of a partition. `operation` has sent it: the order in the history, None if unknown."""
+    """A message at a position of a partition. `operation` is the number of the call that sent it, None if unknown."""
 
     partition: str
     position: Position

@@ -272,7 +272,7 @@ class Client:
         return final
 
     def note_assignment(self, call: RecordedCall, consumer: Consumer, known: list[object]) -> None:
-        """Record the consumer's assigned partitions if they differ from `known`, and update `known`."""
+        """Record in `call` the consumer's assigned partitions if they differ from `known`; then update `known`."""
         if (now := consumer.assignment) != known:
             known[:] = now
             call.assign(now)

@@ -68,7 +68,7 @@ class Faults(ABC):
 
     @abstractmethod
     def inject(self, chance: random.Random) -> Injected | None:
-        """Begin a random fault and return it. Return None if this call began no fault."""
+        """Begin a fault chosen by `chance`, and return it. Return None if this call began no fault."""
 
 
 class ClientFaults(Faults):

@@ -210,8 +210,8 @@ class Settling:
     def _note_drained(self, group: str, failure: str | None) -> None:
         """Record that a group without members has read everything, or a finding if it has not.
 
-        Without a `failure` its positions have said so. With one they could not be compared, and a new member has to
-        receive nothing.
+        Without a `failure`, the group's positions have shown this. With a `failure`, the positions could not be
+        compared, so a new member must receive nothing.
         """
         call = self._recorder.start("drained", group=group, topics=[self._plan.topic("source")])
         if failure is not None and not self._receives_nothing(group):

@@ -108,7 +108,7 @@ def declared_absent(history: History) -> frozenset[str]:
 
 
 def floor_for(history: History) -> dict[str, int]:
-    """Return the least counts that a run of the history's workloads has to reach; without any, of transactions."""
+    """Return the least counts that a run of the history's workloads (by default "transactions") has to reach."""
     declared = [name for each in history.operations for name in each.fields.get("workloads", ())]
     return floor_of([name for name in declared if name in WORKLOADS] or ["transactions"])
 

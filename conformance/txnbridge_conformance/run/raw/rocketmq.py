@@ -24,7 +24,7 @@ def sell(client: Client) -> NoReturn:
     """Store half messages whose local work commits, aborts or fails, and answer check-backs, until SIGTERM.
 
     The value of the message is also the id of the transaction in the history. The client chooses the queue, so topics
-    of these runs have one.
+    of these runs have one queue.
     """
     os.environ["HOME"] = client.plan.folder  # the client writes a log there
     rocketmq: Any = importlib.import_module("rocketmq")
