@@ -153,7 +153,8 @@ class HalfTransaction(ConnectionUser):
 
         Raise an error if it is not certain that they are stored: the local work must not be done then.
         """
-        self._deadline.check("the transaction")
+        if self._deadline.expired:
+            raise errors.TransactionTimedOut(f"transaction {self._id} lasted longer than {self._deadline.seconds:g} s")
         if not self._messages:
             return None
         deadline_at = self._began + self._deadline.seconds

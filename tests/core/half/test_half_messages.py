@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from txnbridge import (
     Outcome,
     OutcomeUnknown,
     TransactionAborted,
+    TransactionTimedOut,
     TxnBridgeError,
 )
 from txnbridge._base.timing import Timing
@@ -163,6 +165,19 @@ def test_no_work_is_done_for_messages_that_could_not_be_stored(bridge, tmp_path,
         monkeypatch.undo()
         assert (done, published(bridge)) == ([], NOTHING)
         assert stored(bridge, "SELECT state FROM halves") == [("aborted",)]
+
+
+def test_a_block_that_outlasts_its_transaction_is_aborted_before_the_work(bridge: Bridge) -> None:
+    done: list[object] = []
+
+    def execute(txn: HalfTransaction, given: object) -> Decision:
+        done.append(given)
+        return COMMIT
+
+    with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
+        with pytest.raises(TransactionTimedOut), sales.transaction(timeout=0.01) as txn:
+            time.sleep(0.02)
+    assert (txn.outcome, done) == (Outcome.ABORTED, [])
 
 
 @pytest.mark.parametrize("happened", [True, False])
