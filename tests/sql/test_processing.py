@@ -584,9 +584,10 @@ def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_proce
         pytest.skip("another database does so")
 
     def each(message, db):
-        record(message, db)
-        if message.value == b"1":
-            end(db)
+        if message.value != b"2" or end is end_by_definition:
+            record(message, db)
+        if message.value == b"1" or (message.value == b"2" and end is not end_by_definition):
+            end(db)  # alone it would be an error of the database, after which the pass is repeated
 
     with bridge.transaction() as txn:
         txn.send_many("in", [(value, b"key") for value in numbers(3)])

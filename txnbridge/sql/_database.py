@@ -23,6 +23,10 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from txnbridge import errors
 from txnbridge.spi import Deadline
 
+ENDED_BY_STATEMENT = (
+    "a statement has ended the database transaction: a ROLLBACK or COMMIT as text, ON CONFLICT ROLLBACK, a trigger, or"
+    " a statement that commits by itself"
+)
 # The savepoint at the begin of a transaction whose statements are a program's.
 _GUARD = "txnbridge_guard"
 # The pause before a retry after a temporary error: another process holds a lock, or the database is starting.
@@ -293,10 +297,7 @@ def require_not_ended(connection: sa.Connection) -> None:
         connection.exec_driver_sql(f"RELEASE SAVEPOINT {_GUARD}")
     except exc.DBAPIError as error:
         if state_of(error) == _NO_SAVEPOINT or _number_of(error) == 1305 or "no such savepoint" in str(error.orig):
-            raise errors.InvalidState(
-                "a statement has ended the database transaction: a ROLLBACK or COMMIT as text, ON CONFLICT ROLLBACK, a"
-                " trigger, or a statement that commits by itself"
-            ) from own(error)
+            raise errors.InvalidState(ENDED_BY_STATEMENT) from own(error)
         raise
 
 
@@ -328,9 +329,14 @@ def commits_each_statement(connection: sa.Connection) -> bool:
             return False
     except NotImplementedError:
         return False
-    driver = pooled.driver_connection
+    return not is_in_transaction(connection)
+
+
+def is_in_transaction(connection: sa.Connection) -> bool:
+    """Return whether the driver says that it has a transaction open; False if it cannot say."""
+    driver: Any = connection.connection.driver_connection
     status = getattr(getattr(driver, "info", None), "transaction_status", 0)  # psycopg's; 0 is idle
-    return not (status or getattr(driver, "in_transaction", False))
+    return bool(status or getattr(driver, "in_transaction", False))
 
 
 def require_suitable(connection: sa.Connection, what: str, table: sa.Table, name: str, **row: object) -> None:

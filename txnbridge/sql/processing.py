@@ -30,12 +30,14 @@ from txnbridge._process.pass_transaction import CommitRefused, PassTransaction
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge.sql._database import (
+    ENDED_BY_STATEMENT,
     EXACT_TEXT,
     Commit,
     Database,
     begin_guarded,
     in_our_words,
     is_failure,
+    is_in_transaction,
     make_tables,
     own,
     refuses_commit,
@@ -232,10 +234,12 @@ class DatabaseTransactions:
 
         def call(given: Any, txn: DatabaseTransaction) -> object:
             try:
-                return handler(given, txn.connection)
+                result = handler(given, txn.connection)
             except Exception as error:
                 txn.note(error)
                 raise
+            txn.require_not_ended()
+            return result
 
         return call
 
@@ -330,6 +334,7 @@ class DatabaseTransaction:
         self._lent = False
         self._messages: Sequence[Message] = ()
         self._commit = Commit()
+        self._can_ask = is_in_transaction(connection)
         self._open = True  # False once the thread that commits has the connection
         sa.event.listen(connection, "commit", self._refuse_handlers_commit)
 
@@ -350,6 +355,12 @@ class DatabaseTransaction:
                 f"the handler does not commit {self.id}, its processor does, with the positions of the input"
             )
             self.state = State.FAILED
+            raise self._cause
+
+    def require_not_ended(self) -> None:
+        """Raise `InvalidState` if the driver has no transaction open any more, so that the next message begins none."""
+        if self._can_ask and self.outcome is None and not is_in_transaction(self.connection):
+            self.state, self._cause = State.FAILED, InvalidState(ENDED_BY_STATEMENT)
             raise self._cause
 
     def note(self, error: Exception) -> None:
