@@ -167,7 +167,7 @@ class HalfTransaction(ConnectionUser):
             # The work is not done, so `check` answers ABORT if the half is stored nevertheless and this call to drop it
             # fails.
             with suppress(errors.TxnBridgeError):
-                self._store.end(half, Decision.ABORT, Deadline(END_SECONDS))
+                self._store.end(half, Decision.ABORT, Deadline(min(END_SECONDS, self._deadline.left())))
             if isinstance(error, errors.OutcomeUnknown):
                 raise errors.BrokerUnavailable(
                     f"the messages could not be stored, and nothing was done: {error}"

@@ -523,8 +523,8 @@ def _check(
             )
     deliveries.check_holder(transaction)
     for assignment, positions in wanted.items():
-        if up_to:
-            wanted[assignment] = positions = [p for p in assignment.out if p <= positions[0]] or positions
+        if up_to and positions[0] in assignment.out:  # otherwise it is refused, and with it those before it
+            wanted[assignment] = positions = [p for p in assignment.out if p <= positions[0]]
         if not deliveries.individual:
             _check_nothing_before(transaction, assignment)
         # Mostly the positions are those of all messages that are out, in order: then each is known to be valid.

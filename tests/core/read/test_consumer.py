@@ -90,6 +90,14 @@ def test_acknowledging_up_to_a_message_takes_all_before_it(in_order: Room) -> No
     assert in_order.acked == [(0,), (1,), (2,), (3,), (4,)]
 
 
+def test_acknowledging_up_to_a_message_that_was_given_back_is_refused_with_those_before_it(in_order: Room) -> None:
+    batch = in_order.consumer.poll()
+    in_order.consumer.nack(batch[2])
+    with in_order.bridge.transaction() as txn, pytest.raises(InvalidState, match="comes again"):
+        txn.ack_up_to(batch[4])
+    assert in_order.acked == []
+
+
 def test_out_of_order_is_refused_with_the_reason_where_only_positions_are_known(in_order: Room) -> None:
     batch = in_order.consumer.poll()
     with in_order.bridge.transaction() as txn:
