@@ -201,6 +201,8 @@ class Heartbeat:
         self._lease = lease_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txnbridge-lease", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:

@@ -32,7 +32,9 @@ class GroupReader(PollingReader):
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
         self._heartbeat = group_assignments.Heartbeat(self._store, self._settings.lease_seconds, self._member)
         # Stops the thread if the reader is garbage-collected; not at the interpreter's exit, perhaps of a forked child.
+        # Before the thread starts: an exception of a signal handler may come when it runs already.
         weakref.finalize(self, self._heartbeat.stop).atexit = False
+        self._heartbeat.start()
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
         now, topics = now_ms(), self._subscription.topics
