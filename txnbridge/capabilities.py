@@ -75,7 +75,7 @@ class Capability(Enum):
 
 
 class Level(Enum):
-    """How a broker supports a capability: natively, by emulation in txnbridge, or not at all."""
+    """The way in which a broker supports a capability: natively, by emulation in txnbridge, or not at all."""
 
     NATIVE = "native"
     EMULATED = "emulated"

@@ -199,7 +199,7 @@ class Identity:
 
 
 class TopicRules(NamedTuple):
-    """What a topic refuses, as far as the broker tells before a message is sent."""
+    """The limits of a topic's messages, as far as the broker tells them before a message is sent."""
 
     message_bytes: int | None = None  # the size of the largest record with value, key and headers
     keyed: bool = False  # whether each message needs a key
@@ -916,7 +916,7 @@ class LedgerValue:
         self._ledger = ledger
 
     def read(self, deadline: Deadline) -> Mapping[str, Any] | None:
-        """Return the stored value; None if it was never written."""
+        """Return the value in the decision log, from the last `update` by any process; None before the first one."""
         opening = self._ledger.newest_opening(deadline)
         return None if opening is None else opening[1]
 

@@ -21,7 +21,7 @@ Pulsar's model, as far as our promises rest on it:
   abort the broker redelivers the messages. The end may miss one of the transaction's participants (its topics and
   subscriptions) that is being unloaded, so it is sent there again: `outcome/end_delivery`.
 - After the death of its process a transaction may be open on a topic, although its coordinator has forgotten it. A
-  reader of the topic finds its outcome and ends it there: `outcome/held_topics`.
+  reader of the topic finds its outcome and ends it there: `outcome/forgotten_transactions`.
 - After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.
 - A broker forgets the sequences of a producer name that is unused for hours: `write/publisher_sequences`.
 

@@ -123,7 +123,7 @@ class RocketMQDecisionLog(DecisionLog):
         return (offset,)
 
     def _send(self, message: WireMessage, deadline: Deadline) -> tuple[int, bool]:
-        """Store a record; return its offset, and whether it is visible. Raise `OutcomeUnknown` if it may be stored."""
+        """Store a record; return its offset and whether readers see it. Raise `OutcomeUnknown` if it may be stored."""
         try:
             return self._appends.store(message, deadline)
         except RemotingError as error:

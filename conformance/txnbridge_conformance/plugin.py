@@ -120,7 +120,7 @@ def kill_broker() -> Callable[[], object]:
 
 @pytest.fixture
 def side_by_side() -> int:
-    """Return how many processes the kill walk (`suite.crash_walk`) runs at once. Override it for a slower broker."""
+    """Return how many processes the kill walk (`suite.kill_walks`) runs at once. Override it for a slower broker."""
     return 10  # some processes only wait until a dead process's lease expires
 
 

@@ -82,7 +82,7 @@ class DefaultSource(DataSource):
 
 def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: str | None = None) -> Columns:
     """Check a job's or stream's options and broker before the first row is written; return the columns to send."""
-    from pyspark_txnbridge._garbage import begin_call
+    from pyspark_txnbridge._worker_gc import begin_call
     from pyspark_txnbridge._write.driver import check_broker
     from pyspark_txnbridge._write.rows import Columns
     from txnbridge import InvalidOption

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from pyspark_txnbridge import _garbage
+from pyspark_txnbridge import _worker_gc
 from pyspark_txnbridge._kept_bridges import connect, sessions
 from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
@@ -536,13 +536,13 @@ def test_a_task_that_reports_nothing_is_refused(sink, query):
 
 @pytest.mark.offline
 def test_a_worker_collects_the_garbage_of_its_calls_and_does_not_look_at_its_modules_again(monkeypatch):
-    monkeypatch.setattr(_garbage, "_calls", count(1))
+    monkeypatch.setattr(_worker_gc, "_calls", count(1))
     excluded = []
     gc.unfreeze()  # what the tests' own configuration excludes
     try:
         for environment in ({}, {}, {"SPARK_REUSE_WORKER": "1"}, {"SPARK_REUSE_WORKER": "1"}):
             monkeypatch.setattr(os, "environ", environment)
-            _garbage.begin_call()
+            _worker_gc.begin_call()
             excluded.append(gc.get_freeze_count() > 10_000)
     finally:
         gc.freeze()

@@ -26,7 +26,7 @@ _PLAIN: dict[int, tuple[str, str, Document | None]] = {
 
 
 class _Content(NamedTuple):
-    """The name of a kind of message, its document, and the schemas that it refers to."""
+    """One kind of message: its name, its AsyncAPI message object, and the schemas to which the object refers."""
 
     name: str
     message: Document

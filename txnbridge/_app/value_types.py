@@ -113,7 +113,10 @@ def for_output(topic: Topic) -> Topic:
 
 
 def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:
-    """Return a topic with the codec of a type if it has none or `codecs.json`; `codec()` returns the type's."""
+    """Return a topic with the codec of its handler's value type, which `codec()` returns; unchanged if `codec` is None.
+
+    The topic's own codec stays, but `codecs.json` only if the type is bytes or str.
+    """
     if codec is None or topic.codec not in (codecs.bytes, codecs.json):
         return topic
     found = codec()

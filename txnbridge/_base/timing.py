@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations (in seconds) and limits, with the reason for each; `Connection.timing` is that of a bridge."""
+    """Internal durations (in seconds) and limits of the core, which only tests change. `Connection.timing` has them."""
 
     # The time for which a closing bridge waits for polls of other threads: twice a poll's default timeout, so most
     # polls end by themselves. Interrupting a poll that waits for messages loses nothing.

@@ -122,9 +122,9 @@ class Decisions:
     ) -> None:
         """Use the log `log`; `Bridge.decisions` opens one and calls this.
 
-        `lifetime` is for how many seconds after a transaction's begin its token may be asked about: at least its
-        timeout and hold. `name` is the log's name, and `place` the name of its store if this is not the bridge's
-        broker: both become part of each token. `host` describes this process to the owners that it fences.
+        A token may be asked about for `lifetime` seconds after its transaction began: at least its timeout plus hold.
+        `name` is the log's name, and `place` its store's name if this is not the bridge's broker: each token has both.
+        `host` describes this process to owners that it fences. After `tidy_after` records a snapshot is written.
         """
         self._name = name
         self._timeout = timeout

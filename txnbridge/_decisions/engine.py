@@ -479,7 +479,7 @@ class Engine:
         return position
 
     def _log_to_write(self, deadline: Deadline) -> str | None:
-        """Return the log's id for a new record; None if the id is unknown.
+        """Return the id of the log, which a new record names as its log; None if the id is unknown.
 
         Raise `OutcomeUnknown` if the log has an unreadable record, after which no process can judge new records.
         """

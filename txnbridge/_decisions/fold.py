@@ -233,11 +233,11 @@ class LogState:
     def begin_behind(
         self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Begin with a snapshot, and fold the records after the last one that the snapshot covers.
+        """Begin with a snapshot and fold the records after those that it covers. Return False if they do not suffice.
 
-        `records` are the last records of the log, and begin before that covered record. The records before it are not
-        judged, because the openings and snapshots before them are unknown. `foundation` is None if a renewal among the
-        records replaces the snapshot. Return False if these records do not suffice to judge all later ones.
+        `foundation` is the snapshot and its body; None if a renewal among the records replaces all before it. `records`
+        are the log's last records, from one before the last covered record on. Covered records are not judged, because
+        openings and snapshots before them are unknown. They suffice if every later record of the log can be judged.
         """
         if foundation is not None and not self._begin_with(*foundation, records):
             return False
@@ -286,7 +286,10 @@ class LogState:
                 self._judge_covered(position, record, claim)
 
     def _judge_covered(self, position: Position, record: _RecordOfId, claim: CountingClaim | None) -> None:
-        """Decide whether a record counts that lies before the end of the snapshot with which the reading began."""
+        """Report whether a record counts that is covered by the snapshot with which the reading became complete.
+
+        `claim` is the claim that the record makes, if any. A claim with a token was reported when it was read.
+        """
         if isinstance(record, Claimed) and record.begin is not None and claim is not None:
             return
         # A record that is void from the start and one that a newer opening followed look alike in the snapshot.

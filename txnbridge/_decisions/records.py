@@ -38,8 +38,9 @@ class UnreadableRecord(ValueError):
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """Where the evidence about a transaction begins in the log: at a record with this position and nonce, by which the
-    process that began the transaction had announced itself.
+    """The record at which the evidence about a transaction begins in the log, by its position and its nonce (`id`).
+
+    By this record, a `Presence`, the process that began the transaction had announced itself.
     """
 
     at: Position
@@ -129,9 +130,9 @@ class Presence(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened(LogRecord):
-    """An owner opened an id for the `under.number`-th time. Number 0: its process has made the id up for itself.
+    """An owner has opened an id. `under.number` counts the id's openings; 0 is for an id that its process made up.
 
-    `named` is True if the caller chose the opening's name and may open the id under the same name again.
+    `named` is True if the caller chose the name of this opening (`under.name`), and may repeat the opening by it.
     """
 
     kind: ClassVar[str] = "opened"

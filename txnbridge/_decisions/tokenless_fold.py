@@ -60,7 +60,7 @@ class IdFold:
         return True
 
     def commit(self, record: Claimed, commit: UnfinishedCommit) -> None:
-        """Note the commit of a transaction with a token, and advance the groups' positions that it acknowledges."""
+        """Note a commit, with a token, that may not be carried out yet, and advance its groups' positions."""
         if record.by is None or self.openings.is_newest(record.by):
             self.keep_unfinished(record, commit)
             if record.acked is not None:

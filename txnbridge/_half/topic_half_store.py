@@ -138,7 +138,7 @@ class LaneStore(HalfStore):
 
 @dataclass
 class _Seen:
-    """A lane, a topic of half messages, as a resolver sees it: since when it is unchanged, and if all have ended."""
+    """A lane (a topic of half messages) as last seen: since when it is unchanged, and whether all its halves ended."""
 
     end: Position
     since: float

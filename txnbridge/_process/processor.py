@@ -89,7 +89,7 @@ class _Found(Exception):
 
 
 class _Hidden(Exception):
-    """Raised if an unknown message is to be set aside: the batch is then processed in halves to find it."""
+    """Raised if it is not known which message of a batch failed: the batch is then processed in halves to find it."""
 
 
 class HandlerSettings(TypedDict, total=False):

@@ -193,7 +193,7 @@ class GroupCommit:
         member: Member | None = first
         with suppress(Empty):
             while member is not None:
-                if member.claim(members):
+                if member.reserve(members):
                     members.append(member)
                     messages -= len(member.kept)
                     size -= member.bytes
@@ -303,7 +303,7 @@ class Member(TakenWriter, Writer):
         self.kept: list[KeptMessage] = []
         self.bytes = 0
         self._group = group
-        self._claimed_by: dict[None, object] = {}  # by the only key: a batch's members, or this transaction itself
+        self._reserved_by: dict[None, object] = {}  # by the only key: a batch's members, or this transaction itself
         self._over = False  # whether the batch has ended
         self._ended = threading.Lock()  # released when the batch has ended
         self._ended.acquire()
@@ -468,7 +468,7 @@ class Member(TakenWriter, Writer):
 
     def withdraw(self) -> bool:
         """Leave the next batch after `join_from_loop`; return False if the batch has begun."""
-        if not self.claim(self):
+        if not self.reserve(self):
             return False
         self._joined, self._withdrawn = False, True
         return True
@@ -488,7 +488,7 @@ class Member(TakenWriter, Writer):
             if not self._joined:
                 self._group.join(self)
         except RuntimeError:  # no thread can be started
-            if self.claim(self):
+            if self.reserve(self):
                 return False
         self._wait(deadline)
         if self._shared is not None and self._shared.state is State.COMMITTED:
@@ -502,16 +502,16 @@ class Member(TakenWriter, Writer):
         """Wait for the end of the batch, which comes by its deadline, or withdraw at the transaction's deadline."""
         while not self._over:
             self._ended.acquire(timeout=min(max(deadline.left(), 0.01), self._group.checks))
-            if deadline.expired and self.claim(self):
+            if deadline.expired and self.reserve(self):
                 deadline.check("waiting for a writer")
 
-    def claim(self, claimant: object) -> bool:
-        """Decide whether a batch takes this member, or its own thread; return whether it is the claimant's.
+    def reserve(self, by: object) -> bool:
+        """Reserve this transaction for a batch or for its own thread, which then ends it. Return whether `by` has it.
 
-        The claimant is the list of a batch's members, or this transaction. A repeated call has the same answer, because
-        a signal handler's exception may end the thread's call after its decision.
+        `by` is the list of the batch's members, or this transaction for its own thread. The first caller gets it. The
+        same caller may call again, because a signal handler's exception may end the thread's call after it had effect.
         """
-        return self._claimed_by.setdefault(None, claimant) is claimant
+        return self._reserved_by.setdefault(None, by) is by
 
     def end(self, shared: SharedTransaction | None, error: BaseException | None) -> None:
         """Note how the transaction's batch has ended: in a shared transaction, or by an error; wake its thread."""
@@ -526,7 +526,7 @@ class Member(TakenWriter, Writer):
     def state_after_interrupt(self) -> State:
         if self.writer is not None:
             return State.UNKNOWN
-        if not self.claim(self):
+        if not self.reserve(self):
             self._wait(self.parameters.deadline)
         if self._shared is not None and self._shared.state is State.COMMITTED:
             return State.COMMITTED

@@ -35,7 +35,7 @@ Check = Callable[[str, Sequence[Message]], Awaitable[Decision]]
 class LoopService:
     """Base of services that work in a thread, and call functions of the application on the event loop.
 
-    A cancellation of `run`, or of the block, stops the service, and waits for its end.
+    A cancellation of `run`, or of the service's `async with` block, stops the service, and waits for its end.
     """
 
     def __init__(self, functions: LoopFunctions) -> None:

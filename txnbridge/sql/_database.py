@@ -129,7 +129,7 @@ class Database:
         """Run `work`, which asks `commit` before it commits, on another thread; return its result.
 
         The engine of an `AsyncSession` works only where it is called, so `work` is then called without a deadline.
-        Raise the errors of `change`.
+        Raise the errors of `work`.
         """
         try:
             return work() if self.engine.dialect.is_async else within(deadline, work)
@@ -144,7 +144,7 @@ class Database:
 
 
 class Commit:
-    """Says whether a thread has asked the database to commit; the waiting caller can prevent a commit."""
+    """One commit by a worker thread. The caller that waits for it can prevent it until the database is asked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ class ClientLogMonitor:
         self._threshold = _THRESHOLDS.get(log_level, logging.CRITICAL)
 
     def log(self, level: int, text: str, *parts: str) -> None:
-        """Check a log line of the client, and forward it to `logging`.
+        """Set `taint_reason` if the log line tells of a lost connection or a timed-out request. Forward the line.
 
         confluent-kafka calls this method, as it would call `logging.Logger.log`, during a poll. The first of `parts` is
         librdkafka's name for the kind of event, such as "FAIL".

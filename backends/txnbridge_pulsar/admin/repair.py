@@ -17,7 +17,7 @@ from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.broker_evidence import first_open_message, proof_of_commit, topics_but_canary
-from txnbridge_pulsar.outcome.held_topics import (
+from txnbridge_pulsar.outcome.forgotten_transactions import (
     end_on_topics,
     first_if_forgotten,
     is_known,

@@ -32,8 +32,7 @@ OPENING_ATTEMPT_SECONDS = 15.0
 
 
 class PulsarClient:
-    """Client of one cluster. Connections are made when they are needed. Thread-safe; every call returns within its
-    timeout.
+    """Client of one cluster. Connections are made when needed. Thread-safe; every call returns within its timeout.
 
     Producers and consumers with different `connection_key`s share no connection. A producer that may be fenced needs a
     key of its own, because the broker closes the whole connection of a fenced producer.

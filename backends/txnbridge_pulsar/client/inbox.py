@@ -25,8 +25,7 @@ DEFAULT_BYTES = 64 * 1024 * 1024
 
 
 class Inbox:
-    """A queue of received entries that several consumers may share. Permits limit the queue to about `max_bytes` for
-    all these consumers together.
+    """A queue of received entries, shared by several consumers. Permits limit it to about `max_bytes` in all.
 
     Each consumer may also keep chunks of incomplete messages, up to `max_bytes`. Only one thread at a time may call
     `take`.

@@ -29,7 +29,7 @@ from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
-from txnbridge_pulsar.outcome.held_topics import release
+from txnbridge_pulsar.outcome.forgotten_transactions import release
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of

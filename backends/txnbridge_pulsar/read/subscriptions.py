@@ -1,4 +1,4 @@
-"""How partitions are read: without a group, or by a failover, shared or key-shared subscription."""
+"""The ways to read partitions: without a group, or by a failover, shared or key-shared subscription."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _PartitionAcks:
 
 
 class PulsarAckContext:
-    """The reader's part in acknowledging its messages, given to a writer. Thread-safe, also while the reader polls."""
+    """Acknowledges messages of one reader in transactions of writers. Thread-safe, also while the reader polls."""
 
     def __init__(
         self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock

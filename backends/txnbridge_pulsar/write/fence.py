@@ -160,7 +160,7 @@ class Fence:
     def _stored(self, receipt: wire.Receipt) -> None:
         """Note that a record is stored. After every `_RECORDS_PER_TRIM` records, trim the topic.
 
-        Receipts may arrive out of order, so only a record before a stored one is trimmed.
+        Receipts may arrive out of order, so the trim leaves the newest record that is known to be stored.
         """
         before, id = self._last, receipt.message_id
         self._check_sole_producer(receipt)

@@ -19,7 +19,7 @@ _log = logging.getLogger("txnbridge")
 
 
 class FenceIdentity:
-    """The random id (fence id) that the records of one fence topic have, and the decision log, too.
+    """The random id (fence id) of one fence topic, which the topic's records and the decision log contain.
 
     `ledger` is the part of the decision log for this fence topic; each cluster has its own.
     """

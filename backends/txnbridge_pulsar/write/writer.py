@@ -15,7 +15,7 @@ from txnbridge_pulsar.capabilities import LIMITS
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
-from txnbridge_pulsar.outcome.held_topics import proof_property
+from txnbridge_pulsar.outcome.forgotten_transactions import proof_property
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof

@@ -67,7 +67,7 @@ class PublishedMessageMissing(BrokerUnavailable):
 
 
 class LockHolder(Enum):
-    """The holder of a transaction's lock, as `HalfEnder.exclusively` yields it. Only the holder ends the halves."""
+    """The holder of a transaction's lock, as `HalfEnder.exclusively` yields it. Others publish only if it stalls."""
 
     CALLER = "the calling thread"
     OTHER_THREAD = "another thread of this process"
@@ -112,7 +112,7 @@ class HalfEnder:
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Try to lock a transaction during the block; yield the holder of the lock, who alone ends its halves."""
+        """Lock a transaction in the block if possible; yield the lock's holder. Others publish only if it stalls."""
         with self._lock:
             mine = transaction not in self._being_ended
             self._being_ended.add(transaction)

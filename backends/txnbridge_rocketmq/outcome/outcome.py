@@ -30,11 +30,11 @@ _PROGRESS_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class PrepareRecord:
-    """The data of a prepare record, by which the decision log says that a transaction is prepared.
+    """Everything that is needed to end a prepared transaction. The decision log stores it as the prepare record.
 
-    The data are all that is needed to end the transaction. A half message that is a single half (`whole`) has no
-    record, and the process that has stored it may publish it without a decision in the log. Any other process therefore
-    looks first whether it is published (hazard H100). The same holds for a transaction of one message (hazard H102).
+    A half message of one half (`whole`) has no such record in the log: the process that has stored the half may publish
+    it without a decision. Any other process therefore first looks whether it is published (hazard H100), as it does for
+    a transaction of one message (hazard H102).
     """
 
     topics: Sequence[HalfCount]
@@ -121,8 +121,8 @@ def end_prepared(
 ) -> Outcome:
     """End a prepared transaction by `decision`, or by an earlier decision. Return its outcome. Safe to repeat.
 
-    `prepared` is its prepare record, if the caller has it. `asked` means that the broker has asked about its halves, or
-    that their owner does not publish them directly.
+    `prepared` is its prepare record, if the caller has it. With `asked=True` the call does not wait for the immunity
+    time of the halves to pass, because no owner publishes them directly any more.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.

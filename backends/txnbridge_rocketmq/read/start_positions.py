@@ -300,7 +300,10 @@ class GroupPositions:
             publish_decided(self._ender, transaction, claim, deadline)
 
     def _claim(self, begun: Mapping[Partition, VerifiableOffset], read_up_to: Position, deadline: Deadline) -> bool:
-        """Claim positions of the group in the decision log. Return False if another member moved the group first."""
+        """Record in the decision log that the group begins at the positions `begun`, and return True.
+
+        Return False if another member has recorded positions after `read_up_to`, up to which the log was read.
+        """
         acks = [
             Ack(self._group, each, (position.next,), position.position, read_up_to) for each, position in begun.items()
         ]

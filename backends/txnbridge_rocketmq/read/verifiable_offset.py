@@ -36,7 +36,7 @@ class VerifiableOffset(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """The form that the decision log stores: one number, or three with a reference record."""
+        """The form that the decision log stores: (next,), or (next, offset, log_offset) with a reference record."""
         return (self.next, *(self.reference or ()))
 
 

@@ -274,7 +274,7 @@ class RocketMQWriter(Writer):
         return claim
 
     def _publish_after_look_up(self, deadline: Deadline) -> None:
-        """Publish the messages whose direct commit failed, after a look-up that shows what is published already.
+        """Publish the committed messages whose END_TRANSACTION had no sure answer; first look up which are published.
 
         Raise `OutcomeUnknown` if that fails, or `EvidenceLost` if halves are gone.
         """

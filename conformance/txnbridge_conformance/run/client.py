@@ -143,7 +143,7 @@ class Client:
         return {key: self.values(self.random.choice((1, 1, 2, 5, 20))) for key in chosen}
 
     def single(self, *topics: str) -> dict[tuple[str, int], list[str]]:
-        """Return one new value for one of these topics, by topic and partition, as `sends` does."""
+        """Return one new value to be sent, under a random one of these topics and a random partition of it."""
         return {(self.random.choice(topics), self.random.randrange(PARTITIONS)): self.values(1)}
 
     def start_transaction(self, **fields: Any) -> RecordedCall:

@@ -12,7 +12,7 @@ from txnbridge import Decision
 class Sales:
     """The decisions on a run's half messages, in a database. For each transaction, the first stored decision counts.
 
-    If this is UNDECIDED, no decision counts: the processes answer for the transaction without asking each other.
+    If the first one is UNDECIDED, no decision counts, and `decide` returns to each process its own decision.
     """
 
     def __init__(self, path: Path) -> None:

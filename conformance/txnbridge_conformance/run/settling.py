@@ -38,10 +38,10 @@ _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
 
 
 class Settling:
-    """Ends what a run's processes, of these roles, leave open after their work, and waits until groups have read all.
+    """Ends transactions that a run's processes leave open after their work, and waits until groups have read all.
 
-    `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended. `raw` says that
-    they use the broker's plain client.
+    `roles` are those of the run's processes. `stop` stops the processes of some roles, `replace_dead` starts processes
+    again that have ended. `raw` is True if the processes use the broker's plain client.
     """
 
     def __init__(

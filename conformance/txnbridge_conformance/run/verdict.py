@@ -47,7 +47,7 @@ NOT_PROMISED = frozenset({"int-send-skip", "G0", "G1c", "G1c-realtime", "foreign
 
 
 class Verdict(Enum):
-    """Whether promises are kept, broken, or untested (THIN). Values are exit codes of `txnbridge conformance`."""
+    """A run's verdict: promises kept, broken, or untested (THIN). Values are exit codes of `txnbridge conformance`."""
 
     KEPT = 0
     BROKEN = 1

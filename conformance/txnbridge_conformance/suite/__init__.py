@@ -6,10 +6,10 @@ declares the test's capability absent, or the contract gets a new capability; th
 
 from txnbridge_conformance.suite.administering import *
 from txnbridge_conformance.suite.consuming import *
-from txnbridge_conformance.suite.crash_walk import *
 from txnbridge_conformance.suite.decision_log import *
 from txnbridge_conformance.suite.fencing import *
 from txnbridge_conformance.suite.half_messages import *
+from txnbridge_conformance.suite.kill_walks import *
 from txnbridge_conformance.suite.messages import *
 from txnbridge_conformance.suite.preparing import *
 from txnbridge_conformance.suite.publishing import *

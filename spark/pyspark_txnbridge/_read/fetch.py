@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import ClientPool
 from pyspark_txnbridge._read.offset_ranges import RECREATED, OffsetRange, connect, in_json, is_recreated, report_loss
 from pyspark_txnbridge._read.source_options import SourceOptions
+from pyspark_txnbridge._worker_gc import begin_call
 from txnbridge import InvalidState, MessageColumns, NotSupported, Position, PositionLost
 from txnbridge.spi import Deadline
 

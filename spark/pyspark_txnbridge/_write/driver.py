@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import (
     Claim,
     ClientPool,
@@ -22,6 +21,7 @@ from pyspark_txnbridge._kept_bridges import (
     connect,
     sessions,
 )
+from pyspark_txnbridge._worker_gc import begin_call
 from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import RowTotals
 from pyspark_txnbridge._write.sink_options import SinkOptions

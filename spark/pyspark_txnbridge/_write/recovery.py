@@ -96,7 +96,7 @@ def _unfinished(session: SinkSession, claim: Any) -> UnfinishedBatch:
 
 @dataclass
 class Recovered:
-    """The result of a recovery: batches that were published, and the one that counts as published from now on."""
+    """The result of a recovery: the numbers of the published batches, and of the batch that the operator skipped."""
 
     published: list[int]
     skipped: int | None = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
+from pyspark_txnbridge._worker_gc import begin_call
 from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns, RowTotals
 from pyspark_txnbridge._write.sink_options import SinkOptions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance.observing import seen, values
 from txnbridge_pulsar.client import Transactions
-from txnbridge_pulsar.outcome.held_topics import proof_property, release
+from txnbridge_pulsar.outcome.forgotten_transactions import proof_property, release
 
 import txnbridge
 from tests.pulsar.client_kit import SOON, admin, batch_of, begin

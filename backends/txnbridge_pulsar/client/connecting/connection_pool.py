@@ -14,9 +14,7 @@ from .connection import BrokerConnection, ConnectionOptions
 
 
 class ConnectionTarget(NamedTuple):
-    """The address to connect to: a broker's, or a proxy's. For a proxy, `logical` is the address of the broker that the
-    proxy connects to.
-    """
+    """The address of a broker, or that of a proxy, which connects to the broker at `logical`."""
 
     address: Address
     logical: Address | None = None

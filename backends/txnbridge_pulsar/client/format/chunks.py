@@ -80,9 +80,7 @@ class Chunks:
                 del self._dropped[next(iter(self._dropped))]
 
     def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
-        """Return whether a chunk's message was dropped earlier. Return True only for the first chunk that arrives after
-        the drop, and make it a faulty entry.
-        """
+        """Return whether this is the first chunk since its message was dropped, and if so make it a faulty entry."""
         if hash(uuid) not in self._dropped:
             return False
         del self._dropped[hash(uuid)]

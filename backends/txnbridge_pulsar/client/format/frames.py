@@ -31,9 +31,7 @@ _PREFIXES = {name: b"\x08" + varint(number) + varint(number << 3 | 2) for name, 
 
 
 class Frame(NamedTuple):
-    """A received frame. `name` is the command's name, empty if unknown; `fields` are its fields; `tail` is the entry
-    after the command.
-    """
+    """A received frame: a command's name (empty if unknown) and fields, and the entry after the command (`tail`)."""
 
     name: str
     fields: Fields
@@ -133,8 +131,7 @@ def _split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
 
 
 class FrameReader:
-    """Cuts received bytes into frames, and keeps the bytes of an incomplete frame. `limit` is the largest accepted
-    frame.
+    """Cuts received bytes into frames, and keeps the bytes of an incomplete frame. `limit` is the largest frame.
 
     Receive n bytes into `space()`, then take the completed frames from `frames(n)`.
     """

@@ -11,9 +11,7 @@ _UINT64_MAX = 0xFFFFFFFFFFFFFFFF
 
 
 class TxnId(NamedTuple):
-    """A transaction's id; `most` is the number of its coordinator. (0, 0) is a valid id, so compare with None instead
-    of testing for truth.
-    """
+    """A transaction's id; `most` is its coordinator's number. (0, 0) is valid, so compare with None, not by truth."""
 
     most: int
     least: int

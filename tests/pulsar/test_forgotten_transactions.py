@@ -10,7 +10,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import send, take, values
 from txnbridge_pulsar.client import PulsarClient, PulsarProducer, Single, Transactions, TxnId
 from txnbridge_pulsar.client.deadline import ClientDeadline
-from txnbridge_pulsar.outcome.held_topics import oldest_open, release
+from txnbridge_pulsar.outcome.forgotten_transactions import oldest_open, release
 
 from tests.pulsar.client_kit import begin, everything
 from tests.pulsar.kit import SOON

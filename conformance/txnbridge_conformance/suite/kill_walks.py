@@ -1,4 +1,4 @@
-"""The kill walk: a program is killed at each of its events in turn and run again, and its result must be right."""
+"""Tests by kill walks: a program is killed at each event in turn and run again, and its result must be right."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KillWalk = Callable[..., list[Point]]
 def kill_walk(
     txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], side_by_side: int, tmp_path: Path
 ) -> KillWalk:
-    """Return a function that kills a program at each of its events in turn, runs it again, and checks the result.
+    """Return a function that runs a program once for each event that its bridges emit, and kills it at this event.
 
-    `kill_walk(program, check, topics, before)` makes a new `Case` with that many topics for each event, calls `before`,
-    the program and `check` with it, and returns the events at which the program was killed.
+    `kill_walk(program, check, topics, before)` makes a new `Case` with that many topics for each event, and calls with
+    it `before`, the program, which is killed, the program again, and `check`. It returns the events of the kills.
     """
 
     def kill_everywhere(
