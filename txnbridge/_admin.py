@@ -167,6 +167,8 @@ class Admin:
     def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:
         """Publish or drop a parked half message, overriding the application's decision; return the outcome."""
         check_decision("the administrator", decision)
+        if decision is Decision.UNDECIDED:
+            raise InvalidOption("end_parked takes Decision.COMMIT or ABORT; an undecided half message stays parked")
         data = {"decision": decision.value, "by": "administrator", "reason": reason}
         with self._events.step("half.end", transaction, **data) as found:
             half = self._parked(group, transaction)

@@ -344,6 +344,8 @@ class Bridge:
         """Begin a transaction. Until the caller gives it to `_adopt`, `close` waits for it and does not abort it."""
         connection = self._connection
         connection.check_open()
+        if not type(prepare) is type(fingerprint) is type(group_commit) is bool:
+            raise InvalidOption("prepare, fingerprint and group_commit are True or False")
         begin = self._new_begin(timeout, prepare, hold)
         if fingerprint:
             _require_xxhash()
@@ -377,6 +379,8 @@ class Bridge:
         connection = self._connection
         timeout = connection.timeout if timeout is None else timeout
         check_times(timeout, hold)
+        if hold is not None and not prepare:
+            raise InvalidOption("hold= is for transactions with prepare=True")
         hold = self._hold if hold is None else hold
         if prepare:
             self.capabilities.require(Capability.PREPARE)

@@ -184,12 +184,14 @@ def test_seeking_to_a_time_goes_to_the_first_message_stamped_then_or_later(broke
     assert take_values(reader, 1) == [b"100"]
 
 
-def test_seeking_ahead_waits_for_the_message_that_comes_there(broker, reading):
+def test_a_position_beyond_the_end_is_refused_and_no_message_before_it_skipped(broker, reading):
     writer = kit.open_writer(broker)
     reader = reading("orders")
-    reader.seek({ORDERS: (2,)})
-    kit.commit(writer, "orders", b"0", b"1", b"2")
-    assert take_values(reader, 1) == [b"2"]
+    with pytest.raises(PositionLost, match=r"orders\[0\] ends at 0"):
+        reader.seek({ORDERS: (2,)})
+    kit.commit(writer, "orders", b"0", b"1")
+    reader.seek({ORDERS: (1,)})
+    assert take_values(reader, 1) == [b"1"]
 
 
 @pytest.mark.parametrize("position", [(), (1, 2), (-1,), ("1",), None])

@@ -11,7 +11,7 @@ from txnbridge import codecs
 from txnbridge._base.deadline import check_seconds
 from txnbridge._base.messages import NO_HEADERS, Headers, Message, encode_headers, encode_key
 from txnbridge.codecs import Codec, CodecContext
-from txnbridge.errors import InvalidOption, Poison
+from txnbridge.errors import BrokerUnavailable, InvalidOption, Poison, TxnBridgeError
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,21 @@ class Topic:
             raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
 
     def decode(self, message: Message) -> Message:
-        """Return a message with key and value decoded. Raise `Poison` with the undecoded message if a codec fails."""
+        """Return a message with key and value decoded. Raise `Poison` with the undecoded message if a codec fails.
+
+        Raise `BrokerUnavailable` if the message is not to blame: a schema registry is down, or memory is short.
+        """
         value, key = message.value, message.key
         try:
             if value is not None:
                 value = self.codec.decode(value, CodecContext(self.name, "value", message.headers))
             if key is not None and self.key is not None:
                 key = self.key.decode(key, CodecContext(self.name, "key", message.headers))
+        except TxnBridgeError:
+            raise
+        except (OSError, MemoryError) as error:
+            what = f"the codec of {self.name} raised {type(error).__name__}, so a message could not be decoded"
+            raise BrokerUnavailable(f"{what}; the next poll tries again") from error
         except Exception as error:
             raise Poison(f"cannot be decoded: {_reason(error)}", message=message) from error
         return message._replace(value=value, key=key)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _FINAL = (errors.Fenced, errors.EvidenceLost, errors.PositionLost)
 # Errors outside the handler after which the pass is retried; any other error there is a bug or a wrong setting.
 _PASSING = (errors.TransactionAborted, errors.BrokerUnavailable, errors.OutcomeUnknown)
-# A codec raises these if its schema registry does not answer or memory is short; they do not make a message poison.
-_NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, errors.TxnBridgeError)
 
 ExceptionClasses = type[Exception] | Sequence[type[Exception]]
 
@@ -65,13 +63,6 @@ class FailurePolicy:
         if isinstance(error, _FINAL) or error is self._ends_loop:
             return False
         return error is self._of_handler or isinstance(error, _PASSING)
-
-    def raise_unless_undecodable(self, poison: errors.Poison) -> None:
-        """Raise the codec's error that caused `poison` if the message is not to blame (a schema registry is down)."""
-        cause = poison.__cause__
-        if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
-            self._of_handler = cause
-            raise cause from None
 
     def raise_unless_set_aside(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
         """Return if a message is to be set aside for the handler's error: it is poison, or no attempt is left.

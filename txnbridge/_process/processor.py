@@ -543,7 +543,6 @@ class Processor(ConnectionUser):
         try:
             return inputs.decode(original)
         except errors.Poison as poison:
-            self._policy.raise_unless_undecodable(poison)
             items.set_aside(index, poison)
             return original
 

@@ -12,7 +12,7 @@ from txnbridge._process.origin import Origin, origin_headers, without_prefix
 from txnbridge._process.retry_overview import shortest_retry_topic
 from txnbridge._read.consumer import Consumer
 from txnbridge.capabilities import Capability
-from txnbridge.errors import Poison
+from txnbridge.errors import InvalidOption, NotFound, Poison
 from txnbridge.spi import Partition
 
 if TYPE_CHECKING:
@@ -35,11 +35,12 @@ class DeadLetter(Origin):
 
 
 class Redriven(NamedTuple):
-    """The counts of a redrive: dead letters sent back, left for their reason or group, and left without an origin."""
+    """The counts of a redrive: dead letters sent back, and left for their reason or group, without origin or topic."""
 
     sent: int = 0
     left: int = 0
     foreign: int = 0
+    gone: int = 0
 
 
 class Redrive:
@@ -70,6 +71,7 @@ class Redrive:
         self._topic = topic
         self._reason = reason
         self._limit = limit
+        self._partitions: dict[str, int] = {}  # of the original topics; 0 for a topic that no longer exists
         self._in_place = bool(bridge.capabilities[Capability.INDIVIDUAL_ACK])
 
     def preview(self) -> Iterator[tuple[Message, DeadLetter]]:
@@ -87,8 +89,7 @@ class Redrive:
     def run(self, progress: Callable[[int], object] = lambda sent: None) -> Redriven:
         """Send the dead letters back; call `progress` with the number of messages sent by each transaction.
 
-        Raise the errors of a transaction, and `NotFound` if an original topic no longer exists: the caller can then
-        exclude its dead letters by `reason`.
+        Raise the errors of a transaction. A dead letter whose original topic no longer exists stays.
         """
         done = Redriven()
         for batch in self._batches():
@@ -108,16 +109,18 @@ class Redrive:
         """Send a batch's dead letters back in one transaction; return the counts `done`, increased."""
         chosen: list[tuple[Message, DeadLetter]] = []
         others: list[Message] = []
-        foreign = 0
+        foreign = gone = 0
         for message in batch:
             if done.sent + len(chosen) == self._limit:
                 break
             letter = DeadLetter.of(message)
             if letter is not None and self._chooses(letter):
-                chosen.append((message, letter))
-            else:
-                others.append(message)
-                foreign += letter is None
+                if self.retry_topic is not None or self._partitions_of(letter.topic):
+                    chosen.append((message, letter))
+                    continue
+                gone += 1
+            others.append(message)
+            foreign += letter is None
         moved = [] if self._in_place else others
         if chosen or moved:
             with self._bridge.transaction(group_commit=False) as txn:
@@ -129,12 +132,23 @@ class Redrive:
                 for message in moved:
                     txn.send(self._topic, message.value, key=message.key, headers=message.headers)
                 txn.ack(sorted([*(m for m, _ in chosen), *moved], key=lambda m: m.position))
-        return Redriven(done.sent + len(chosen), done.left + len(others) - foreign, done.foreign + foreign)
+        left = len(others) - foreign - gone
+        return Redriven(done.sent + len(chosen), done.left + left, done.foreign + foreign, done.gone + gone)
+
+    def _partitions_of(self, topic: str) -> int:
+        """Return how many partitions a topic has; 0 if it does not exist."""
+        if topic not in self._partitions:
+            try:
+                self._partitions[topic] = len(self._bridge.admin.bounds(topic))
+            except (NotFound, InvalidOption):  # there is none, or the header names what no topic can be called
+                self._partitions[topic] = 0
+        return self._partitions[topic]
 
     def _send_original(self, txn: Transaction, message: Message, letter: DeadLetter) -> None:
         can = self._bridge.capabilities
         # A message with a key goes to the partition that the key has now, which differs if partitions were added.
-        by_number = message.key is None and can[Capability.CHOOSE_PARTITION]
+        there = letter.partition < self._partitions_of(letter.topic)
+        by_number = message.key is None and there and can[Capability.CHOOSE_PARTITION]
         txn.send(
             letter.topic,
             message.value,

@@ -117,7 +117,8 @@ class Consumer(ConnectionUser):
         """Return up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
 
         Raise `Poison` for a message that its codec cannot decode, after all messages before it were returned; the next
-        poll continues after it. Raise `PositionLost` if retention has deleted the group's next message,
+        poll continues after it. Raise `BrokerUnavailable` if the codec raises an OSError (its schema registry is down):
+        the next poll decodes the message again. Raise `PositionLost` if retention has deleted the group's next message,
         `OutcomeUnknown` while the outcome of the transaction that acknowledged the last messages is not known. A poll
         that raises an error skips no message. An exception of a signal handler closes the consumer.
         """
@@ -224,11 +225,12 @@ class Consumer(ConnectionUser):
         for message in self._deliveries.fetched()[:most]:
             try:
                 decoded.append(self._decode_one(message))
-            except Poison:
-                if decoded:  # the messages before the undecodable one are delivered first; the next poll raises Poison
+            except (Poison, TxnBridgeError) as error:
+                if decoded:  # the messages before the undecodable one are delivered first; the next poll raises
                     break
-                self._deliveries.hand_out(1)
-                self._deliveries.on_the_way = None
+                if isinstance(error, Poison):
+                    self._deliveries.hand_out(1)
+                    self._deliveries.on_the_way = None
                 raise
         self._deliveries.hand_out(len(decoded))
         return Batch(decoded)
@@ -259,8 +261,8 @@ class Consumer(ConnectionUser):
         """
         if not isinstance(positions, Mapping):
             positions = milliseconds(positions, "seek takes a mapping of (topic, partition) to positions or a time: it")
-        elif not all(map(_is_partition, positions)):
-            raise InvalidOption("seek takes a mapping of (topic, partition) to positions")
+        elif not all(map(_is_partition, positions)) or not all(map(_is_position, positions.values())):
+            raise InvalidOption("seek takes a mapping of (topic, partition) to positions such as `message.position`")
         self._connection.capabilities.require(Capability.REPLAY)
         if (holder := self._deliveries.holder) is not None:
             raise InvalidState(f"transaction {holder} holds acknowledgements of this consumer; end it first")
@@ -285,16 +287,23 @@ class Consumer(ConnectionUser):
     @one_call("pause")
     def pause(self, partitions: Sequence[Partition] | None = None) -> None:
         """Deliver nothing from these partitions (all by default) until `resume`; the consumer keeps its assignment."""
-        chosen = self.assignment if partitions is None else partitions
+        chosen = self._chosen(partitions)
         self._reader.pause(chosen)
         self._deliveries.pause(chosen)
 
     @one_call("resume")
     def resume(self, partitions: Sequence[Partition] | None = None) -> None:
         """Deliver from these partitions (all by default) again."""
-        chosen = self.assignment if partitions is None else partitions
+        chosen = self._chosen(partitions)
         self._reader.resume(chosen)
         self._deliveries.resume(chosen)
+
+    def _chosen(self, partitions: Sequence[Partition] | None) -> Sequence[Partition]:
+        if partitions is None:
+            return self.assignment
+        if not isinstance(partitions, Sequence) or not all(map(_is_partition, partitions)):
+            raise InvalidOption(f"give partitions as a list of (topic, number), not {partitions!r}")
+        return partitions
 
     @one_call("lag")
     def lag(self) -> dict[Partition, int]:
@@ -525,6 +534,10 @@ def _is_partition(given: object) -> bool:
         case (str(), int()):
             return True
     return False
+
+
+def _is_position(given: object) -> bool:
+    return isinstance(given, tuple | list) and all(type(part) is int and abs(part) < 1 << 63 for part in given)
 
 
 def topic_list(topics: str | Topic | Iterable[str | Topic]) -> list[Topic]:

@@ -38,6 +38,8 @@ def command(cli: Cli, topic: str, limit: int | None, reason: str | None, group: 
     cli.say(f"sent back: {done.sent}" + (f", to {redrive.retry_topic}" if redrive.retry_topic else ""))
     if done.left:
         cli.say(f"left, for another reason{' or group' * bool(group)}: {done.left}")
+    if done.gone:
+        cli.say(f"left, because their topics no longer exist: {done.gone}")
     if done.foreign:
         cli.say(f"left, without the headers that say where they came from: {done.foreign}")
 

@@ -240,12 +240,21 @@ class PollingReader(Reader):
         self._seek(offsets, Deadline(SHORT_CALL_SECONDS))
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
-        """Return the partition's first offset that retention kept. Raise `PositionLost` if `offset` is lower."""
-        row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
-        kept = 0 if row is None else int(row[0])
+        """Return the partition's first offset that retention kept.
+
+        Raise `PositionLost` for a lower `offset`, and for one beyond the end: later messages up to it would be skipped.
+        """
+        row = self._connection.execute("SELECT first, next FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
+        kept, end = row or (0, offset)
         if offset < kept:
             raise position_lost("the position to seek", cursor.partition, offset, kept)
-        return kept
+        if offset > end:
+            topic, number = cursor.partition
+            raise errors.PositionLost(
+                f"{topic}[{number}] ends at {end}, before the position to seek, {offset}: the topic was made"
+                " anew, or the file is a restored copy"
+            )
+        return int(kept)
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:

@@ -283,6 +283,8 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
         assert (half.transaction, half.checks, len(half.messages)) == (txn.id, 2, 2)
         [advice] = [advice for advice in other.admin.doctor() if "parked" in advice.text]
         assert advice.remedy == "txnbridge resolver parked --group shop"
+        with pytest.raises(InvalidOption, match="COMMIT or ABORT"):
+            other.admin.end_parked("shop", txn.id, UNDECIDED)
         other.admin.resume("shop", txn.id)
         assert other.admin.parked("shop") == []
         with other.resolver("shop", check=says(COMMIT)):

@@ -69,10 +69,10 @@ def test_a_redriven_message_is_the_original(bridge, url):
 
 def test_a_redrive_takes_no_more_than_its_limit_and_the_next_one_goes_on_behind_it(bridge, url):
     make_dead_letters(url, 5)
-    assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0)
-    assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0)
-    assert Redrive(bridge, "dead", limit=2).run() == (1, 0, 0)
-    assert Redrive(bridge, "dead", limit=2).run() == (0, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (1, 0, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (0, 0, 0, 0)
     assert values(bridge, "in0") == numbers(5) * 2
 
 
@@ -81,10 +81,10 @@ def test_dead_letters_that_a_redrive_does_not_choose_are_there_for_another(like,
     """This holds also on a broker that knows only positions, where a dead letter cannot stay in its place."""
     make_dead_letters(url, 6)
     with txnbridge.connect(url + like) as bridge:
-        assert Redrive(bridge, "dead", reason="odd").run() == (3, 3, 0)
+        assert Redrive(bridge, "dead", reason="odd").run() == (3, 3, 0, 0)
         assert values(bridge, "in0") == [*numbers(6), b"1", b"3", b"5"]
-        assert Redrive(bridge, "dead", reason="odd").run() == (0, 3, 0)
-        assert Redrive(bridge, "dead").run() == (3, 0, 0)
+        assert Redrive(bridge, "dead", reason="odd").run() == (0, 3, 0, 0)
+        assert Redrive(bridge, "dead").run() == (3, 0, 0, 0)
         assert values(bridge, "in0") == [*numbers(6), b"1", b"3", b"5", b"0", b"2", b"4"]
 
 
@@ -97,7 +97,7 @@ def test_a_preview_changes_nothing(bridge, url):
             ("in0", 0, (0,)),
             ("in0", 0, (2,)),
         ]
-    assert Redrive(bridge, "dead").run() == (5, 0, 0)
+    assert Redrive(bridge, "dead").run() == (5, 0, 0, 0)
 
 
 def test_a_message_without_our_headers_stays(bridge, url):
@@ -105,9 +105,24 @@ def test_a_message_without_our_headers_stays(bridge, url):
         txn.send("dead", b"from elsewhere")
         txn.send("dead", b"damaged", headers={"txnbridge-dead-topic": "in0", "txnbridge-dead-position": "["})
     make_dead_letters(url, 1)
-    assert Redrive(bridge, "dead").run() == (1, 0, 2)
+    assert Redrive(bridge, "dead").run() == (1, 0, 2, 0)
     assert list(Redrive(bridge, "dead").preview()) == []
     assert values(bridge, "dead") == [b"from elsewhere", b"damaged", b"0"]
+
+
+@pytest.mark.parametrize("like", ["", "&like=kafka"])
+def test_dead_letters_of_a_deleted_topic_stay_and_the_others_go_back(like, url):
+    make_dead_letters(url, 4, topics=2)
+    with txnbridge.connect(url + like) as bridge:
+        bridge.admin.delete_topic("in0")
+        [(message, _), *_] = Redrive(bridge, "dead", reason="odd").preview()
+        renumbered = {**message.headers, "txnbridge-dead-partition": "99"}  # the topic has fewer partitions now
+        with bridge.transaction() as txn:
+            txn.send("dead", b"4", headers=renumbered)
+        assert Redrive(bridge, "dead").run() == (3, 0, 0, 2)
+        assert values(bridge, "in1") == [b"1", b"3", b"1", b"3", b"4"]
+        bridge.ensure_topics("in0")
+        assert Redrive(bridge, "dead").run() == (2, 0, 0, 0)
 
 
 def test_a_redriven_message_that_is_poison_again_does_not_go_round_in_circles(bridge, url):
@@ -115,7 +130,7 @@ def test_a_redriven_message_that_is_poison_again_does_not_go_round_in_circles(br
     with bridge.processor(
         "in0", group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
     ) as processor:
-        assert Redrive(bridge, "dead").run() == (3, 0, 0)
+        assert Redrive(bridge, "dead").run() == (3, 0, 0, 0)
         while processor.stats.dead_letters < 3:
             time.sleep(0.01)
     assert values(bridge, "dead") == numbers(3) * 2
@@ -127,8 +142,8 @@ def test_dead_letters_that_come_after_a_redrive_began_are_left_for_the_next(brid
     ends = redrive._ends()
     make_dead_letters(url, 2)
     monkeypatch.setattr(redrive, "_ends", lambda: ends)
-    assert redrive.run() == (3, 0, 0)
-    assert Redrive(bridge, "dead").run() == (2, 0, 0)
+    assert redrive.run() == (3, 0, 0, 0)
+    assert Redrive(bridge, "dead").run() == (2, 0, 0, 0)
 
 
 def test_a_message_without_a_key_comes_back_to_its_partition(bridge, url):
@@ -152,4 +167,4 @@ def test_original_topics_that_are_gone_are_named(bridge, url):
         with pytest.raises(txnbridge.NotFound, match="in0"):
             Redrive(strict, "dead").run()
         strict.admin.create_topic("in0")
-        assert Redrive(strict, "dead").run() == (2, 0, 0)
+        assert Redrive(strict, "dead").run() == (2, 0, 0, 0)

@@ -239,6 +239,23 @@ def test_a_value_that_cannot_be_decoded_is_raised_alone_and_in_its_place(room: R
     assert values(consumer.poll()) == [3]
 
 
+def test_a_message_is_decoded_again_after_its_codecs_registry_was_down(room: Room) -> None:
+    class Registry:
+        answers = iter([b"1", ConnectionError(), ConnectionError(), b"2", b"3"])
+
+        def decode(self, data: bytes, context: object) -> object:
+            if isinstance(answer := next(self.answers), Exception):
+                raise answer
+            return answer
+
+    consumer = room.bridge.consumer(Topic("t", Registry()), "h")
+    room.broker.readers[-1].feed(b"1", b"2", b"3")
+    assert values(consumer.poll()) == [b"1"]
+    with pytest.raises(BrokerUnavailable, match=r"codec of t raised ConnectionError"):
+        consumer.poll()
+    assert values(consumer.poll()) == [b"2", b"3"]
+
+
 def test_a_batch_waits_to_become_full_and_stops_before_poison(room: Room) -> None:
     consumer = room.bridge.consumer(Topic("t", codecs.json), "h")
     room.broker.readers[-1].feed(b"1", b"2", b"{", b"4")
@@ -259,6 +276,17 @@ def test_seeking_forgets_what_was_delivered_and_is_refused_while_acks_are_held(r
     assert values(room.consumer.poll()) == [b"3", b"4"]
     with room.bridge.transaction() as txn, pytest.raises(InvalidState):
         txn.ack(batch[1])
+
+
+def test_places_that_no_partition_has_are_refused_and_the_consumer_goes_on(room: Room) -> None:
+    for partitions in ("t", ["t"], 5):
+        for call in (room.consumer.pause, room.consumer.resume):
+            with pytest.raises(InvalidOption, match="list of"):
+                call(partitions)
+    for position in ((1 << 63,), 5, "5", (True,)):
+        with pytest.raises(InvalidOption, match="positions"):
+            room.consumer.seek({P: position})
+    assert len(room.consumer.poll()) == 5
 
 
 def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(room: Room) -> None:

@@ -657,6 +657,14 @@ def test_an_argument_that_no_message_can_have_is_refused_and_leaves_the_transact
     assert [value for _, value, *_ in writer.sent] == [b"2"]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"prepare": "no"}, {"group_commit": None}, {"fingerprint": 1}, {"hold": 5}], ids=repr
+)
+def test_an_argument_that_no_transaction_can_have_is_refused(bridge, wrong):
+    with pytest.raises(InvalidOption, match="prepare"):
+        bridge.transaction(**wrong)
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_an_item_of_many_that_cannot_be_sent_is_named_and_leaves_only_abort(bridge, writer, slow):
     txn = bridge.transaction(fingerprint=slow)
