@@ -57,7 +57,7 @@ OPTIONS: Mapping[str, Option] = {
     "redeliver_seconds": Option(
         float,
         _DEFAULTS.redeliver_seconds,
-        "with sharing='message': a message not acknowledged within this time is delivered to another member",
+        "with sharing='message': a message whose acknowledgement is not committed by then goes to another member",
     ),
     "half_check_seconds": Option(
         float, _DEFAULTS.half_check_seconds, "how long a resolver may take to answer the check-back of a half message"

@@ -20,6 +20,7 @@ import secrets
 import socket
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -192,17 +193,17 @@ def read_assignments(connection: sqlite3.Connection, group_id: int) -> dict[int,
 class Heartbeat:
     """Renews one member's lease on a background thread, so that a reader need not poll often.
 
-    The thread has no reference to the reader. So if a reader is garbage-collected without `close`, its lease expires.
+    The thread has only a weak reference to the reader. So if a reader is garbage-collected without `close`, its lease
+    expires: also if a signal handler's exception came while it was opened.
     """
 
-    def __init__(self, store: Store, lease_seconds: float, member: str) -> None:
+    def __init__(self, reader: object, store: Store, lease_seconds: float, member: str) -> None:
         self.member = member
+        self._reader = weakref.ref(reader)
         self._store = store
         self._lease = lease_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txnbridge-lease", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
@@ -215,7 +216,7 @@ class Heartbeat:
     def _run(self) -> None:
         connection = None
         # The lease is renewed three times in its duration, so that one renewal may fail, and the next may be late.
-        while not self._stopped.wait(self._lease / 3):
+        while not self._stopped.wait(self._lease / 3) and self._reader() is not None:
             try:
                 connection = connection or self._store.connect(durable=False)  # after a power cut there is no member
                 self._renew(connection)

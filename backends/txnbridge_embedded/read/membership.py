@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,11 +29,7 @@ class GroupReader(PollingReader):
         self._context: AckContext | None = None
         start = self._subscription.start
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
-        self._heartbeat = group_assignments.Heartbeat(self._store, self._settings.lease_seconds, self._member)
-        # Stops the thread if the reader is garbage-collected; not at the interpreter's exit, perhaps of a forked child.
-        # Before the thread starts: an exception of a signal handler may come when it runs already.
-        weakref.finalize(self, self._heartbeat.stop).atexit = False
-        self._heartbeat.start()
+        self._heartbeat = group_assignments.Heartbeat(self, self._store, self._settings.lease_seconds, self._member)
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
         now, topics = now_ms(), self._subscription.topics
