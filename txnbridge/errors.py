@@ -117,7 +117,12 @@ class Conflict(TransactionAborted):
 
 
 class DeliveryFailed(TransactionAborted):
-    """A message could not be stored, so the whole transaction was aborted."""
+    """A message could not be stored, so the whole transaction was aborted.
+
+    If `permanent` is true, the broker refuses a message for itself, say, for its size: it would be refused again.
+    """
+
+    permanent = False
 
 
 # --- someone took over -------------------------------------------------------------------------------------------

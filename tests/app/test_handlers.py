@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -316,10 +317,6 @@ def test_a_function_that_fails_gets_its_message_again_later(bridge):
         (b"1", None, "surprise returned bytes, but has no topic"),
         (("out", b"1"), "out", "surprise returned a tuple"),
         (asyncio.Event().wait, "out", "surprise returned an awaitable"),
-        (3.5, "out", "surprise returned float: the value for out cannot be encoded: out takes bytes, str, dict"),
-        ({"secret": {1}}, "out", r"surprise returned dict: .* type set is not JSON serializable$"),
-        (Outgoing("out", object()), "out", "surprise returned object: "),
-        (Outgoing("", b"1"), "out", "surprise returned bytes: a topic's name must be"),
     ],
 )
 def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
@@ -335,6 +332,31 @@ def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
         run(Shop().surprise, to=to)
     if callable(result):
         later[-1].close()
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (3.5, "surprise returned float: the value for out cannot be encoded: out takes bytes, str, dict"),
+        ({"secret": {1}}, "surprise returned dict: .* type set is not JSON serializable"),
+        ({"item": "\ud800"}, "surprise returned dict: "),
+        (Outgoing("out", object()), "surprise returned object: "),
+        (Outgoing("out", b"1", key=7), "surprise returned bytes: "),
+        (Outgoing("out", b"1", headers={"n": 7}), "surprise returned bytes: "),
+        (Outgoing("", b"1"), "surprise returned bytes: a topic's name must be"),
+        (Outgoing("out", bytes(17 << 20)), "a message of 17825793 bytes"),
+    ],
+    ids=range(8),
+)
+def test_a_result_that_cannot_be_sent_is_a_failure_of_its_message(bridge, result, reason):
+    def surprise(value: Order):
+        return result if value.id == 1 else str(value.id)
+
+    send(bridge, b'{"id": 0}', b'{"id": 1}', b'{"id": 2}')
+    run(surprise, to="out", max_attempts=2, dead_letter="dead", backoff=(0.01, 0.01))
+    assert [value for _, value in sent(bridge)] == [b"0", b"2"]
+    [dead] = bridge.read("dead", limit=2)
+    assert re.match("InvalidOption: " + reason, dead.headers["txnbridge-dead-reason"])
 
 
 def test_the_log_names_the_line_of_an_asynchronous_function_that_fails(bridge, caplog):

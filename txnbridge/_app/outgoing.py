@@ -25,7 +25,7 @@ class Outgoing:
 
 
 class UnfitResult(InvalidOption):
-    """A function returned a value that cannot be published. The app stops: another attempt would return the same."""
+    """A function returned what no message can be made of, whatever its input. The app stops."""
 
 
 class ResultPublisher:
@@ -77,7 +77,7 @@ class ResultPublisher:
         except InvalidOption as error:
             if isinstance(error.__cause__, OSError):
                 raise  # another attempt may succeed: the codec got no answer, say, of a schema registry
-            raise UnfitResult(f"{self._name} returned {type(value).__name__}: {error}") from error
+            raise InvalidOption(f"{self._name} returned {type(value).__name__}: {error}") from error
         send(encoded.topic, encoded.value, key=encoded.key, headers=encoded.headers or None)
 
     def _key(self, message: Message, to: Topic) -> Any:

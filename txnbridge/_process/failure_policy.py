@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 
 # Errors that end the processor's loop, also if the handler raised them.
 _FINAL = (errors.Fenced, errors.EvidenceLost, errors.PositionLost)
+# Refused calls of the handler for which a setting is to blame, and no message.
+_SETTING = (errors.BackendMissing, errors.InvalidState, errors.InvalidToken, errors.NotFound, errors.NotSupported)
 # Errors outside the handler after which the pass is retried; any other error there is a bug or a wrong setting.
 _PASSING = (errors.TransactionAborted, errors.BrokerUnavailable, errors.OutcomeUnknown)
 
 ExceptionClasses = type[Exception] | Sequence[type[Exception]]
+
+
+class HandlerTooSlow(errors.TransactionTimedOut):
+    """A call of the handler lasted longer than the transaction's timeout."""
 
 
 class FailurePolicy:
@@ -76,9 +82,9 @@ class FailurePolicy:
         elif not _is_from_broker(error, txn):
             if self.is_poison(error):
                 return
-            # A call that the broker refuses is as often a wrong setting: the message holds its place, and is not set
-            # aside.
-            if not isinstance(error, errors.Abort | errors.UsageError) and self._is_last_attempt(tried):
+            # For a missing topic or capability the message holds its place, and is not set aside.
+            refused = txn._cause if refuses_message(txn._cause) else error
+            if not isinstance(refused, (errors.Abort, *_SETTING)) and self._is_last_attempt(tried):
                 return
         self._of_handler = error
         raise error
@@ -101,6 +107,8 @@ class FailurePolicy:
         """Return whether the handler's error makes a message poison at once."""
         # A refused call (message too large, missing topic) may come from a wrong setting, with which every input
         # message would become a dead letter: so a `UsageError` makes a message poison only if its class is in `poison`.
+        if isinstance(error, ExceptionGroup):
+            return all(map(self.is_poison, error.exceptions))
         if isinstance(error, errors.UsageError):
             return isinstance(error, tuple(c for c in self._poison if issubclass(c, errors.UsageError)))
         return isinstance(error, (errors.Poison, *self._poison))
@@ -132,6 +140,11 @@ class FailurePolicy:
         )
 
 
+def refuses_message(error: BaseException | None) -> bool:
+    """Return whether the broker refuses a message of the transaction for itself: the same would happen again."""
+    return isinstance(error, errors.DeliveryFailed) and error.permanent
+
+
 def require_not_ended(txn: PassTransaction) -> None:
     """Raise `InvalidState` if the handler has tried to end the transaction itself, which a retry would do again."""
     if isinstance(txn._cause, errors.InvalidState):
@@ -160,6 +173,8 @@ def _is_plain_abort(state: RetryCallState) -> bool:
 
 def _is_from_broker(error: Exception, txn: PassTransaction) -> bool:
     """Return whether the broker, not the message, caused an error of the handler, even if the handler wrapped it."""
+    if isinstance(error, HandlerTooSlow) or refuses_message(error) or refuses_message(txn._cause):
+        return False
     failed = txn.state is not State.OPEN and not isinstance(txn._cause, errors.UsageError)
     return failed or any(
         isinstance(e, errors.TxnBridgeError) and not isinstance(e, errors.UsageError) for e in causes(error)

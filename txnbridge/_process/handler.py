@@ -75,7 +75,7 @@ def handler_location(error: BaseException, caller: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     calls = [index for index, frame in enumerate(frames) if frame.filename == caller]
     inside = [f for f in frames[calls[-1] + 1 if calls else 0 :] if not f.filename.startswith(_PACKAGE)]
-    place = next((f for f in reversed(inside) if f.filename == inside[0].filename), frames[-1] if frames else None)
+    place = next((f for f in reversed(inside) if f.filename == inside[0].filename), None)
     return loggable(error) if place is None else f"{loggable(error)} at {place.filename}:{place.lineno}"
 
 

@@ -27,7 +27,13 @@ from txnbridge._base.service_stop import Shutdown, StopNow
 from txnbridge._base.state import State
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._process.dead_letters import DeadLetters
-from txnbridge._process.failure_policy import ExceptionClasses, FailurePolicy, require_not_ended
+from txnbridge._process.failure_policy import (
+    ExceptionClasses,
+    FailurePolicy,
+    HandlerTooSlow,
+    refuses_message,
+    require_not_ended,
+)
 from txnbridge._process.handler import call_inside, handler_location, loggable
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
@@ -623,29 +629,44 @@ class Processor(ConnectionUser):
         then is not called again and again for all others. After poison the others are tried, too, so that one abort
         finds all poison.
         """
-        half_time = time.monotonic() + txn.deadline / 2
+        now = time.monotonic()
+        half_time = now + txn.deadline / 2
         known = items.marked
         found = succeeded = False
         done = 0
         for index, message in enumerate(items.messages):
             done += 1
             if index not in known:
+                called_at, failure = now, None
                 try:
                     each(message, txn)
-                    succeeded = True
                 except Exception as error:
-                    self._judge(error, items, index, txn, first=not (found or succeeded))
+                    failure = error
+                now = time.monotonic()
+                failure = self._if_slow(now - called_at, failure)
+                if failure is None:
+                    succeeded = True
+                else:
+                    self._judge(failure, items, index, txn, first=not (found or succeeded))
                     found = True
             # A failed transaction refuses sends. A database may refuse all statements after an error, and it still has
             # what the failed message has written, by which a later message would be judged.
             if found and (self._database is not None or txn.state is not State.OPEN):
                 break
             # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.
-            if self._stop.asked or time.monotonic() > half_time:
+            if self._stop.asked or now > half_time:
                 break
         if found:
             raise _Found
         return items.first(done)
+
+    def _if_slow(self, seconds: float, failure: Exception | None) -> Exception | None:
+        """Return `failure`, or another one if a call lasted longer than the transaction, which cannot be committed."""
+        if seconds <= self._timeout:
+            return failure
+        slow = HandlerTooSlow(f"the handler took {seconds:.1f} s, longer than timeout={self._timeout:g}")
+        slow.__cause__ = failure
+        return slow
 
     def _judge(self, error: Exception, items: PolledBatch, index: int, txn: PassTransaction, first: bool) -> None:
         """Mark the message for which the handler has failed. Raise the error unless the message is to be set aside.
@@ -664,16 +685,26 @@ class Processor(ConnectionUser):
         good = items.good()
         if not good:
             return
+        called_at, failure = time.monotonic(), None
         try:
             batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:
-            self._find_culprit(error, items, txn)
+            failure = error
+        failure = self._if_slow(time.monotonic() - called_at, failure)
+        if failure is not None:
+            self._find_culprit(failure, items, txn)
 
     def _commit(self, items: PolledBatch, txn: PassTransaction) -> None:
         try:
             txn.commit()
         except CommitRefused as refused:
             self._find_culprit(refused.error, items, txn)
+        except errors.DeliveryFailed as error:
+            if not refuses_message(error):
+                raise
+            if len(items.good()) > 1:
+                raise _Hidden from error  # the others are committed without the message that the broker refuses
+            self._find_culprit(error, items, txn)
 
     def _find_culprit(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
         """Raise the error of the handler for a batch again, unless a message of the batch is set aside for it.

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 from confluent_kafka import KafkaError
 
-from txnbridge.errors import AccessDenied, Conflict, Fenced, TransactionAborted, TransactionTimedOut, TxnBridgeError
+from txnbridge.errors import (
+    AccessDenied,
+    Conflict,
+    DeliveryFailed,
+    Fenced,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
 from txnbridge.spi import Deadline
 from txnbridge_kafka.errors import DENIED, kafka_error
 
@@ -64,7 +72,9 @@ def failure(
         needed = f"; the user of {id} needs {_NEEDED[code]}" if code in _NEEDED else ""
         return AccessDenied(text + needed)
     if code == KafkaError.MSG_SIZE_TOO_LARGE:
-        return otherwise(f"{text}: the message is larger than its topic's max.message.bytes; send smaller messages")
+        refused = DeliveryFailed(f"{text}: the message is larger than its topic's max.message.bytes; send smaller ones")
+        refused.permanent = True
+        return refused
     fenced = newer_owner() if code in ENDED or _is_lost(error) else None
     if fenced is not None:
         return fenced

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from txnbridge import (
     Capability,
     Conflict,
     DeadlineExceeded,
+    DeliveryFailed,
     Event,
     EvidenceLost,
     Fenced,
@@ -833,11 +835,59 @@ def test_a_handler_that_fails_now_and_then_does_not_make_the_waits_grow(room):
     assert processor.stats.retries > 0 and max(room.waits, default=0) <= 0.2
 
 
-def test_a_refused_call_is_no_attempt(room):
+def test_a_missing_topic_is_no_attempt(room):
     room.feed(b"0")
     handler = Failing(b"0", *[NotFound("there is no topic 'out'")] * 5)
     room.run(each=handler, max_attempts=2, dead_letter="dead")
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
+
+
+def test_a_refused_message_is_an_attempt(room):
+    room.feed(b"0", b"1", b"2")
+    room.run(each=Failing(b"1", *[InvalidOption("too large")] * 5), max_attempts=2, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0", b"2"], [b"1"])
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_call_longer_than_the_transaction_is_a_failure_of_its_message(room, batch, monkeypatch):
+    passed = 0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
+    monkeypatch.setattr("txnbridge._process.processor.time", clock)
+
+    def slow(message: Message, txn: Transaction) -> None:
+        nonlocal passed
+        passed += 31 if message.value == b"slow" else 0
+        copy(message, txn)
+
+    def all_slow(messages: Batch, txn: Transaction) -> None:
+        for message in messages:
+            slow(message, txn)
+
+    room.feed(b"0", b"slow", b"2")
+    handler = {"batch": all_slow} if batch else {"each": slow}
+    processor = room.run(**handler, timeout=30, max_attempts=2, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0", b"2"], [b"slow"])
+    assert processor.stats.retries == 1
+    [headers] = [headers for done in room.broker.committed for topic, _, _, headers, *_ in done.full if topic == "dead"]
+    reason = dict(headers)["txnbridge-dead-reason"]
+    assert reason.startswith(b"HandlerTooSlow: the handler took 31.") and reason.endswith(b"longer than timeout=30")
+
+
+@pytest.mark.parametrize("handler", [{"each": copy}, {"batch": copy_batch}], ids=["each", "batch"])
+def test_an_output_that_the_broker_refuses_at_the_commit_is_a_failure_of_its_message(room, handler, monkeypatch):
+    commit = MemoryWriter.commit
+
+    def refuse(writer: MemoryWriter, deadline: Deadline) -> None:
+        if ("out", b"large") in Committed(writer).sent:
+            error = DeliveryFailed("larger than max.message.bytes")
+            error.permanent = True
+            raise error
+        commit(writer, deadline)
+
+    monkeypatch.setattr(MemoryWriter, "commit", refuse)
+    room.feed(b"0", b"1", b"large", b"3")
+    room.run(**handler, max_attempts=2, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"large"])
 
 
 def test_after_max_attempts_a_batch_is_split_to_find_the_message(room):

@@ -158,13 +158,3 @@ def test_a_message_without_a_key_comes_back_to_its_partition(bridge, url):
     assert sorted((m.partition, m.value) for m in bridge.read("in", limit=100)) == sorted(
         [(number, b"%d" % number) for number in range(8)] * 2
     )
-
-
-def test_original_topics_that_are_gone_are_named(bridge, url):
-    make_dead_letters(url, 2)
-    bridge.admin.delete_topic("in0")
-    with txnbridge.connect(url, create_topics=0) as strict:
-        with pytest.raises(txnbridge.NotFound, match="in0"):
-            Redrive(strict, "dead").run()
-        strict.admin.create_topic("in0")
-        assert Redrive(strict, "dead").run() == (2, 0, 0, 0)

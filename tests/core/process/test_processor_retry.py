@@ -287,7 +287,7 @@ def test_the_number_of_tries_survives_restarts_and_after_the_last_delay_it_is_a_
             "group": "g",
             "attempts": "4",
         }
-        assert Redrive(bridge, "dead").run() == (1, 0, 0)
+        assert Redrive(bridge, "dead").run() == (1, 0, 0, 0)
         assert bridge.read("in", limit=10)[1][3:7] == original[3:7]  # key, value, headers, timestamp
 
 
@@ -524,8 +524,8 @@ def test_a_redrive_for_one_group_is_seen_by_no_other_group(bridge):
     with bridge.processor("in", group="g", each=handler, retry=[SOON], dead_letter="dead") as processor:
         eventually(lambda: processor.lag == 0, "it has its partitions")
         redrive = Redrive(bridge, "dead", group="g")
-        assert (redrive.retry_topic, redrive.run()) == ("g-retry-200ms", (1, 1, 0))
-        assert Redrive(bridge, "dead", group="g").run() == (0, 1, 0)
+        assert (redrive.retry_topic, redrive.run()) == ("g-retry-200ms", (1, 1, 0, 0))
+        assert Redrive(bridge, "dead", group="g").run() == (0, 1, 0, 0)
         eventually(lambda: processor.stats.messages == 1, "it is processed")
     assert values(bridge, "out") == [b"1", b"1", b"bad"]
     assert handler.tried[-1][:7] == bridge.read("in", limit=1)[0][:7]
