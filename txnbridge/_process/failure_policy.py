@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Errors that end the processor's loop, also if the handler raised them.
 _FINAL = (errors.Fenced, errors.EvidenceLost, errors.PositionLost)
 # Refused calls of the handler for which a setting is to blame, and no message.
-_SETTING = (errors.BackendMissing, errors.InvalidState, errors.InvalidToken, errors.NotFound, errors.NotSupported)
+_SETTING = (errors.BackendMissing, errors.InvalidState, errors.InvalidToken, errors.NotFound)
 # Errors outside the handler after which the pass is retried; any other error there is a bug or a wrong setting.
 _PASSING = (errors.TransactionAborted, errors.BrokerUnavailable, errors.OutcomeUnknown)
 
@@ -82,7 +82,7 @@ class FailurePolicy:
         elif not _is_from_broker(error, txn):
             if self.is_poison(error):
                 return
-            # For a missing topic or capability the message holds its place, and is not set aside.
+            # For a missing topic the message holds its place, and is not set aside.
             refused = txn._cause if refuses_message(txn._cause) else error
             if not isinstance(refused, (errors.Abort, *_SETTING)) and self._is_last_attempt(tried):
                 return
