@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from typing import Any
@@ -98,6 +99,20 @@ async def test_failures_are_those_of_the_synchronous_processor(url):
         with pytest.raises(InvalidOption):
             bridge.processor("in", group="g", each=each, max_messages=0)
     assert values(url, "out") == [] and left(url, "g") == 10
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_task_that_the_handler_awaits_and_that_is_cancelled_is_a_failure_of_its_message(url, bridge):
+    async def each(message, txn):
+        if message.value == b"4":
+            other = asyncio.create_task(anyio.sleep(SOON))
+            other.cancel()
+            await other
+        await txn.send("out", message.value)
+
+    settings: Any = {"max_attempts": 2, "dead_letter": "dead", "backoff": (0.01, 0.01)}
+    await bridge.processor("in", group="g", each=each, **settings).run(until_idle=True)
+    assert values(url, "dead") == [b"4"] and values(url, "out") == [n for n in NUMBERS if n != b"4"]
 
 
 @pytest.mark.parametrize("how", ["run", "block"])

@@ -53,6 +53,8 @@ def call_inside(
 
 def reason_of(error: BaseException) -> str:
     """Return as one line why a message is poison: the text of a `Poison`, or the class and text of another error."""
+    if isinstance(error, BaseExceptionGroup):  # of a task group
+        return "; ".join(map(reason_of, error.exceptions))
     text = " ".join(str(error).split())
     if isinstance(error, Poison) and text:
         return text
@@ -61,6 +63,8 @@ def reason_of(error: BaseException) -> str:
 
 def loggable(error: BaseException | None) -> str:
     """Return an error as text for log lines: only its class, unless it is an error of txnbridge without data."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(loggable, error.exceptions))
     if isinstance(error, TxnBridgeError | Poison):
         return reason_of(error)
     return type(error).__name__
@@ -80,9 +84,11 @@ def handler_location(error: BaseException, caller: str = "") -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and, recursively, its `__cause__` or `__context__`."""
+    """Yield an error and, recursively, its `__cause__` or `__context__`, and those of a task group."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
+        for one in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+            yield from causes(one)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import time
@@ -81,6 +82,11 @@ class LoopFunctions:
                 result, error = await function(*arguments), None
             except Exception as caught:
                 result, error = None, caught
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                result, error = None, RuntimeError("a task that the function awaited was cancelled")
             finally:
                 self._scopes.discard(scope)
         return (None, _CANCELLED) if scope.cancel_called else (result, error)

@@ -535,6 +535,7 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
     [
         (ValueError("half \ud83d"), b"ValueError: half \\ud83d"),
         (Poison(), b"Poison"),
+        (ExceptionGroup("", [Poison("no customer"), ValueError("late")]), b"no customer; ValueError: late"),
         (InvalidOption(), b"InvalidOption"),  # a refused call may be poison if it is named
     ],
 )
