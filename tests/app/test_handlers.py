@@ -74,9 +74,11 @@ def run(function, inputs="in", **settings) -> None:
 
 def take_anything(value) -> None: ...
 def take_bytes(value: bytes) -> None: ...
+def take_any_json(value) -> None: ...
 def take_text(value: str) -> None: ...
 def take_dict(value: dict[str, Any]) -> None: ...
 def take_dataclass(value: Order) -> None: ...
+def take_list(value: list[Order]) -> None: ...
 def take_optional(value: Order | None) -> None: ...
 def take_none(value: Order | None) -> None: ...
 def take_nested(value: Sheet) -> None: ...
@@ -92,6 +94,7 @@ TAKEN = [
     (take_text, b"\xc3\xa9", "é"),
     (take_dict, b'{"a": 1}', {"a": 1}),
     (take_dataclass, b'{"id": 1}', Order(1)),
+    (take_list, b'[{"id": 1}]', [Order(1)]),
     (take_optional, b'{"id": 1, "note": "x"}', Order(1, "x")),
     (take_none, None, None),
     (take_nested, b'{"lines": [{"day": "2030-01-02"}]}', Sheet([Line(date(2030, 1, 2))])),
@@ -150,11 +153,38 @@ def test_a_topic_with_a_codec_keeps_it(bridge):
 
 
 def test_a_value_that_does_not_fit_and_a_tombstone_are_poison(bridge):
-    send(bridge, b"no json", b'{"other": 1}', None, b'{"id": 1}')
+    misfits = {
+        b"no json": "cannot be decoded: DecodeError",
+        b'{"other": 1}': "cannot be decoded: Object missing required field `id`",
+        b'{"id": "1"}': "cannot be decoded: Expected `int`, got `str` - at `$.id`",
+        b'{"id": 1, "note": "\\ud800"}': "cannot be decoded: DecodeError",
+        None: "a tombstone, which record does not take (its value would be None)",
+    }
+    send(bridge, *misfits, b'{"id": 1, "unknown": 2}')
     seen: list[Any] = []
     run(recording(take_dataclass, seen), dead_letter="dead")
     assert seen[-1] == Order(1)
-    assert [value for _, value in sent(bridge, "dead")] == [b"no json", b'{"other": 1}', None]
+    assert {m.value: m.headers["txnbridge-dead-reason"] for m in bridge.read("dead", 9)} == misfits
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "reason"),
+    [
+        (take_dict, b"5", "Expected `object`, got `int`"),
+        (take_list, b'[{"id": {}}]', "Expected `int`, got `object` - at `$[0].id`"),
+        (take_nested, b'{"lines": [{"day": 1}]}', "Expected `date`, got `int` - at `$.lines[0].day`"),
+        (take_model, b'{"id": "secret"}', "invalid: id"),
+        (take_any_json, b'{"price": 1e400}', "ValueError"),
+        (take_any_json, b"NaN", "ValueError"),
+        (take_any_json, b'["\\ud800"]', "UnicodeEncodeError"),
+    ],
+)
+def test_types_mean_what_they_say_and_the_reason_names_the_field(bridge, function, value, reason):
+    send(bridge, value)
+    inputs = Topic("in", codecs.json) if function is take_any_json else "in"
+    run(recording(function, []), inputs, dead_letter="dead")
+    [dead] = bridge.read("dead", 2)
+    assert dead.headers["txnbridge-dead-reason"] == f"cannot be decoded: {reason}"
 
 
 def test_further_parameters_are_passed_by_name_or_type(bridge):
@@ -344,7 +374,7 @@ def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
         (Outgoing("out", b"1", key=7), "surprise returned bytes: "),
         (Outgoing("out", b"1", headers={"n": 7}), "surprise returned bytes: "),
         (Outgoing("", b"1"), "surprise returned bytes: a topic's name must be"),
-        (Outgoing("out", bytes(17 << 20)), "a message of 17825793 bytes"),
+        (Outgoing("out", bytes(17 << 20)), "a message for out has 17825792 bytes"),
     ],
     ids=range(8),
 )

@@ -31,6 +31,7 @@ def through(topic: Topic, value: Any, key: Any = None) -> Message:
         (codecs.str, "früh"),
         (codecs.json, {"a": [1, None, "x"]}),
         (codecs.dataclass_json(Order), Order(1, "x")),
+        (codecs.dataclass_json(dict[str, list[Order]]), {"a": [Order(1)]}),
         (codecs.pydantic(Order), Order(2)),
         (codecs.pydantic(list[int]), [1, 2]),
     ],
@@ -56,6 +57,8 @@ def test_a_tombstone_passes_every_codec() -> None:
         (codecs.json, float("nan")),
         (codecs.json, object()),
         (codecs.dataclass_json(Order), {"id": 1}),
+        (codecs.dataclass_json(Order), Order(float("nan"))),  # type: ignore[arg-type]
+        (codecs.dataclass_json(list[Order]), Order(1)),
     ],
 )
 def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: codecs.Codec, value: Any) -> None:

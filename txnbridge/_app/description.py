@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
-from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from txnbridge import codecs
 from txnbridge._app.handler import Handler
-from txnbridge._app.value_types import alternatives, by_type, codec_for
+from txnbridge._app.value_types import by_type, codec_for
 from txnbridge._base.topic import Topic
 from txnbridge._base.url import parse_url
 from txnbridge.codecs import Codec
 
 Document = dict[str, Any]
 
-_NAMES_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 _PLAIN: dict[int, tuple[str, str, Document | None]] = {
     id(codecs.bytes): ("bytes", "application/octet-stream", None),
     id(codecs.str): ("text", "text/plain", {"type": "string"}),
@@ -87,8 +84,12 @@ def _content(codec: Codec) -> _Content:
         message: Document = {"contentType": content_type}
         return _Content(name, message if payload is None else message | {"payload": payload}, {})
     if isinstance(codec, codecs.dataclass_json):
-        kind = codec._cls
-        return _of_schema(kind.__name__, _schema_of_dataclass(kind), {})
+        import msgspec
+
+        kind: Any = codec._cls
+        [schema], inner = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+        name = kind.__name__
+        return _of_schema(name, inner.pop(name, schema), inner)
     if isinstance(codec, codecs.pydantic):
         schema = codec._adapter.json_schema(ref_template="#/components/schemas/{model}")
         inner = schema.pop("$defs", {})
@@ -99,32 +100,3 @@ def _content(codec: Codec) -> _Content:
 def _of_schema(name: str, schema: Document, inner: Document) -> _Content:
     message = {"name": name, "contentType": "application/json", "payload": _reference("components", "schemas", name)}
     return _Content(name, message, {**inner, name: schema})
-
-
-def _schema_of_dataclass(kind: Any) -> Document:
-    hints = get_type_hints(kind)
-    fields = dataclasses.fields(kind)
-    missing = dataclasses.MISSING
-    return {
-        "title": kind.__name__,
-        "type": "object",
-        "properties": {field.name: _schema(hints[field.name]) for field in fields},
-        "required": [f.name for f in fields if f.default is missing and f.default_factory is missing],
-        "additionalProperties": False,
-    }
-
-
-def _schema(kind: Any) -> Document:
-    """Return the JSON schema of a field of a flat dataclass."""
-    if kind in _NAMES_OF_JSON:
-        return {"type": _NAMES_OF_JSON[kind]}
-    if len(parts := alternatives(kind)) > 1:
-        return {"anyOf": [_schema(part) for part in parts]}
-    origin, arguments = get_origin(kind) or kind, get_args(kind)
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin is list:
-        return {"type": "array", "items": _schema(arguments[0])} if arguments else {"type": "array"}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(arguments[1])} if arguments else {"type": "object"}
-    return {}

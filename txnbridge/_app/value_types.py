@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache, reduce
 from operator import or_
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from txnbridge import codecs
 from txnbridge._base.topic import Topic
@@ -16,24 +16,23 @@ from txnbridge.codecs import Codec, CodecContext
 from txnbridge.errors import InvalidOption
 
 _SUITABLE = "bytes, str, dict, list, a dataclass or a pydantic model"
-_OF_JSON = (str, int, float, bool, NoneType, list, dict, Any)
 
 
 @lru_cache
 def codec_for(kind: Any) -> Codec | None:
     """Return the codec for values of a type; None if the type does not tell how to encode its values.
 
-    Raise `InvalidOption` for a dataclass that needs pydantic if pydantic is not installed.
+    Raise `InvalidOption` for a type that needs pydantic if pydantic is not installed.
     """
     if kind is bytes:
         return codecs.bytes
     if kind is str:
         return codecs.str
-    if (get_origin(kind) or kind) in (dict, list):
-        return codecs.json
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return codecs.dataclass_json(kind) if _is_flat(kind) else _pydantic(kind)
-    return codecs.pydantic(kind) if _is_model(kind) else None
+    if _is_model(kind):
+        return codecs.pydantic(kind)
+    if (get_origin(kind) or kind) in (dict, list) or (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return _pydantic(kind) if _needs_pydantic(kind, ()) else codecs.dataclass_json(kind)
+    return None
 
 
 def require_codec(kind: Any, what: str) -> Codec:
@@ -59,18 +58,16 @@ def without_none(kind: Any) -> tuple[Any, bool]:
     return reduce(or_, rest) if rest else NoneType, True
 
 
-def _is_flat(kind: type) -> bool:
-    """Return whether JSON alone restores the fields of a dataclass."""
-    try:
-        return all(map(_is_of_json, get_type_hints(kind).values()))
-    except NameError:
-        return False
-
-
-def _is_of_json(kind: Any) -> bool:
-    if get_origin(kind) in (Union, UnionType, list, dict):
-        return all(map(_is_of_json, get_args(kind)))
-    return get_origin(kind) is Literal or kind in _OF_JSON
+def _needs_pydantic(kind: Any, above: tuple[Any, ...]) -> bool:
+    """Return whether a type has a part that msgspec does not check: a model, or a union of several dataclasses."""
+    if _is_model(kind) or hasattr(kind, "__pydantic_validator__"):
+        return True
+    parts = get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in above:
+        above = (*above, kind)
+        parts = tuple(get_type_hints(kind).values())
+    several = get_origin(kind) in (Union, UnionType) and sum(map(dataclasses.is_dataclass, parts)) > 1
+    return several or any(_needs_pydantic(part, above) for part in parts)
 
 
 def _is_model(kind: Any) -> bool:
@@ -85,8 +82,8 @@ def _pydantic(kind: Any) -> Codec:
         if error.name != "pydantic":
             raise
         raise InvalidOption(
-            f"{kind.__name__} has fields of types that JSON does not know, for which pydantic is needed: pip install"
-            " pydantic, or give the topic a codec"
+            f"{kind.__name__} has a union of dataclasses, for which pydantic is needed: pip install pydantic, or give"
+            " the topic a codec"
         ) from error
 
 
@@ -95,7 +92,7 @@ class _ByType:
 
     def encode(self, obj: Any, context: CodecContext) -> bytes:
         kind: Any = type(obj)
-        codec = codec_for(kind)
+        codec = codecs.json if kind in (dict, list) else codec_for(kind)
         if codec is None:
             raise TypeError(f"{context.topic} takes {_SUITABLE}, not {type(obj).__name__}; give the topic a codec")
         return codec.encode(obj, context)
