@@ -378,6 +378,12 @@ class Writer(ABC):
         Raise the errors of `commit`.
         """
 
+    def store(self, deadline: Deadline) -> None:
+        """Wait until the messages are stored, if the broker may refuse one only then; otherwise do nothing.
+
+        Raise `DeliveryFailed`, which is `permanent` for a message that would be refused again.
+        """
+
     @abstractmethod
     def evidence(self) -> Evidence:
         """Return the evidence for a token of the current or last transaction, even after a `reopen`. Never block."""

@@ -210,7 +210,7 @@ def test_redrive_sends_dead_letters_back(invoke, bridge, dead_letters):
 
 def test_redrive_chooses_by_reason_and_limit(invoke, bridge, dead_letters):
     result = invoke("redrive", "orders-dead", "--reason", "too old", "--limit", "1", "--json")
-    assert json.loads(result.stdout) == {"sent": 1, "left": 1, "foreign": 0}
+    assert json.loads(result.stdout) == {"sent": 1, "left": 1, "foreign": 0, "gone": 0}
     result = invoke("redrive", "orders-dead", "--reason", "too old")
     assert result.stdout == "sent back: 1\nleft, for another reason: 2\n"
     assert values(bridge, "orders")[4:] == [b"1", b"3"]

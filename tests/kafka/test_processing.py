@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
@@ -12,7 +13,7 @@ from txnbridge_conformance.observing import eventually, mark, seen, send, take, 
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
-from txnbridge import Bridge, Conflict, Fenced, Processor
+from txnbridge import Bridge, Conflict, Fenced, Message, Processor, Transaction
 from txnbridge.testing import recorded
 
 MESSAGES = 600
@@ -141,3 +142,23 @@ def test_messages_behind_one_given_back_come_again_and_are_acknowledged_in_order
     markers = mark(bridge, topic)
     with bridge.consumer(topic, group) as consumer:
         assert up_to(consumer, markers) == []
+
+
+@pytest.mark.parametrize("how", ["each", "batch"])
+def test_an_output_above_its_topics_limit_is_a_failure_of_its_message_alone(
+    bridge: Bridge, new_topic: NewTopic, make_topic: Callable[..., str], group: str, how: str
+) -> None:
+    """Only the broker knows a topic's own limit, and says so after the client has taken the message."""
+    source, target, dead = new_topic(1), make_topic(1, **{"max.message.bytes": "1000"}), new_topic(1)
+    inputs = [b"1", b"2", bytes(5000), b"3", b"4"]
+    send(bridge, source, *inputs)
+
+    def batch(messages: Sequence[Message], txn: Transaction) -> None:
+        for message in messages:
+            txn.send(target, message.value)
+
+    handler: dict[str, Any] = {"batch": batch} if how == "batch" else {"each": lambda m, txn: batch([m], txn)}
+    processor = bridge.processor(source, group=group, max_attempts=2, dead_letter=dead, backoff=(0.1, 0.1), **handler)
+    processor.run(until_idle=True)
+    assert values(bridge, target) == [b"1", b"2", b"3", b"4"]
+    assert values(bridge, dead) == [bytes(5000)]

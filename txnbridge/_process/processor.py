@@ -594,6 +594,7 @@ class Processor(ConnectionUser):
                 self._check_after_handler(txn)
                 if txn.state is State.OPEN:  # otherwise the end of the block raises the transaction's error
                     in_a_row = self._send_set_aside(done, txn)
+                    self._store(done, txn)
                     txn.ack(done.delivered)
                     self._commit(done, txn)
         finally:
@@ -694,17 +695,25 @@ class Processor(ConnectionUser):
         if failure is not None:
             self._find_culprit(failure, items, txn)
 
+    def _store(self, items: PolledBatch, txn: PassTransaction) -> None:
+        """Wait until the broker has taken what was sent. If it refuses a message for itself, find whose output it is.
+
+        This comes before the messages are acknowledged, which an abort would give back to the broker.
+        """
+        try:
+            txn._store()
+        except errors.DeliveryFailed as error:
+            if not refuses_message(error) or items.marked:  # it may be what was set aside that is refused
+                raise
+            if len(items) > 1:
+                raise _Hidden from error  # the others are committed without the message that the broker refuses
+            self._find_culprit(error, items, txn)
+
     def _commit(self, items: PolledBatch, txn: PassTransaction) -> None:
         try:
             txn.commit()
         except CommitRefused as refused:
             self._find_culprit(refused.error, items, txn)
-        except errors.DeliveryFailed as error:
-            if not refuses_message(error):
-                raise
-            if len(items.good()) > 1:
-                raise _Hidden from error  # the others are committed without the message that the broker refuses
-            self._find_culprit(error, items, txn)
 
     def _find_culprit(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
         """Raise the error of the handler for a batch again, unless a message of the batch is set aside for it.

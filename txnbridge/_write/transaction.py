@@ -371,6 +371,15 @@ class Transaction(ConnectionUser):
             for context, positions in hold(self, self._connection, messages, up_to):
                 self._writer.ack(context, positions)
 
+    @_one_call("store")
+    def _store(self) -> None:
+        """Wait until the messages are stored, where the broker may refuse one only then."""
+        try:
+            self._writer.store(self._begin.deadline)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     # --- ending ---------------------------------------------------------------------------------------------------
 
     @_one_call("commit")

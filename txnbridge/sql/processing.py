@@ -344,6 +344,9 @@ class DatabaseTransaction:
             return Outcome.ABORTED  # the handler has rolled it back
         return {State.COMMITTED: Outcome.COMMITTED, State.ABORTED: Outcome.ABORTED}.get(self.state)
 
+    def _store(self) -> None:
+        """Do nothing: the database has taken or refused each message already."""
+
     @property
     def deadline(self) -> float:
         """The seconds until the transaction's deadline."""

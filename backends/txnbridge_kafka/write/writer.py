@@ -276,6 +276,8 @@ class KafkaWriter(Writer):
         if error is not None:
             raise self._not_stored(error, deadline) from KafkaException(error)
 
+    store = flush  # a topic's own limit of the size is told only by the broker
+
     # --- acknowledging --------------------------------------------------------------------------------------------
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:

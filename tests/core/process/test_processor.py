@@ -875,17 +875,14 @@ def test_a_call_longer_than_the_transaction_is_a_failure_of_its_message(room, ba
 
 
 @pytest.mark.parametrize("handler", [{"each": copy}, {"batch": copy_batch}], ids=["each", "batch"])
-def test_an_output_that_the_broker_refuses_at_the_commit_is_a_failure_of_its_message(room, handler, monkeypatch):
-    commit = MemoryWriter.commit
-
+def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room, handler, monkeypatch):
     def refuse(writer: MemoryWriter, deadline: Deadline) -> None:
         if ("out", b"large") in Committed(writer).sent:
             error = DeliveryFailed("larger than max.message.bytes")
             error.permanent = True
             raise error
-        commit(writer, deadline)
 
-    monkeypatch.setattr(MemoryWriter, "commit", refuse)
+    monkeypatch.setattr(MemoryWriter, "store", refuse)
     room.feed(b"0", b"1", b"large", b"3")
     room.run(**handler, max_attempts=2, dead_letter="dead")
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"large"])
