@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
+from tests.kafka.test_half_lanes import configure
 from txnbridge import Bridge, Conflict, Fenced, Message, Processor, Transaction
 from txnbridge.testing import recorded
 
@@ -146,10 +148,11 @@ def test_messages_behind_one_given_back_come_again_and_are_acknowledged_in_order
 
 @pytest.mark.parametrize("how", ["each", "batch"])
 def test_an_output_above_its_topics_limit_is_a_failure_of_its_message_alone(
-    bridge: Bridge, new_topic: NewTopic, make_topic: Callable[..., str], group: str, how: str
+    admin: AdminClient, bridge: Bridge, new_topic: NewTopic, group: str, how: str
 ) -> None:
     """Only the broker knows a topic's own limit, and says so after the client has taken the message."""
-    source, target, dead = new_topic(1), make_topic(1, **{"max.message.bytes": "1000"}), new_topic(1)
+    source, target, dead = new_topic(1), new_topic(1), new_topic(1)
+    configure(admin, target, "max.message.bytes", "1000")
     inputs = [b"1", b"2", bytes(5000), b"3", b"4"]
     send(bridge, source, *inputs)
 
