@@ -148,10 +148,11 @@ def test_messages_behind_one_given_back_come_again_and_are_acknowledged_in_order
 
 @pytest.mark.parametrize("how", ["each", "batch"])
 def test_an_output_above_its_topics_limit_is_a_failure_of_its_message_alone(
-    admin: AdminClient, bridge: Bridge, new_topic: NewTopic, group: str, how: str
+    kafka_broker: brokers.Broker, bridge: Bridge, new_topic: NewTopic, group: str, how: str
 ) -> None:
     """Only the broker knows a topic's own limit, and says so after the client has taken the message."""
     source, target, dead = new_topic(1), new_topic(1), new_topic(1)
+    admin = AdminClient({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
     configure(admin, target, "max.message.bytes", "1000")
     inputs = [b"1", b"2", bytes(5000), b"3", b"4"]
     send(bridge, source, *inputs)
