@@ -120,9 +120,9 @@ class ProcessorInputs:
         """Return a message of an input topic decoded. Raise `Poison` if the topic's codec cannot decode it."""
         return self._inputs.decode(message)
 
-    def lag(self) -> int | None:
+    def lag(self, timeout: float) -> int | None:
         """Return the number of unread messages in the assigned partitions of the inputs; None if none is assigned."""
-        lag = self._inputs.lag()
+        lag = self._inputs.lag_within(timeout)
         return sum(lag.values()) if lag else None
 
     def is_all_read(self, lag: int | None, timeout: float) -> bool:

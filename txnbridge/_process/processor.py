@@ -23,7 +23,7 @@ from txnbridge._base.connection import ConnectionUser
 from txnbridge._base.deadline import check_seconds
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.plugins import plugins
-from txnbridge._base.service_stop import Shutdown, StopNow
+from txnbridge._base.service_stop import Shutdown, StopNow, leaving_seconds
 from txnbridge._base.state import State
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._process.dead_letters import DeadLetters
@@ -55,6 +55,8 @@ _log = logging.getLogger("txnbridge")
 _POLL_SECONDS = 0.25
 # The interval between two measurements of the lag; on some brokers each needs a request.
 _LAG_SECONDS = 1.0
+# The deadline of this measurement: an idle processor asks the broker nothing else, and a stop waits for the answer.
+_LAG_DEADLINE = 3.0
 
 # With a `Transaction`, or with `db=` a `Connection` of SQLAlchemy.
 Each = Callable[[Message, Any], object]
@@ -226,6 +228,7 @@ class Processor(ConnectionUser):
         self._poll_by = 0.0  # when the rest of a batch is left to the next poll, by `time.monotonic`
         self._lag: int | None = None
         self._lag_at = 0.0
+        self._asked_at: float | None = None  # when the broker was asked for the lag; None once it has answered
         self._since: float | None = None  # begin of the attempts since the last success; None while it does not run
 
         self._thread: threading.Thread | None = None
@@ -283,10 +286,10 @@ class Processor(ConnectionUser):
 
     @property
     def healthy(self) -> bool:
-        """True while the loop runs and its current pass, with all attempts, takes no longer than a transaction may."""
-        since = self._since
+        """True while the loop runs, its current pass takes no longer than a transaction may, and the broker answers."""
+        since, asked, now = self._since, self._asked_at, time.monotonic()
         longest = self._timeout + self._max_wait + self._connection.timing.pass_slack
-        return since is not None and time.monotonic() - since <= longest
+        return since is not None and now - since <= longest and (asked is None or now - asked <= self._timeout)
 
     @property
     def lag(self) -> int | None:
@@ -410,7 +413,10 @@ class Processor(ConnectionUser):
                     left = self._stop.left()
                     self._database.acknowledge(self._timeout if left is None else min(self._timeout, left))
             finally:
-                self._inputs.close(self._stop.left())
+                left = self._stop.left()
+                # A broker that does not answer removes the member when its heartbeats stop.
+                away = self._asked_at is not None and left is not None
+                self._inputs.close(min(left or 0.0, leaving_seconds(self._stop_timeout)) if away else left)
         except errors.TxnBridgeError as error:
             # The broker removes the member from the group when its heartbeats stop.
             _log.warning("%r could not leave its group: %s", self, error)
@@ -554,8 +560,9 @@ class Processor(ConnectionUser):
 
     def _measure_lag(self, inputs: ProcessorInputs, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
-            self._lag = inputs.lag()
-            self._lag_at = time.monotonic()
+            self._asked_at = self._asked_at or time.monotonic()
+            self._lag = inputs.lag(min(_LAG_DEADLINE, self._timeout))
+            self._lag_at, self._asked_at = time.monotonic(), None
 
     def _process(self, items: PolledBatch) -> None:
         """Process a batch in order: in one transaction, or in several if messages are set aside or time is short.

@@ -470,6 +470,10 @@ class RawConsumer(Consumer):
         """Poll, and keep what comes for the next `take`: some brokers expel a member that polls too rarely."""
         self._fetch(len(self._deliveries.fetched()) + 1, 0.0, full=True)
 
+    @one_call("lag")
+    def lag_within(self, timeout: float) -> dict[Partition, int]:
+        return self._reader.lag(Deadline(timeout))
+
     def take_back(self) -> list[Assignment]:
         """Have the messages delivered again that were handed out and not acknowledged; return their assignments."""
         return self._deliveries.take_back()
