@@ -51,7 +51,7 @@ async def note(order: bytes, txn):
 
 # Each of the others does one thing with a message.
 def one(function, **options):
-    app = txnbridge.App(**{"stop_timeout": 0.5, **options})
+    app = txnbridge.App(**{"stop_timeout": 0.5, "hang_after": 0.3, **options})
     app.process("orders", group="one")(function)
     return app
 
@@ -92,6 +92,9 @@ def without_database(app):
 
 lifeless = one(wait, lifespan=without_database)
 """
+
+
+ALIVE = {"alive": False, "silent_workers": []}
 
 
 class Service:
@@ -213,6 +216,7 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
     orders(b"1")
     with Service(folder, "shop:waiting", "--health-port", "0") as service:
         assert service.line() == "here\n"
+        wait_until(lambda: service.get("/healthz") == (503, {**ALIVE, "hanging_functions": ["wait"]}))  # `hang_after`
         wait_until(service.is_ready)
         service._process.send_signal(signal.SIGTERM)
         wait_until(lambda: not service.is_ready())

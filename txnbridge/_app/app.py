@@ -37,7 +37,8 @@ class App(Router):
         app.run()
 
     `url` and `connect` are the arguments of `connect`. After a stop the functions have `stop_timeout` seconds to
-    finish; then their transactions are aborted. `title` and `version` name the service in its description. `lifespan`
+    finish; then their transactions are aborted. `hang_after` is the number of seconds after which a call that has not
+    returned makes the check `/healthz` of `txnbridge run` fail, 10 transactions' timeouts by default. `title` and `version` name the service in its description. `lifespan`
     is that of a `Router`.
 
     Run an app with `run()`, in a test with a `with` block and a broker of its own (`using`), or as processes with
@@ -49,6 +50,7 @@ class App(Router):
         url: str | None = None,
         *,
         stop_timeout: float = 30.0,
+        hang_after: float | None = None,
         lifespan: LifespanFunction | None = None,
         title: str = "app",
         version: str = "",
@@ -56,6 +58,9 @@ class App(Router):
     ) -> None:
         super().__init__(lifespan=lifespan)
         check_seconds("stop_timeout", stop_timeout, above_0=True)
+        if hang_after is not None:
+            check_seconds("hang_after", hang_after, above_0=True)
+        self.hang_after = hang_after
         self.title = title
         self.version = version
         self.stop_timeout = stop_timeout
@@ -118,7 +123,12 @@ class App(Router):
     def _status(self) -> dict[str, Any]:
         """Return the status of the app for the health checks of `txnbridge run`."""
         functions = {
-            each.name: {"healthy": each.healthy, "lag": each.lag, "messages": each.stats.messages}
+            each.name: {
+                "healthy": each.healthy,
+                "lag": each.lag,
+                "messages": each.stats.messages,
+                "hangs": each._call_seconds > (10 * each._timeout if self.hang_after is None else self.hang_after),
+            }
             for each in self._processors
         }
         return {"ready": self.healthy, "functions": functions}

@@ -228,6 +228,7 @@ class Processor(ConnectionUser):
         self._poll_by = 0.0  # when the rest of a batch is left to the next poll, by `time.monotonic`
         self._lag: int | None = None
         self._lag_at = 0.0
+        self._called_at: float | None = None  # when the handler was called; None between two calls
         self._asked_at: float | None = None  # when the broker was asked for the lag; None once it has answered
         self._since: float | None = None  # begin of the attempts since the last success; None while it does not run
 
@@ -290,6 +291,11 @@ class Processor(ConnectionUser):
         since, asked, now = self._since, self._asked_at, time.monotonic()
         longest = self._timeout + self._max_wait + self._connection.timing.pass_slack
         return since is not None and now - since <= longest and (asked is None or now - asked <= self._timeout)
+
+    @property
+    def _call_seconds(self) -> float:
+        """For how long the handler has been in its present call; 0 between two calls."""
+        return 0.0 if (at := self._called_at) is None else time.monotonic() - at
 
     @property
     def lag(self) -> int | None:
@@ -605,7 +611,7 @@ class Processor(ConnectionUser):
                     txn.ack(done.delivered)
                     self._commit(done, txn)
         finally:
-            self._transaction = None
+            self._transaction = self._called_at = None
         self._since = time.monotonic()
         self._dead_letters.in_a_row = in_a_row
         self._count(done)
@@ -645,13 +651,13 @@ class Processor(ConnectionUser):
         for index, message in enumerate(items.messages):
             done += 1
             if index not in known:
-                called_at, failure = now, None
+                self._called_at, failure = now, None
                 try:
                     each(message, txn)
                 except Exception as error:
                     failure = error
                 now = time.monotonic()
-                failure = self._if_slow(now - called_at, failure)
+                failure = self._if_slow(now - self._called_at, failure)
                 if failure is None:
                     succeeded = True
                 else:
@@ -693,7 +699,8 @@ class Processor(ConnectionUser):
         good = items.good()
         if not good:
             return
-        called_at, failure = time.monotonic(), None
+        self._called_at = called_at = time.monotonic()
+        failure = None
         try:
             batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:

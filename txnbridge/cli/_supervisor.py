@@ -77,9 +77,12 @@ class WorkerSupervisor:
     # --- health, asked by other threads -------------------------------------------------------------------------------
 
     def alive(self) -> Answer:
-        """Answer whether no worker hangs. A worker that has died is started again, so it does not count."""
+        """Answer whether no worker and no function hangs. A worker that has died is started again and does not count."""
         silent = [worker.number for worker in self._workers if worker.is_silent]
-        return health(not silent, {"alive": not silent, "silent_workers": silent})
+        functions = [item for worker in self._workers for item in worker.status["functions"].items()]
+        hanging = sorted({name for name, status in functions if status["hangs"]})
+        alive = not silent and not hanging
+        return health(alive, {"alive": alive, "silent_workers": silent, "hanging_functions": hanging})
 
     def ready(self) -> Answer:
         """Answer whether all workers are ready, and each of their functions healthy."""
