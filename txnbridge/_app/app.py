@@ -37,9 +37,9 @@ class App(Router):
         app.run()
 
     `url` and `connect` are the arguments of `connect`. After a stop the functions have `stop_timeout` seconds to
-    finish; then their transactions are aborted. `hang_after` is the number of seconds after which a call that has not
-    returned makes the check `/healthz` of `txnbridge run` fail, 10 transactions' timeouts by default. `title` and `version` name the service in its description. `lifespan`
-    is that of a `Router`.
+    finish; then their transactions are aborted. A call that lasts longer than `hang_after` seconds, by default ten
+    times the transaction's timeout, makes the check `/healthz` of `txnbridge run` fail. `title` and `version` name the
+    service in its description. `lifespan` is that of a `Router`.
 
     Run an app with `run()`, in a test with a `with` block and a broker of its own (`using`), or as processes with
     `txnbridge run`. If the processor of one function fails for good, all stop, and its error is raised.

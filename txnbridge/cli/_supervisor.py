@@ -77,7 +77,7 @@ class WorkerSupervisor:
     # --- health, asked by other threads -------------------------------------------------------------------------------
 
     def alive(self) -> Answer:
-        """Answer whether no worker and no function hangs. A worker that has died is started again and does not count."""
+        """Answer whether no worker and no function hangs. A worker that has died is started again."""
         silent = [worker.number for worker in self._workers if worker.is_silent]
         functions = [item for worker in self._workers for item in worker.status["functions"].items()]
         hanging = sorted({name for name, status in functions if status["hangs"]})
