@@ -246,9 +246,11 @@ class Processor(ConnectionUser):
             self._batch = lambda messages, txn: call_inside(makers, messages, group, batch, messages, txn)
 
     def _check_settings(self) -> None:
-        first, most = self._backoff
-        if not 0 < first <= most:
-            raise errors.InvalidOption("backoff= is two numbers of seconds: the first wait and the longest")
+        match self._backoff:
+            case (int() | float() as first, int() | float() as most) if 0 < first <= most:
+                pass
+            case _:
+                raise errors.InvalidOption("backoff= is two numbers of seconds: the first wait and the longest")
         check_seconds("timeout", self._timeout, above_0=True)
         check_seconds("stop_timeout", self._stop_timeout, above_0=True)
         check_seconds("max_wait", self._max_wait)

@@ -69,7 +69,8 @@ def _import(name: str) -> Any:
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise click.UsageError(f"there is no module {error.name!r} in the current folder or installed") from None
+            hint = f"; write {name.removesuffix('.py')}:…" if name.endswith(".py") else ""
+            raise click.UsageError(f"there is no module {name!r} in the current folder or installed{hint}") from None
         show_traceback(error)
         raise InvalidOption(f"module {name} cannot be imported: {reason_of(error)}") from error
 

@@ -124,7 +124,8 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_host: s
             try:
                 port = stack.enter_context(serving(health_host, health_port, pages))
             except OSError as error:  # another program has the port, or the host is of another machine
-                report(ctx, error)
+                where = f"--health-port {health_port} on {health_host or 'all addresses'}"
+                report(ctx, OSError(error.errno, error.strerror, where))
                 return ExitCode.UNAVAILABLE
             click.echo(f"health checks on port {port}", err=True)
         return supervisor.run()

@@ -955,6 +955,7 @@ def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
         {"each": copy, "stop_timeout": 0},
         {"each": copy, "backoff": (0, 1)},
         {"each": copy, "backoff": (2, 1)},
+        {"each": copy, "backoff": 3},
         {"each": copy, "retry_for": -1},
         {"each": copy, "max_dead_letters_in_a_row": -1},
         {"each": copy, "inputs": []},
