@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any
@@ -64,6 +65,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "half_checks": Option(int, _DEFAULTS.half_checks, "after so many unanswered check-backs a half message is parked"),
 }
+_SETTINGS = OPTIONS.keys() & {field.name for field in fields(Settings)}  # the options that are settings as they are
 
 
 class EmbeddedBackend(Backend):
@@ -94,29 +96,28 @@ class EmbeddedBackend(Backend):
         if like is not None:
             most = min(most, like.limits.message_bytes or most)
             limits = Limits(most, like.limits.transaction_messages, None, like.limits.prepared_seconds)
+        given = {name: options[name] for name in _SETTINGS}
+        given |= {
+            "max_message_bytes": most,
+            "hold_seconds": _hold_seconds(options["hold_seconds"], context, limits),
+        }
         settings = Settings(
-            spill_bytes=options["spill_bytes"],
-            max_message_bytes=most,
-            hold_seconds=_hold_seconds(options["hold_seconds"], context, limits),
-            keep_seconds=options["keep_seconds"],
-            lease_seconds=options["lease_seconds"],
-            redeliver_seconds=options["redeliver_seconds"],
-            half_check_seconds=options["half_check_seconds"],
-            half_checks=options["half_checks"],
+            **given,
             refuse=None if like is None else like.refuse,
             refuse_name=None if like is None else like.refuse_name,
         )
         store = Store(
             file_of(url),
+            settings,
+            context.events,
             durable=options["durability"] == "full",
             max_bytes=options["max_bytes"] or None,
             create_topics=context.create_topics if context.create_topics is not None else 1 if like is None else 0,
-            timing=settings.timing,
         )
         store.open(deadline, create=options["create"])
         try:
             capabilities = self.capabilities.but({} if like is None else like.lacks)
-            return EmbeddedBroker(store, settings, context, capabilities, limits)
+            return EmbeddedBroker(store, capabilities, limits)
         except BaseException:
             store.close()
             raise

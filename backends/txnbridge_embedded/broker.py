@@ -10,7 +10,6 @@ from txnbridge.spi import (
     Admin,
     Broker,
     Capabilities,
-    Context,
     Deadline,
     Decision,
     DecisionLog,
@@ -36,7 +35,6 @@ from txnbridge_embedded.decision_log import EmbeddedLog
 from txnbridge_embedded.half_store import EmbeddedHalves
 from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.read.reader import open_reader
-from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.owner import Owner, WriterRow, take_over
 from txnbridge_embedded.write.publisher import EmbeddedPublisher
 from txnbridge_embedded.write.writer import EmbeddedWriter, PlainWriter, PreparingWriter
@@ -48,16 +46,12 @@ class EmbeddedBroker(Broker):
     group_commit = True
     commits_in_turn = True
 
-    def __init__(
-        self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits
-    ) -> None:
+    def __init__(self, store: Store, capabilities: Capabilities, limits: Limits) -> None:
         self.capabilities = capabilities
         self.limits = limits
         self.cluster = store.cluster
         self.store = store
-        self.settings = settings
-        self.events = context.events
-        self.session = SharedConnection(store, settings, context.events)
+        self.session = SharedConnection(store)
         self._owners: dict[str, Owner] = {}
         self._writers: set[EmbeddedWriter] = set()  # the writers that are not closed
         self._closed_rows: list[WriterRow] = []  # the rows of closed writers and publishers
@@ -70,21 +64,21 @@ class EmbeddedBroker(Broker):
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         with self.session(deadline) as connection:
             with (
-                self.events.step("step:open", identity=identity.name, writers=count),
+                self.store.events.step("step:open", identity=identity.name, writers=count),
                 self.store.writing(connection, deadline, "opening an id"),
             ):
-                ending.delete_old_rows(connection, now_ms() - int(self.settings.keep_seconds * 1000))
+                ending.delete_old_rows(connection, now_ms() - int(self.store.settings.keep_seconds * 1000))
                 epoch = take_over(connection, identity.name, identity.host) if identity.owned else None
                 owner = Owner(identity.name, identity.host, epoch)
                 instances = [WriterRow(owner) for _ in range(count)]
                 for instance in instances:
                     instance.add(connection)
             self._owners[identity.name] = owner
-            ending.remove_aborted_messages(self.store, connection, deadline, self.events)
+            ending.remove_aborted_messages(self.store, connection, deadline)
         return [self._plain_writer(owner, instance) for instance in instances]
 
     def _plain_writer(self, owner: Owner, instance: WriterRow) -> Writer:
-        writer = PlainWriter(self.store, self.settings, self.events, owner, self._forget, instance)
+        writer = PlainWriter(self.store, owner, self._forget, instance)
         self._writers.add(writer)
         return writer
 
@@ -99,17 +93,17 @@ class EmbeddedBroker(Broker):
         owner = self._owners.get(identity.name) or Owner(identity.name, identity.host, None)
         with self.session(deadline) as connection, self.store.reading(connection, deadline):
             owner.check(connection)
-        writer = PreparingWriter(self.store, self.settings, self.events, owner, self._forget)
+        writer = PreparingWriter(self.store, owner, self._forget)
         self._writers.add(writer)
         return writer
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        publisher = EmbeddedPublisher(self.store, self.settings, self.events, name, deadline, self._closed_rows.append)
+        publisher = EmbeddedPublisher(self.store, name, deadline, self._closed_rows.append)
         self._publishers.append(publisher)
         return publisher
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        return open_reader(self.store, self.settings, subscription, listener, self.events, deadline)
+        return open_reader(self.store, subscription, listener, deadline)
 
     def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         with self.session(deadline) as connection:
@@ -127,7 +121,7 @@ class EmbeddedBroker(Broker):
     def _end(self, token: Token, decision: Decision, deadline: Deadline) -> Outcome:
         _check(token)
         with self.session(deadline) as connection:
-            return ending.decide(self.store, connection, token.transaction, decision, deadline, self.events)
+            return ending.decide(self.store, connection, token.transaction, decision, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
         _check(token)

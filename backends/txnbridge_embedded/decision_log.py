@@ -47,7 +47,7 @@ class EmbeddedLog(DecisionLog):
         try:
             with (
                 session(deadline) as connection,
-                session.events.step("step:append", bytes=len(record)),
+                session.store.events.step("step:append", bytes=len(record)),
                 session.store.writing(connection, deadline, "appending a decision"),
             ):
                 ((following,),) = connection.execute(
@@ -70,7 +70,7 @@ class EmbeddedLog(DecisionLog):
             with self._session(deadline) as connection, self._session.store.reading(connection, deadline):
                 rows = connection.execute(
                     "SELECT id, record FROM log_records WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-                    (self._base | at, self._base | stop, self._session.store.timing.log_read_rows),
+                    (self._base | at, self._base | stop, self._session.store.settings.timing.log_read_rows),
                 ).fetchall()
             for row_id, record in rows:
                 if row_id != self._base | at:
@@ -93,7 +93,7 @@ class EmbeddedLog(DecisionLog):
                 pass
 
     def _remove_batch(self, connection: FileConnection, deadline: Deadline) -> bool:
-        most = self._session.store.timing.log_trim_rows
+        most = self._session.store.settings.timing.log_trim_rows
         with self._session.store.writing(connection, deadline, "trimming a decision log"):
             (first,) = connection.execute("SELECT first FROM logs WHERE id = ?", (self._id,)).fetchone()
             if not first:

@@ -29,7 +29,7 @@ class EmbeddedHalves(HalfStore):
     def __init__(self, session: SharedConnection) -> None:
         self._session = session
         self._store = session.store
-        self._interval = int(session.settings.half_check_seconds * 1000)
+        self._interval = int(session.store.settings.half_check_seconds * 1000)
 
     def put(self, half: Half, deadline: Deadline) -> Half:
         with self._session(deadline) as connection:
@@ -109,8 +109,8 @@ class EmbeddedHalves(HalfStore):
     def _check_back(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
         """Return a row's half message, for its next check-back; after too many check-backs park it, and return None."""
         half_id, group, transaction, *_, checks = row
-        if checks >= self._session.settings.half_checks:
-            with self._session.events.step("half.park", transaction, group=group, checks=checks):
+        if checks >= self._store.settings.half_checks:
+            with self._store.events.step("half.park", transaction, group=group, checks=checks):
                 connection.execute("UPDATE halves SET state = 'parked' WHERE id = ?", (half_id,))
             return None
         check_at = _now(connection) + self._pause(checks + 1)
@@ -141,7 +141,7 @@ class EmbeddedHalves(HalfStore):
 
     @contextmanager
     def _writing(self, connection: FileConnection, deadline: Deadline, transaction: str, what: str) -> Iterator[None]:
-        with self._session.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
+        with self._store.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
             yield
 
     def _find(self, connection: sqlite3.Connection, half: Half) -> tuple[int, str, int]:
@@ -160,7 +160,7 @@ class EmbeddedHalves(HalfStore):
             store(connection, rows, now)
 
     def _stage(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], StoredTopic]) -> StagedMessages:
-        outgoing = StagedMessages(find_topic, lambda: None, self._session.settings)
+        outgoing = StagedMessages(find_topic, lambda: None, self._store.settings)
         for message in messages:
             outgoing.add(*message)
         return outgoing

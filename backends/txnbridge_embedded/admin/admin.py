@@ -63,7 +63,7 @@ class EmbeddedAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        if (refuse := self._session.settings.refuse_name) is not None:
+        if (refuse := self._store.settings.refuse_name) is not None:
             refuse(name)
         if not 1 <= partitions <= MAX_PARTITION_ID:
             raise InvalidOption(f"a topic has 1 to {MAX_PARTITION_ID} partitions, not {partitions}")
@@ -137,7 +137,7 @@ class EmbeddedAdmin(Admin):
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         with self._session(deadline) as connection:
             # Expired transactions would hold back the ends of partitions, and there may be no reader to abort them.
-            ending.end_expired(self._store, connection, deadline, self._session.events)
+            ending.end_expired(self._store, connection, deadline)
             with self._store.reading(connection, deadline):
                 for name in topics:
                     self._existing(connection, name)
@@ -184,49 +184,36 @@ class EmbeddedAdmin(Admin):
                 "SELECT number, id, identity, host, state, begun_at, deadline_at, messages FROM transactions"
                 " WHERE ended_at IS NULL"
             ).fetchall()
-            return [self._described(connection, *row) for row in rows if (row[2] or "").startswith(owners)]
-
-    def _described(
-        self,
-        connection: sqlite3.Connection,
-        number: int,
-        transaction: str,
-        identity: str | None,
-        host: str,
-        state: str,
-        begun_at: int,
-        deadline_at: int,
-        messages: int,
-    ) -> OpenTransaction:
-        return OpenTransaction(
-            transaction=transaction,
-            state=state,
-            owner=f"{identity} at {host}" if identity else host,
-            transactional_id=identity or "",
-            since=begun_at,
-            expires_at=deadline_at,
-            partitions=tuple(_partitions_of(connection, number)),
-            groups=tuple(acks.groups_of(connection, number)),
-            messages=messages,
-            token=self._token(transaction, deadline_at, messages) if state == "prepared" else None,
-        )
-
-    def _token(self, transaction: str, expires_at: int, messages: int) -> Token:
-        return Token("embedded", self._store.cluster, transaction, {"p": 1}, True, expires_at, messages)
+            return [
+                OpenTransaction(
+                    transaction=transaction,
+                    state=state,
+                    owner=f"{identity} at {host}" if identity else host,
+                    transactional_id=identity or "",
+                    since=begun_at,
+                    expires_at=deadline_at,
+                    partitions=tuple(_partitions_of(connection, number)),
+                    groups=tuple(acks.groups_of(connection, number)),
+                    messages=messages,
+                    token=Token("embedded", self._store.cluster, transaction, {"p": 1}, True, deadline_at, messages)
+                    if state == "prepared"
+                    else None,
+                )
+                for number, transaction, identity, host, state, begun_at, deadline_at, messages in rows
+                if (identity or "").startswith(owners)
+            ]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        reason = "aborted by an administrator"
         with self._session(deadline) as connection:
             with self._store.reading(connection, deadline):
                 row = connection.execute("SELECT state FROM transactions WHERE id = ?", (transaction,)).fetchone()
             if row is None:
                 raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never began here")
             if row[0] == "open" and decision is Decision.ABORT:
-                ending.abort_open(
-                    self._store, connection, transaction, "aborted by an administrator", deadline, self._session.events
-                )
+                ending.abort_open(self._store, connection, transaction, reason, deadline)
                 return Outcome.ABORTED
-            reason = "aborted by an administrator"
-            return ending.decide(self._store, connection, transaction, decision, deadline, self._session.events, reason)
+            return ending.decide(self._store, connection, transaction, decision, deadline, reason)
 
     # --- the doctor ------------------------------------------------------------------------------------------------
 
@@ -244,7 +231,7 @@ class EmbeddedAdmin(Admin):
     def _remove_expired(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
         """Abort expired transactions, and remove messages of deleted topics and beyond retention; yield findings."""
         try:
-            ended = ending.end_expired(self._store, connection, deadline, self._session.events)
+            ended = ending.end_expired(self._store, connection, deadline)
             self._remove_deleted(connection, deadline)
             with self._store.reading(connection, deadline):
                 names = [name for (name,) in connection.execute("SELECT name FROM topics").fetchall()]
@@ -297,14 +284,14 @@ class EmbeddedAdmin(Admin):
                     text,
                     f"txnbridge resolver parked --group {shlex.quote(group)}",
                 )
-            elif late > self._session.settings.half_check_seconds:
+            elif late > self._store.settings.half_check_seconds:
                 text = f"{count} wait, and a check-back is {late} s overdue: no resolver runs"
                 remedy = f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"
                 yield Advice("warning", f"half messages of {group}", text, remedy)
 
     def _check_file(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
         # Checking a large file takes long, and only SQLite's progress handler can stop the check at the deadline.
-        connection.set_progress_handler(lambda: deadline.expired, self._store.timing.check_instructions)
+        connection.set_progress_handler(lambda: deadline.expired, self._store.settings.timing.check_instructions)
         try:
             with self._store.reading(connection, deadline):
                 found = [line for (line,) in connection.execute("PRAGMA quick_check(5)").fetchall()]
@@ -330,7 +317,7 @@ class EmbeddedAdmin(Admin):
             log = os.stat(f"{self._store.path}-wal").st_size
         except OSError:
             return
-        if log > self._store.timing.long_wal_bytes:
+        if log > self._store.settings.timing.long_wal_bytes:
             yield Advice("warning", "log", f"{log >> 20} MiB long: a reader keeps an old snapshot of the file")
 
     def _remove_deleted(self, connection: FileConnection, deadline: Deadline) -> None:

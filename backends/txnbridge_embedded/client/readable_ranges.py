@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from txnbridge.spi import Deadline, Partition
 from txnbridge_embedded.client.ranges import Range, without
-from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, Store
+from txnbridge_embedded.client.schema import OFFSET_BITS
+from txnbridge_embedded.client.store import FileConnection, Store
 
 _SCAN_ROWS = 20_000  # a search by time reads so many offsets in one snapshot, in some 10 ms
 

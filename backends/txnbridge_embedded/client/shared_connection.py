@@ -7,18 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown
-from txnbridge.spi import Deadline, Emitter
+from txnbridge.spi import Deadline
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection, Store
-from txnbridge_embedded.settings import Settings
 
 
 class SharedConnection:
     """A SQLite connection that one caller uses at a time: `with shared(deadline) as connection:`."""
 
-    def __init__(self, store: Store, settings: Settings, events: Emitter) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
-        self.settings = settings
-        self.events = events
         self._lock = threading.Lock()
         self._connection: FileConnection | None = store.connect()
         self._closed = False

@@ -15,21 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from txnbridge import errors
-from txnbridge.spi import Deadline, FairSemaphore
+from txnbridge.spi import Deadline, Emitter, FairSemaphore
 from txnbridge_embedded.client import files, schema
-from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
-from txnbridge_embedded.settings import Timing
-
-__all__ = [
-    "MAX_OFFSET",
-    "OFFSET_BITS",
-    "CommitUnclear",
-    "FileConnection",
-    "Store",
-    "StoredTopic",
-    "now_ms",
-    "translate",
-]
+from txnbridge_embedded.client.schema import MAX_PARTITION_ID
+from txnbridge_embedded.settings import Settings
 
 _log = logging.getLogger("txnbridge.embedded")
 
@@ -117,8 +106,18 @@ def now_ms() -> int:
 class Store:
     """The broker's file, opened by one bridge. Any thread may use it, each with a `FileConnection` of its own."""
 
-    def __init__(self, path: Path, *, durable: bool, max_bytes: int | None, create_topics: int, timing: Timing) -> None:
-        self.timing = timing
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings,
+        events: Emitter,
+        *,
+        durable: bool,
+        max_bytes: int | None,
+        create_topics: int,
+    ) -> None:
+        self.settings = settings
+        self.events = events
         # SQLite's log and the queue's lock file are in the folder of the file itself, not of a symbolic link to it.
         self.path = path.resolve()
         self.cluster = ""
@@ -372,7 +371,7 @@ class Store:
 
     def _cached_topic(self, name: str) -> StoredTopic | None:
         read_at, topic = self._topics.get(name, (0.0, None))
-        return topic if time.monotonic() - read_at < self.timing.topic_age else None
+        return topic if time.monotonic() - read_at < self.settings.timing.topic_age else None
 
     def ensure_topic(self, connection: FileConnection, name: str, deadline: Deadline) -> StoredTopic:
         """Return a topic; create a missing topic unless `create_topics` is 0. Not inside `writing` or `reading`."""

@@ -10,7 +10,7 @@ import logging
 import sqlite3
 
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown, TxnBridgeError
-from txnbridge.spi import Deadline, Decision, Emitter, Outcome
+from txnbridge.spi import Deadline, Decision, Outcome
 from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection, Store, now_ms
 from txnbridge_embedded.write import acks
@@ -27,7 +27,6 @@ def decide(
     transaction: str,
     decision: Decision,
     deadline: Deadline,
-    events: Emitter,
     reason: str = "aborted by its token",
 ) -> Outcome:
     """End a prepared transaction, and return its outcome, which another process may have decided. Safe to repeat.
@@ -36,45 +35,36 @@ def decide(
     `OutcomeUnknown` if SQLite failed during the commit, and `BrokerUnavailable` if SQLite failed before.
     """
     try:
-        state = _decide_once(store, connection, transaction, decision, deadline, events, reason)
+        with (
+            store.events.step("step:decide", transaction, decision=decision.value) as found,
+            store.writing(connection, deadline, "ending a transaction"),
+        ):
+            state = found["state"] = _decide_once(connection, transaction, decision, reason)
     except CommitUnclear as error:
         raise OutcomeUnknown(f"ending transaction {transaction}: {error}") from error.__cause__
     if state == "committed":
         return Outcome.COMMITTED
-    remove_aborted_messages(store, connection, deadline, events)
+    remove_aborted_messages(store, connection, deadline)
     return Outcome.ABORTED
 
 
-def _decide_once(
-    store: Store,
-    connection: FileConnection,
-    transaction: str,
-    decision: Decision,
-    deadline: Deadline,
-    events: Emitter,
-    reason: str,
-) -> str:
-    with (
-        events.step("step:decide", transaction, decision=decision.value) as found,
-        store.writing(connection, deadline, "ending a transaction"),
-    ):
-        row = connection.execute(
-            "SELECT number, state, deadline_at FROM transactions WHERE id = ?", (transaction,)
-        ).fetchone()
-        if row is None:
-            raise EvidenceLost(f"the file has no record of transaction {transaction}: it may have been deleted by age")
-        number, state, deadline_at = row
-        if state == "open":
-            raise InvalidState(f"transaction {transaction} is open, not prepared: it can only be aborted")
-        if state == "prepared":
-            if deadline_at < now_ms():
-                decision, reason = Decision.ABORT, "its deadline passed"
-            if decision is Decision.COMMIT:
-                state = commit_prepared(connection, number)
-            else:
-                state = mark_aborted(connection, number, reason)
-        found["state"] = state
-        return str(state)
+def _decide_once(connection: FileConnection, transaction: str, decision: Decision, reason: str) -> str:
+    row = connection.execute(
+        "SELECT number, state, deadline_at FROM transactions WHERE id = ?", (transaction,)
+    ).fetchone()
+    if row is None:
+        raise EvidenceLost(f"the file has no record of transaction {transaction}: it may have been deleted by age")
+    number, state, deadline_at = row
+    if state == "open":
+        raise InvalidState(f"transaction {transaction} is open, not prepared: it can only be aborted")
+    if state == "prepared":
+        if deadline_at < now_ms():
+            decision, reason = Decision.ABORT, "its deadline passed"
+        if decision is Decision.COMMIT:
+            state = commit_prepared(connection, number)
+        else:
+            state = mark_aborted(connection, number, reason)
+    return str(state)
 
 
 def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
@@ -95,12 +85,10 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
     return "aborting"
 
 
-def abort_open(
-    store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline, events: Emitter
-) -> None:
+def abort_open(store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline) -> None:
     """Abort an unprepared transaction of which a part is stored in the file, and remove that part."""
     with (
-        events.step("step:decide", transaction, decision="abort"),
+        store.events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
     ):
         row = connection.execute(
@@ -108,10 +96,10 @@ def abort_open(
         ).fetchone()
         if row is not None:
             mark_aborted(connection, row[0], reason)
-    remove_aborted_messages(store, connection, deadline, events)
+    remove_aborted_messages(store, connection, deadline)
 
 
-def end_expired(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> int:
+def end_expired(store: Store, connection: FileConnection, deadline: Deadline) -> int:
     """Abort all expired transactions, and return their number; then remove the messages of all aborted transactions."""
     with store.reading(connection, deadline):
         expired = connection.execute(
@@ -122,7 +110,7 @@ def end_expired(store: Store, connection: FileConnection, deadline: Deadline, ev
     ended = 0
     for number, transaction in expired:
         with (
-            events.step("step:decide", transaction, decision="abort"),
+            store.events.step("step:decide", transaction, decision="abort"),
             store.writing(connection, deadline, "aborting an expired transaction"),
         ):
             still = connection.execute(
@@ -131,11 +119,11 @@ def end_expired(store: Store, connection: FileConnection, deadline: Deadline, ev
             if still:
                 mark_aborted(connection, number, "its deadline passed")
                 ended += 1
-    remove_aborted_messages(store, connection, deadline, events)
+    remove_aborted_messages(store, connection, deadline)
     return ended
 
 
-def remove_aborted_messages(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> None:
+def remove_aborted_messages(store: Store, connection: FileConnection, deadline: Deadline) -> None:
     """Remove the messages of aborted transactions, in batches, until the deadline. A later call removes the rest."""
     try:
         with store.reading(connection, deadline):
@@ -143,7 +131,7 @@ def remove_aborted_messages(store: Store, connection: FileConnection, deadline: 
                 "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state = 'aborting'"
             ).fetchall()
         for number, transaction in aborted:
-            with events.step("step:purge", transaction):
+            with store.events.step("step:purge", transaction):
                 while not _remove_batch(store, connection, number, deadline):
                     pass
     except TxnBridgeError as error:
@@ -172,7 +160,7 @@ def _remove_batch(store: Store, connection: FileConnection, number: int, deadlin
 
 def remove_messages(store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
     """Remove messages from the start of a range of offsets, but at most one batch; return the last removed offset."""
-    base, most = partition << OFFSET_BITS, store.timing.removed_rows
+    base, most = partition << OFFSET_BITS, store.settings.timing.removed_rows
     size = 0
     rows = connection.execute(
         "SELECT id, coalesce(length(value), 0) FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",

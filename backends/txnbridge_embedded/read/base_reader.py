@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from txnbridge import errors
-from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge.spi import Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.client.change_notification import ChangeNotification
 from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
 from txnbridge_embedded.outcome.ending import end_expired
 from txnbridge_embedded.read.partition import Cursor, Found, Row, position_lost
-from txnbridge_embedded.settings import Settings
 
 # The interval at which a reader reads the state of partitions and group. It does so without a commit too, because
 # leases and deadlines expire, and while it has messages, because partitions may have been revoked.
@@ -37,17 +36,14 @@ class PollingReader(Reader):
     def __init__(
         self,
         store: Store,
-        settings: Settings,
         subscription: Subscription,
         listener: ReaderListener,
-        events: Emitter,
         deadline: Deadline,
     ) -> None:
         self._store = store
-        self._settings = settings
+        self._settings = store.settings
         self._subscription = subscription
         self._listener = listener
-        self._events = events
         self._cursors: dict[Partition, Cursor] = {}
         self._refresh_at = 0.0
         self._not_before = 0.0
@@ -103,17 +99,10 @@ class PollingReader(Reader):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
-        messages: list[Message] = []
+        return self._wait_for(lambda: self._read_messages(max_messages, deadline), deadline)
 
-        def read() -> bool:
-            messages.extend(self._read_messages(max_messages, deadline))
-            return bool(messages)
-
-        self._wait_until(read, deadline)
-        return messages
-
-    def _wait_until(self, read: Callable[[], bool], deadline: Deadline) -> None:
-        """Call `read` after each change of the file, until it returns True, or until the deadline."""
+    def _wait_for(self, read: Callable[[], list[Found]], deadline: Deadline) -> list[Found]:
+        """Call `read` after each change of the file, until it returns messages, or until the deadline."""
         looked = False
         while True:
             trouble: errors.BrokerUnavailable | None = None
@@ -124,14 +113,14 @@ class PollingReader(Reader):
             except errors.BrokerUnavailable as error:
                 trouble = error  # raised after the messages that were read before
             try:
-                if read():
-                    return
+                if found := read():
+                    return found
             except errors.BrokerUnavailable as error:
                 trouble = error
             if trouble is not None and not isinstance(trouble, errors.DeadlineExceeded):
                 raise trouble
             if looked and deadline.expired:
-                return
+                return []
             self._changes.wait(min(deadline.left(), self._refresh_at - time.monotonic()))
             time.sleep(min(deadline.left(), max(0.0, self._not_before - time.monotonic())))
             self._refresh_at = 0.0
@@ -144,7 +133,7 @@ class PollingReader(Reader):
         self._check_topics(topic for topic, _ in bounds)
         held_back = self._is_held_back(bounds.values(), deadline)
         if held_back:
-            end_expired(self._store, self._connection, deadline, self._events)
+            end_expired(self._store, self._connection, deadline)
         cost, now = time.thread_time() - begun, time.monotonic()
         self._not_before = now + _BUSY_COST_FACTOR * cost
         self._refresh_at = now + (
@@ -221,6 +210,14 @@ class PollingReader(Reader):
             cursor.source = self._listener.assigned(cursor.partition)
             self._cursors[cursor.partition] = cursor
 
+    def _follow(self, bounds: Mapping[Partition, Bounds]) -> None:
+        """Read all partitions of the topics; those that were added after the reader's start from their beginning."""
+        # If a topic was deleted and created again, its partitions have other ids.
+        self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
+        self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
+        for partition, cursor in self._cursors.items():
+            cursor.bounds = bounds[partition]
+
     def _lose(self, partitions: Sequence[Partition]) -> None:
         if partitions:
             self._forget(partitions)
@@ -283,7 +280,7 @@ class PollingReader(Reader):
     ) -> Iterator[FileConnection]:
         """Run a block in a write transaction of the file, and emit events with the name `step:{step}` around it."""
         with (
-            self._events.step(f"step:{step}", None, group=self._subscription.group),
+            self._store.events.step(f"step:{step}", None, group=self._subscription.group),
             self._store.writing(connection or self._connection, deadline, step) as writing,
         ):
             yield writing

@@ -12,7 +12,7 @@ from txnbridge.spi import NO_HEADERS, Message, MessageColumns, Partition
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import Range, merged, without
 from txnbridge_embedded.client.readable_ranges import Bounds
-from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 
 # How many rows are fetched first. The sizes of these determine the later fetches, so that memory is not filled.
 _FIRST_ROWS = 4
@@ -120,10 +120,11 @@ class Cursor:
         rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
         if not rows or rows[0][0] != base + first:
             # The gap is from an aborted transaction, or from retention, which may have removed undelivered messages.
-            self._check_kept(connection, first)
+            self.check_kept(connection, first)
         return rows, size, stop if complete else rows[-1][0] - base + 1
 
-    def _check_kept(self, connection: sqlite3.Connection, first: int) -> None:
+    def check_kept(self, connection: sqlite3.Connection, first: int) -> None:
+        """Raise `PositionLost` if retention has removed the message at `first`, which is to be delivered next."""
         row = connection.execute("SELECT first FROM partitions WHERE id = ?", (self.id,)).fetchone()
         if row is not None and first < row[0]:
             self.lost = True

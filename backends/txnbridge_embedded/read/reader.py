@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from txnbridge.errors import InvalidState
-from txnbridge.spi import Deadline, Emitter, MessageColumns, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge.spi import Deadline, MessageColumns, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.client.store import Store
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.ordered import OrderedReader
 from txnbridge_embedded.read.partition import Cursor
 from txnbridge_embedded.read.shared import SharedReader
-from txnbridge_embedded.settings import Settings
 
 
-def open_reader(
-    store: Store,
-    settings: Settings,
-    subscription: Subscription,
-    listener: ReaderListener,
-    events: Emitter,
-    deadline: Deadline,
-) -> Reader:
+def open_reader(store: Store, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
     """Return a new reader of committed messages. Raise `NotFound` if a topic is missing and may not be created."""
     kinds: dict[str, type[PollingReader]] = {"partition": OrderedReader, "message": SharedReader}
     kind: type[PollingReader] = UngroupedReader if subscription.group is None else kinds[subscription.sharing]
-    return kind(store, settings, subscription, listener, events, deadline)
+    return kind(store, subscription, listener, deadline)
 
 
 class UngroupedReader(PollingReader):
@@ -47,12 +39,7 @@ class UngroupedReader(PollingReader):
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
-        # If a topic was deleted and created again, its partitions have other ids.
-        self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
-        # Partitions that were added after the reader's start are read from their beginning.
-        self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
-        for partition, cursor in self._cursors.items():
-            cursor.bounds = bounds[partition]
+        self._follow(bounds)
         return bounds
 
     def _owner(self) -> str:
@@ -66,14 +53,7 @@ class UngroupedReader(PollingReader):
             cursor.replay(offset)
 
     def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
-        found: list[MessageColumns] = []
-
-        def read() -> bool:
-            found.extend(self._take(max_messages, Cursor.to_columns))
-            return bool(found)
-
-        self._wait_until(read, deadline)
-        return found
+        return self._wait_for(lambda: self._take(max_messages, Cursor.to_columns), deadline)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._refresh_state(deadline)

@@ -7,7 +7,7 @@ out is acknowledged, reserved or leased, and higher offsets are new.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from txnbridge.errors import DeadlineExceeded, NotSupported
@@ -15,11 +15,12 @@ from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import ranges_of
 from txnbridge_embedded.client.readable_ranges import Bounds, read_bounds
-from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, now_ms
+from txnbridge_embedded.client.schema import OFFSET_BITS
+from txnbridge_embedded.client.store import FileConnection, now_ms
 from txnbridge_embedded.read import group_assignments
 from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL_SECONDS
 from txnbridge_embedded.read.membership import GroupReader
-from txnbridge_embedded.read.partition import Cursor, position_lost
+from txnbridge_embedded.read.partition import Cursor
 
 Leased = dict[int, int]  # offsets with their delivery counts
 
@@ -56,10 +57,7 @@ class SharedReader(GroupReader):
             elif stale or any(found.position is None for found in bounds.values()):
                 with self._writing("share", deadline) as connection:
                     self._reassign(connection, now)
-        self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
-        self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
-        for partition, cursor in self._cursors.items():
-            cursor.bounds = bounds[partition]
+        self._follow(bounds)
         return bounds
 
     # --- lending ----------------------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ class SharedReader(GroupReader):
             (self._group_id, cursor.id, now, limit),
         ).fetchall()
         first_new = self._first_new_offset(connection, cursor)
-        self._check_lost(connection, cursor, [*(offset for offset, _ in due), first_new])
+        cursor.check_kept(connection, min([first_new, *(offset for offset, _ in due)]))
         offered = {offset: deliveries + 1 for offset, deliveries in due}
         base = cursor.id << OFFSET_BITS
         new = connection.execute(
@@ -153,12 +151,6 @@ class SharedReader(GroupReader):
             ),
         )
         return leased, size
-
-    def _check_lost(self, connection: FileConnection, cursor: Cursor, offsets: Iterable[int]) -> None:
-        row = connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
-        if row is not None and min(offsets) < row[0]:
-            cursor.lost = True
-            raise position_lost(self._owner(), cursor.partition, min(offsets), row[0])
 
     @staticmethod
     def _fitting(connection: FileConnection, base: int, offered: Leased, room: int) -> tuple[Leased, int]:

@@ -8,9 +8,8 @@ import threading
 from collections.abc import Callable
 
 from txnbridge import errors
-from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
+from txnbridge.spi import Deadline, Publisher, RawHeaders
 from txnbridge_embedded.client.store import CommitUnclear, Store, StoredTopic, now_ms
-from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.owner import Owner, WriterRow, take_over
 from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
@@ -28,17 +27,14 @@ class EmbeddedPublisher(Publisher):
     def __init__(
         self,
         store: Store,
-        settings: Settings,
-        events: Emitter,
         name: str | None,
         deadline: Deadline,
         closed: Callable[[WriterRow], None],
     ) -> None:
         self._store = store
-        self._events = events
         self._name = name
         self._closed = closed
-        self._most_bytes = settings.spill_bytes
+        self._most_bytes = store.settings.spill_bytes
         self._lookups = store.connect()  # for calling threads; the publisher's own thread has another connection
         try:
             self._connection = store.connect()
@@ -52,7 +48,7 @@ class EmbeddedPublisher(Publisher):
             raise
         self._instance: WriterRow | None = None
         self._state = threading.Condition()  # guards the attributes below
-        self._outgoing = StagedMessages(self._find_topic, lambda: None, settings)
+        self._outgoing = StagedMessages(self._find_topic, lambda: None, store.settings)
         self._call = deadline  # the deadline of the running call
         self._oldest: Deadline | None = None  # the deadline of the oldest message in memory
         self._taken: dict[int, int] = {}  # by topic id: the last sequence that was sent, stored or not
@@ -184,7 +180,7 @@ class EmbeddedPublisher(Publisher):
         instance = self._instance or WriterRow(self._owner)
         try:
             with (
-                self._events.step("step:store", messages=sum(len(part.values) for part in rows)),
+                self._store.events.step("step:store", messages=sum(len(part.values) for part in rows)),
                 self._store.writing(self._connection, deadline, "storing messages"),
             ):
                 if self._instance is None:

@@ -15,7 +15,6 @@ from txnbridge.spi import (
     Begin,
     Deadline,
     Decision,
-    Emitter,
     Evidence,
     Item,
     Outcome,
@@ -26,7 +25,6 @@ from txnbridge.spi import (
 )
 from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome import ending
-from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write import acks, retention
 from txnbridge_embedded.write.owner import Owner, WriterRow
 from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
@@ -44,18 +42,16 @@ class EmbeddedWriter(Writer):
     def __init__(
         self,
         store: Store,
-        settings: Settings,
-        events: Emitter,
         owner: Owner,
         closed: Callable[[EmbeddedWriter, WriterRow | None], None],
     ) -> None:
         self._store = store
         self._closed = closed
-        self._settings = settings
-        self._events = events
         self._owner = owner
         self._connection = store.connect()
-        self._outgoing = StagedMessages(self._find_topic, self._spill, settings)
+        self._outgoing = StagedMessages(
+            self._find_topic, lambda: self._store_part(self._begin.deadline), store.settings
+        )
         self._begun: Begin | None = None
         self._begun_at = 0
         self._expires_at = 0
@@ -114,15 +110,14 @@ class EmbeddedWriter(Writer):
     def _find_topic(self, name: str) -> StoredTopic:
         return self._store.ensure_topic(self._connection, name, self._begin.deadline)
 
-    def _spill(self) -> None:
-        self._store_part(self._begin.deadline)
-
     def _store_part(self, deadline: Deadline) -> None:
         """Move the messages from memory into the file, undecided: no reader sees them before the commit."""
         rows = self._outgoing.take()
         try:
             with (
-                self._events.step("step:spill", self._begin.transaction, messages=sum(len(r.values) for r in rows)),
+                self._store.events.step(
+                    "step:spill", self._begin.transaction, messages=sum(len(r.values) for r in rows)
+                ),
                 self._store.writing(self._connection, deadline, "storing messages"),
             ):
                 self._check_storable()
@@ -215,7 +210,7 @@ class EmbeddedWriter(Writer):
         if self._stored and self._begun is not None:
             try:
                 transaction = self._begun.transaction
-                ending.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
+                ending.abort_open(self._store, self._connection, transaction, "aborted", deadline)
             except errors.TxnBridgeError as error:
                 _log.warning("stored messages of aborted transaction %s remain: %s", self._begun.transaction, error)
         self._begun = None
@@ -236,13 +231,11 @@ class PlainWriter(EmbeddedWriter):
     def __init__(
         self,
         store: Store,
-        settings: Settings,
-        events: Emitter,
         owner: Owner,
         closed: Callable[[EmbeddedWriter, WriterRow | None], None],
         instance: WriterRow,
     ) -> None:
-        super().__init__(store, settings, events, owner, closed)
+        super().__init__(store, owner, closed)
         self.instance: WriterRow = instance
         self._stale = False  # True if the row is retired, or may be
         self._how: dict[str, Any] = {}
@@ -266,7 +259,7 @@ class PlainWriter(EmbeddedWriter):
     def commit(self, deadline: Deadline) -> None:
         try:
             with (
-                self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
+                self._store.events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
                 self._store.writing(self._connection, deadline, "the commit"),
             ):
                 self._write()
@@ -284,7 +277,7 @@ class PlainWriter(EmbeddedWriter):
     def _trim(self, deadline: Deadline) -> None:
         """Remove messages beyond retention from the topics that were just written, at most every ten seconds."""
         now = time.monotonic()
-        if now - self._trimmed_at < self._settings.timing.trim_interval:
+        if now - self._trimmed_at < self._store.settings.timing.trim_interval:
             return
         self._trimmed_at = now
         try:
@@ -334,7 +327,7 @@ class PlainWriter(EmbeddedWriter):
         self._abort(deadline)
         fresh = WriterRow(self._owner)
         with (
-            self._events.step("step:open", writers=1),
+            self._store.events.step("step:open", writers=1),
             self._store.writing(self._connection, deadline, "opening a writer"),
         ):
             self._owner.check(self._connection)
@@ -358,11 +351,11 @@ class PreparingWriter(EmbeddedWriter):
 
     def prepare(self, deadline: Deadline) -> None:
         hold = self._begin.hold
-        ends = self._expires_at + int(1000 * (self._settings.hold_seconds if hold is None else hold))
+        ends = self._expires_at + int(1000 * (self._store.settings.hold_seconds if hold is None else hold))
         self._prepared = True  # set first, because a signal handler's exception may follow the commit
         try:
             with (
-                self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
+                self._store.events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
                 self._store.writing(self._connection, deadline, "the prepare"),
             ):
                 self._check_storable()
@@ -406,16 +399,14 @@ class PreparingWriter(EmbeddedWriter):
         if not self._prepared:
             return self._abort(deadline)
         try:
-            ended = self._decide(Decision.ABORT, deadline)
+            transaction = self._begin.transaction
+            ended = ending.decide(self._store, self._connection, transaction, Decision.ABORT, deadline)
         except (errors.EvidenceLost, errors.InvalidState):  # the transaction was not prepared
             self._prepared = False
             return self._abort(deadline)
         if ended is Outcome.COMMITTED:
             raise errors.InvalidState(f"transaction {self._begin.transaction} was committed by its token")
         return None
-
-    def _decide(self, decision: Decision, deadline: Deadline) -> Outcome:
-        return ending.decide(self._store, self._connection, self._begin.transaction, decision, deadline, self._events)
 
     def reopen(self, deadline: Deadline) -> None:
         self._reconnect()
