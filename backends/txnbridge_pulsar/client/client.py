@@ -96,7 +96,6 @@ class PulsarClient:
         access: AccessMode = AccessMode.SHARED,
         compression: Compression = Compression.NONE,
         transactions: bool = False,
-        properties: tuple[tuple[str, str], ...] = (),
         connection_key: str = "",
     ) -> PulsarProducer:
         """Open a producer on a topic or on one partition (`partition_name`).
@@ -106,7 +105,7 @@ class PulsarClient:
         timeout. Raise `ProducerBusy` if the name is in use, `ProducerFenced` if another producer holds the topic,
         `MissingLibrary`, `NotAuthorized`, and others.
         """
-        options = ProducerOptions(name, access, compression, transactions, properties, connection_key)
+        options = ProducerOptions(name, access, compression, transactions, connection_key)
         producer = PulsarProducer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
         producer.reopen(timeout)
         return producer
@@ -123,10 +122,6 @@ class PulsarClient:
         name: str | None = None,
         inbox: Inbox | None = None,
         permits: int = DEFAULT_PERMITS,
-        priority: int = 0,
-        read_compacted: bool = False,
-        properties: tuple[tuple[str, str], ...] = (),
-        hash_ranges: tuple[tuple[int, int], ...] = (),
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
@@ -135,29 +130,15 @@ class PulsarClient:
         A new subscription begins at `start`: `EARLIEST` or `LATEST`, or after a message if the subscription is not
         `durable`. `inbox` is the queue for received entries, which may be shared with other consumers. At most
         `permits` messages of this consumer wait in the inbox, fewer if they are large. With 0 permits the broker sends
-        only the messages that `PulsarConsumer.request_messages` has requested. `hash_ranges` are the key hashes of a
-        key-shared consumer; by default the broker chooses them. Without `create` a missing topic is `TopicNotFound`,
-        even where brokers create topics automatically.
+        only the messages that `PulsarConsumer.request_messages` has requested. Without `create` a missing topic is
+        `TopicNotFound`, even where brokers create topics automatically.
 
         Temporary errors are retried until the timeout. Raise `ConsumerBusy` if other consumers have the subscription
         exclusively or with another type, `NotAuthorized`, `TopicNotFound`, and others.
         """
         if durable and start not in (EARLIEST, LATEST):
             raise ValueError("a durable subscription begins at EARLIEST or LATEST; seek from there")
-        options = ConsumerOptions(
-            subscription,
-            type,
-            start,
-            durable,
-            name,
-            permits,
-            priority,
-            read_compacted,
-            properties,
-            hash_ranges,
-            connection_key,
-            create,
-        )
+        options = ConsumerOptions(subscription, type, start, durable, name, permits, connection_key, create)
         consumer = PulsarConsumer(self._lookup, self._next_id, full_topic_name(topic), options, inbox)
         consumer.reopen(timeout)
         return consumer
@@ -169,7 +150,6 @@ class PulsarClient:
         timeout: float,
         start: MessageId = EARLIEST,
         inbox: Inbox | None = None,
-        read_compacted: bool = False,
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
@@ -181,7 +161,6 @@ class PulsarClient:
             start=start,
             durable=False,
             inbox=inbox,
-            read_compacted=read_compacted,
             connection_key=connection_key,
             create=create,
         )

@@ -80,10 +80,6 @@ class ConsumerOptions(NamedTuple):
     durable: bool
     name: str | None
     permits: int
-    priority: int
-    read_compacted: bool
-    properties: tuple[tuple[str, str], ...]
-    hash_ranges: tuple[tuple[int, int], ...]
     connection_key: str
     create: bool
 
@@ -106,7 +102,6 @@ class PulsarConsumer:
         self.active: bool | None = None
         # How often the failover subscription has activated this consumer, each time with a redelivery.
         self.activations = 0
-        self.at_end = False
         # The number of entries that have arrived in this generation; `_taken` of them were taken or dropped.
         self.arrived = 0
         self._taken = 0
@@ -165,8 +160,8 @@ class PulsarConsumer:
             self.generation += 1
             self._outstanding = self.arrived = self._taken = 0
             self._chunks.clear()
-            self.active, self.at_end = None, False
-            self._lost, self._subscribed = None, False
+            self.active = self._lost = None
+            self._subscribed = False
         connection.add_consumer(self._id, _GenerationCallbacks(self, self.generation))
         try:
             connection.ask("subscribe", deadline, **self._subscribe_fields())
@@ -182,23 +177,18 @@ class PulsarConsumer:
 
     def _subscribe_fields(self) -> Fields:
         options = self._options
-        ranges = [{"start": first, "end": last} for first, last in options.hash_ranges]
-        key_shared: Fields = {"key_shared_mode": 1, "hash_ranges": ranges} if ranges else {"key_shared_mode": 0}
         return {
             "topic": self.topic,
             "subscription": options.subscription,
             "sub_type": options.type,
             "consumer_id": self._id,
             "consumer_name": options.name,
-            "priority_level": options.priority or None,
             "durable": options.durable,
             "start_message_id": None if options.durable else position_fields(self._start),
-            "read_compacted": options.read_compacted or None,
             # If the subscription was deleted, create it again at the topic's beginning, so that it skips nothing.
             "initial_position": 1 if options.start == EARLIEST or self._was_subscribed else 0,
             "force_topic_creation": None if options.create else False,
-            "key_shared_meta": key_shared if options.type is SubscriptionType.KEY_SHARED else None,
-            "subscription_properties": [{"key": key, "value": value} for key, value in options.properties],
+            "key_shared_meta": {"key_shared_mode": 0} if options.type is SubscriptionType.KEY_SHARED else None,
             "consumer_epoch": self._epoch if options.ordered else None,
         }
 
@@ -441,9 +431,9 @@ class PulsarConsumer:
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
 
-    def unsubscribe(self, timeout: float, force: bool = False) -> None:
-        """Delete the subscription, and close this consumer. With `force` delete it even if it has other consumers."""
-        self._ask("unsubscribe", ClientDeadline(timeout), force=force or None)
+    def unsubscribe(self, timeout: float) -> None:
+        """Delete the subscription, and close this consumer. The broker refuses if it has other consumers."""
+        self._ask("unsubscribe", ClientDeadline(timeout))
         self._mark_closed()
 
     def _ask(self, name: str, deadline: ClientDeadline, **fields: object) -> Fields:
@@ -522,10 +512,6 @@ class _GenerationCallbacks:
 
     def on_active(self, active: bool) -> None:
         self._consumer.activity_changed(self._generation, active)
-
-    def on_end_of_topic(self) -> None:
-        self._consumer.at_end = True
-        self._consumer.inbox.wake()
 
     def on_lost(self, reason: PulsarError) -> None:
         self._consumer.connection_lost(self._generation, reason)

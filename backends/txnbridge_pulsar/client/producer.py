@@ -57,7 +57,6 @@ class ProducerOptions(NamedTuple):
     access: AccessMode
     compression: Compression
     transactions: bool
-    properties: tuple[tuple[str, str], ...]
     connection_key: str
 
 
@@ -170,7 +169,6 @@ class PulsarProducer:
             topic=self.topic,
             producer_id=self.id,
             producer_name=self.name or None,
-            metadata=[{"key": key, "value": value} for key, value in options.properties],
             epoch=self._epoch,
             user_provided_producer_name=options.name is not None,
             producer_access_mode=access,

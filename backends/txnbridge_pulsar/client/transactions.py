@@ -27,14 +27,14 @@ from .retry import backoff_pauses, retry
 
 ASSIGN_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
 _COMMIT, _ABORT = 0, 1
+_CONNECTION_KEY = ""
 
 
 class Transactions:
     """Requests to the coordinators of a cluster. Thread-safe. A client may end any transaction whose id it knows."""
 
-    def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
+    def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
-        self._connection_key = connection_key
         self._lock = threading.Lock()
         self._connections: dict[int, BrokerConnection] = {}
         self._next_coordinator = itertools.count()
@@ -150,7 +150,7 @@ class Transactions:
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
 
         def attempt() -> None:
-            self._lookup.connection(topic, self._connection_key, deadline).ask(name, deadline, **fields)
+            self._lookup.connection(topic, _CONNECTION_KEY, deadline).ask(name, deadline, **fields)
 
         retry(deadline, attempt)
 
@@ -170,7 +170,7 @@ class Transactions:
         return connection if connection is not None and not connection.closed else self._connect(coordinator, deadline)
 
     def _connect(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
-        connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", self._connection_key, deadline)
+        connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", _CONNECTION_KEY, deadline)
         if connection.protocol_version < TRANSACTIONS_SINCE:
             raise NotAllowed(22, f"broker {connection.server_version} is too old for transactions")
         connection.ask("tc_client_connect_request", deadline, tc_id=coordinator)

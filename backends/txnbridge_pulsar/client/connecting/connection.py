@@ -75,8 +75,6 @@ class ConsumerCallbacks(Protocol):
 
     def on_active(self, active: bool) -> None: ...
 
-    def on_end_of_topic(self) -> None: ...
-
     def on_lost(self, reason: PulsarError) -> None: ...
 
 
@@ -352,11 +350,6 @@ class BrokerConnection:
         if consumer is not None:
             consumer.on_active(frame.fields.get("is_active", False))
 
-    def _on_end_of_topic(self, frame: Frame) -> None:
-        consumer = self._consumers.get(frame.fields["consumer_id"])
-        if consumer is not None:
-            consumer.on_end_of_topic()
-
     def _on_close_producer(self, frame: Frame) -> None:
         self._lose(self._producers, frame.fields["producer_id"])
 
@@ -408,7 +401,6 @@ _HANDLERS: dict[str, Callable[[BrokerConnection, Frame], None]] = {
     "send_error": BrokerConnection._on_send_error,
     "message": BrokerConnection._on_message,
     "active_consumer_change": BrokerConnection._on_active,
-    "reached_end_of_topic": BrokerConnection._on_end_of_topic,
     "close_producer": BrokerConnection._on_close_producer,
     "close_consumer": BrokerConnection._on_close_consumer,
     "topic_migrated": BrokerConnection._on_migrated,

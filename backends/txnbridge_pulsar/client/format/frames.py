@@ -102,22 +102,19 @@ def _fields(base: bytes) -> Iterator[tuple[int, Any]]:
         yield tag, value
 
 
-def split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    """Divide an entry into its metadata, its payload as stored, and the metadata that the broker has added. Raise
-    `CorruptEntry` if the entry is invalid.
-    """
+def split_entry(tail: bytes) -> tuple[Fields, bytes]:
+    """Divide an entry into its metadata and its payload as stored. Raise `CorruptEntry` if the entry is invalid."""
     try:
         return _split_entry(tail)
     except (Malformed, struct.error) as error:
         raise CorruptEntry(f"an entry cannot be read: {error}") from error
 
 
-def _split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    at, added = 0, {}
+def _split_entry(tail: bytes) -> tuple[Fields, bytes]:
+    at = 0
     if tail[:2] == _BROKER_METADATA_MARK:
         (size,) = _SIZE.unpack_from(tail, 2)
-        at = 6 + size
-        added = decode("BrokerEntryMetadata", tail[6:at])
+        at = 6 + size  # the metadata that the broker has added are not needed
     if tail[at : at + 2] == _CHECKSUM_MARK:
         (checksum,) = _SIZE.unpack_from(tail, at + 2)
         at += 6
@@ -127,7 +124,7 @@ def _split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
     end = at + 4 + size
     if end > len(tail):
         raise CorruptEntry("an entry's metadata is longer than the entry")
-    return decode("MessageMetadata", tail[at + 4 : end]), tail[end:], added
+    return decode("MessageMetadata", tail[at + 4 : end]), tail[end:]
 
 
 class FrameReader:

@@ -40,7 +40,6 @@ class Single:
     key: bytes | str | None = None
     properties: Properties = ()
     event_time: int | None = None  # milliseconds since 1970
-    ordering_key: bytes | None = None
 
     def __repr__(self) -> str:
         return f"Single({len(self.payload or b'')} bytes)"
@@ -59,7 +58,6 @@ class Single:
             "properties": _encodable(self.properties),
             **key_fields(self.key),
             "event_time": self.event_time,
-            "ordering_key": self.ordering_key,
             "null_value": True if self.payload is None else None,
         }
 
@@ -92,15 +90,14 @@ class MessageBatch:
         key: bytes | str | None = None,
         properties: Properties = (),
         event_time: int | None = None,
-        ordering_key: bytes | None = None,
     ) -> None:
         """Add one message. A payload of None is a tombstone."""
         if not self.count:
-            self._first = {**key_fields(key), "ordering_key": ordering_key}
-        if key is None and not properties and event_time is None and ordering_key is None and payload is not None:
+            self._first = key_fields(key)
+        if key is None and not properties and event_time is None and payload is not None:
             head = self._heads.get(len(payload)) or self._head(len(payload))
         else:
-            head = _head(payload, key, properties, event_time, ordering_key)
+            head = _head(payload, key, properties, event_time)
             payload = payload or b""
         self._parts += (head, payload)
         self.size += len(head) + len(payload)
@@ -134,18 +131,11 @@ class MessageBatch:
 
 _KIND = "SingleMessageMetadata"
 _PROPERTY, _NAME, _VALUE = tag(_KIND, "properties"), tag("KeyValue", "key"), tag("KeyValue", "value")
-_KEY, _ORDERING_KEY = tag(_KIND, "partition_key"), tag(_KIND, "ordering_key")
-_PAYLOAD_SIZE, _EVENT_TIME = tag(_KIND, "payload_size"), tag(_KIND, "event_time")
+_KEY, _PAYLOAD_SIZE, _EVENT_TIME = (tag(_KIND, name) for name in ("partition_key", "payload_size", "event_time"))
 _KEY_IS_BASE64, _NULL = tag(_KIND, "partition_key_b64_encoded") + b"\x01", tag(_KIND, "null_value") + b"\x01"
 
 
-def _head(
-    payload: bytes | None,
-    key: bytes | str | None,
-    properties: Properties,
-    event_time: int | None,
-    ordering_key: bytes | None,
-) -> bytes:
+def _head(payload: bytes | None, key: bytes | str | None, properties: Properties, event_time: int | None) -> bytes:
     """Return the encoded metadata that precede a message's payload in a batch. `encode` is not used, because this runs
     for each message.
     """
@@ -160,8 +150,6 @@ def _head(
         parts += (_EVENT_TIME, varint(event_time))
     if isinstance(key, bytes):
         parts.append(_KEY_IS_BASE64)
-    if ordering_key is not None:
-        parts += (_ORDERING_KEY, with_length(ordering_key))
     if payload is None:
         parts.append(_NULL)
     described = b"".join(parts)

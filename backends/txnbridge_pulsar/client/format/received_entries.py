@@ -51,11 +51,6 @@ class ReceivedMessage:
         return _key(self._described)
 
     @property
-    def ordering_key(self) -> bytes | None:
-        key: bytes | None = self._described.get("ordering_key")
-        return key
-
-    @property
     def properties(self) -> list[tuple[str, str]]:
         return [(pair["key"], pair["value"]) for pair in self._described.get("properties", ())]
 
@@ -65,12 +60,6 @@ class ReceivedMessage:
         write for no time.
         """
         return self._described.get("event_time") or None
-
-    @property
-    def sequence_id(self) -> int:
-        """Return the message's sequence id, or else the entry's sequence id plus the message's index in the batch."""
-        own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
-        return own
 
 
 def _key(described: Fields) -> bytes | None:
@@ -101,7 +90,6 @@ class ReceivedEntry:
         "fault",
         "generation",
         "id",
-        "index",
         "metadata",
         "parts",
         "redeliveries",
@@ -120,12 +108,10 @@ class ReceivedEntry:
         self._index_words: list[int] = fields.get("ack_set", [])
         self._skipped = 0
         try:
-            self.metadata, self._payload, added = split_entry(tail)
+            self.metadata, self._payload = split_entry(tail)
         except CorruptEntry as error:
-            self.metadata, self._payload, added = {}, b"", {}
+            self.metadata, self._payload = {}, b""
             self.refuse(str(error))
-        # The topic-wide index of the entry's last message; None if the broker does not send it.
-        self.index: int | None = added.get("index")
 
     def __repr__(self) -> str:
         return f"Entry({self.id.ledger}:{self.id.entry}, {self.count} messages, {self.size} bytes)"
@@ -166,10 +152,6 @@ class ReceivedEntry:
     def is_marker(self) -> bool:
         """Return whether the entry is a control marker, which has no messages."""
         return "marker_type" in self.metadata
-
-    @property
-    def sequence_id(self) -> int:
-        return int(self.metadata.get("sequence_id", 0))
 
     @property
     def publish_time(self) -> int:

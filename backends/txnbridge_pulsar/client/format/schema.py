@@ -24,12 +24,6 @@ message MessageIdData {
 
 message FeatureFlags {
   optional bool supports_auth_refresh = 1;
-  optional bool supports_broker_entry_metadata = 2;
-  optional bool supports_partial_producer = 3;
-  optional bool supports_topic_watchers = 4;
-  optional bool supports_get_partitioned_metadata_without_auto_creation = 5;
-  optional bool supports_repl_dedup_by_lid_and_eid = 6;
-  optional bool supports_topic_watcher_reconcile = 7;
 }
 
 message AuthData { optional string auth_method_name = 1; optional bytes auth_data = 2; }
@@ -47,7 +41,6 @@ message CommandConnected {
   required string server_version = 1;
   optional int32 protocol_version = 2;
   optional int32 max_message_size = 3;
-  optional FeatureFlags feature_flags = 4;
 }
 
 message CommandAuthChallenge {
@@ -122,20 +115,17 @@ message CommandProducer {
   required uint64 producer_id = 2;
   required uint64 request_id = 3;
   optional string producer_name = 4;
-  repeated KeyValue metadata = 6;
   optional uint64 epoch = 8;
   optional bool user_provided_producer_name = 9;
   optional int32 producer_access_mode = 10;
   optional uint64 topic_epoch = 11;
   optional bool txn_enabled = 12;
-  optional string initial_subscription_name = 13;
 }
 
 message CommandProducerSuccess {
   required uint64 request_id = 1;
   required string producer_name = 2;
   optional int64 last_sequence_id = 3;
-  optional bytes schema_version = 4;
   optional uint64 topic_epoch = 5;
   optional bool producer_ready = 6;
 }
@@ -147,7 +137,6 @@ message CommandSend {
   optional uint64 txnid_least_bits = 4;
   optional uint64 txnid_most_bits = 5;
   optional uint64 highest_sequence_id = 6;
-  optional bool is_chunk = 7;
 }
 
 message CommandSendReceipt {
@@ -167,24 +156,14 @@ message CommandSendError {
 message CommandCloseProducer {
   required uint64 producer_id = 1;
   required uint64 request_id = 2;
-  optional string assigned_broker_service_url = 3;
-  optional string assigned_broker_service_url_tls = 4;
 }
 
 message CommandCloseConsumer {
   required uint64 consumer_id = 1;
   required uint64 request_id = 2;
-  optional string assigned_broker_service_url = 3;
-  optional string assigned_broker_service_url_tls = 4;
 }
 
-message IntRange { required int32 start = 1; required int32 end = 2; }
-
-message KeySharedMeta {
-  required int32 key_shared_mode = 1;
-  repeated IntRange hash_ranges = 3;
-  optional bool allow_out_of_order_delivery = 4;
-}
+message KeySharedMeta { required int32 key_shared_mode = 1; }
 
 message CommandSubscribe {
   required string topic = 1;
@@ -193,15 +172,11 @@ message CommandSubscribe {
   required uint64 consumer_id = 4;
   required uint64 request_id = 5;
   optional string consumer_name = 6;
-  optional int32 priority_level = 7;
   optional bool durable = 8;
   optional MessageIdData start_message_id = 9;
-  repeated KeyValue metadata = 10;
-  optional bool read_compacted = 11;
   optional int32 initial_position = 13;
   optional bool force_topic_creation = 15;
   optional KeySharedMeta key_shared_meta = 17;
-  repeated KeyValue subscription_properties = 18;
   optional uint64 consumer_epoch = 19;
 }
 
@@ -242,7 +217,6 @@ message CommandRedeliverUnacknowledgedMessages {
 message CommandUnsubscribe {
   required uint64 consumer_id = 1;
   required uint64 request_id = 2;
-  optional bool force = 3;
 }
 
 message CommandSeek {
@@ -251,8 +225,6 @@ message CommandSeek {
   optional MessageIdData message_id = 3;
   optional uint64 message_publish_time = 4;
 }
-
-message CommandReachedEndOfTopic { required uint64 consumer_id = 1; }
 
 message CommandActiveConsumerChange { required uint64 consumer_id = 1; optional bool is_active = 2; }
 
@@ -334,20 +306,13 @@ message MessageMetadata {
   required uint64 sequence_id = 2;
   required uint64 publish_time = 3;
   repeated KeyValue properties = 4;
-  optional string replicated_from = 5;
   optional string partition_key = 6;
-  repeated string replicate_to = 7;
   optional int32 compression = 8;
   optional uint32 uncompressed_size = 9;
   optional int32 num_messages_in_batch = 11;
   optional uint64 event_time = 12;
   repeated EncryptionKeys encryption_keys = 13;
-  optional string encryption_algo = 14;
-  optional bytes encryption_param = 15;
-  optional bytes schema_version = 16;
   optional bool partition_key_b64_encoded = 17;
-  optional bytes ordering_key = 18;
-  optional int64 deliver_at_time = 19;
   optional int32 marker_type = 20;
   optional uint64 txnid_least_bits = 22;
   optional uint64 txnid_most_bits = 23;
@@ -358,8 +323,6 @@ message MessageMetadata {
   optional int32 total_chunk_msg_size = 28;
   optional int32 chunk_id = 29;
   optional bool null_partition_key = 30;
-  repeated int32 compacted_batch_indexes = 31;
-  optional bytes schema_id = 32;
 }
 
 message SingleMessageMetadata {
@@ -369,13 +332,9 @@ message SingleMessageMetadata {
   optional bool compacted_out = 4;
   optional uint64 event_time = 5;
   optional bool partition_key_b64_encoded = 6;
-  optional bytes ordering_key = 7;
-  optional uint64 sequence_id = 8;
   optional bool null_value = 9;
   optional bool null_partition_key = 10;
 }
-
-message BrokerEntryMetadata { optional uint64 broker_timestamp = 1; optional uint64 index = 2; }
 
 message BaseCommand {
   required int32 type = 1;
@@ -402,7 +361,6 @@ message BaseCommand {
   optional CommandPartitionedTopicMetadataResponse partition_metadata_response = 22;
   optional CommandLookupTopic lookup = 23;
   optional CommandLookupTopicResponse lookup_response = 24;
-  optional CommandReachedEndOfTopic reached_end_of_topic = 27;
   optional CommandSeek seek = 28;
   optional CommandGetLastMessageId get_last_message_id = 29;
   optional CommandGetLastMessageIdResponse get_last_message_id_response = 30;
@@ -429,8 +387,6 @@ message BaseCommand {
   optional CommandTopicMigrated topic_migrated = 68;
 }
 """
-
-SCALARS = frozenset({"uint64", "int64", "uint32", "int32", "bool", "string", "bytes"})
 
 
 @dataclass(frozen=True)
