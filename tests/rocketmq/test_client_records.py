@@ -40,8 +40,8 @@ def test_a_record_is_read_field_by_field():
     assert (record.topic, record.queue, record.queue_offset) == ("orders", 3, 7)
     assert record.offset_id == OffsetId("127.0.0.1", 30911, 4711)
     assert (record.born_time, record.stored_time) == (1_700_000_000_001, 1_700_000_000_002)
-    assert (record.flag, record.reconsumed, record.prepared_offset) == (5, 2, 99)
-    assert (record.unique_key, record.keys, record.tags) == ("AB12", ["k1", "k2"], "new")
+    assert (record.unique_key, record.prepared_offset) == ("AB12", 99)
+    assert (record.properties["KEYS"], record.properties["TAGS"]) == ("k1 k2", "new")
     assert record.properties["own"] == "x"
     assert record.payload() == b"hello"
 
@@ -61,13 +61,13 @@ def test_addresses_and_topics_of_either_size_are_read(flag, magic):
         stored_host=bytes(20 if flag & SystemFlag.STORED_IPV6 else 8),
     )
     (record,) = decode_records(data)
-    assert (record.topic, record.body, record.tags) == ("t" * 127, b"hello", "x")
+    assert (record.topic, record.body, record.properties) == ("t" * 127, b"hello", {"TAGS": "x"})
 
 
-def test_records_that_follow_one_another_are_all_read_also_those_without_key_and_tags():
+def test_records_that_follow_one_another_are_all_read_also_those_without_properties():
     records = decode_records(b"".join(stored(b"%d" % number, queue_offset=number) for number in range(5)))
     assert [record.queue_offset for record in records] == [0, 1, 2, 3, 4]
-    assert {(record.unique_key, *record.keys, record.tags) for record in records} == {(None, None)}
+    assert [record.unique_key for record in records] == [None] * 5
     assert decode_records(b"") == []
 
 
@@ -122,7 +122,7 @@ def test_a_batch_is_taken_apart_each_message_at_its_own_offset():
         (b"one", 10, ["a"]),
         (b"two", 11, ["b"]),
     ]
-    assert not one.holds_several and one.flag == 1
+    assert not one.holds_several
 
 
 @given(st.binary(max_size=100))

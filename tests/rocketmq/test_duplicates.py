@@ -57,12 +57,10 @@ class Queue:
                 queue=0,
                 queue_offset=len(self.records),
                 offset_id=OffsetId("127.0.0.1", 1, self.log),
-                flag=0,
                 system_flag=8,
                 born_time=0,
                 stored_time=0,
                 prepared_offset=at,
-                reconsumed=0,
                 properties=told,
                 body=b"x",
             )

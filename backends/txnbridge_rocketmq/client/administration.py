@@ -80,7 +80,7 @@ def topic_attributes(topic: str) -> RpcRequest[dict[str, str] | None]:
     )
 
 
-def create_group(group: str, orderly: bool = False, retries: int = 16) -> RpcRequest[None]:
+def create_group(group: str, orderly: bool = False) -> RpcRequest[None]:
     """Create or change a consumer group on this broker."""
     body = {
         "groupName": check_group(group),
@@ -88,7 +88,7 @@ def create_group(group: str, orderly: bool = False, retries: int = 16) -> RpcReq
         "consumeBroadcastEnable": True,
         "consumeMessageOrderly": orderly,
         "retryQueueNums": 1,
-        "retryMaxTimes": retries,
+        "retryMaxTimes": 16,
     }
     action = f"creating group {group}"
     return RpcRequest(action, RequestCode.UPDATE_AND_CREATE_SUBSCRIPTION_GROUP, nothing, body=as_body(body))

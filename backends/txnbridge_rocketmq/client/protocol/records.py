@@ -65,12 +65,10 @@ class MessageExt:
     queue: int
     queue_offset: int
     offset_id: OffsetId
-    flag: int
     system_flag: int
     born_time: int
     stored_time: int
     prepared_offset: int
-    reconsumed: int
     properties: Mapping[str, str] = field(repr=False)
     body: bytes = field(repr=False)
 
@@ -81,14 +79,6 @@ class MessageExt:
     @property
     def unique_key(self) -> str | None:
         return self.properties.get(Property.UNIQUE_KEY)
-
-    @property
-    def keys(self) -> list[str]:
-        return self.properties.get(Property.KEYS, "").split()
-
-    @property
-    def tags(self) -> str | None:
-        return self.properties.get(Property.TAGS)
 
     @property
     def holds_several(self) -> bool:
@@ -118,13 +108,13 @@ def decode_records(data: bytes) -> list[MessageExt]:
 
 
 def _record(data: bytes) -> MessageExt:
-    _size, magic, _crc, queue, flag, queue_offset, log_offset, system_flag, born = struct.unpack_from(
+    _size, magic, _crc, queue, _flag, queue_offset, log_offset, system_flag, born = struct.unpack_from(
         ">iiiiiqqiq", data
     )
     at = 48 + (20 if system_flag & SystemFlag.BORN_IPV6 else 8)
     (stored,) = struct.unpack_from(">q", data, at)
     host, at = _part(data, at + 8, 20 if system_flag & SystemFlag.STORED_IPV6 else 8)
-    reconsumed, prepared, body_size = struct.unpack_from(">iqi", data, at)
+    _reconsumed, prepared, body_size = struct.unpack_from(">iqi", data, at)
     body, at = _part(data, at + 16, body_size)
     if magic not in (_SHORT_TOPIC, _LONG_TOPIC):
         raise ValueError("an unknown magic number")
@@ -136,12 +126,10 @@ def _record(data: bytes) -> MessageExt:
         queue=queue,
         queue_offset=queue_offset,
         offset_id=OffsetId.unpack(host + struct.pack(">q", log_offset)),
-        flag=flag,
         system_flag=system_flag,
         born_time=born,
         stored_time=stored,
         prepared_offset=prepared,
-        reconsumed=reconsumed,
         properties=unpack_properties(_text(properties)),
         body=body,
     )
@@ -152,7 +140,7 @@ def unwrap(record: MessageExt) -> Iterator[MessageExt]:
     data, at, number = record.payload(), 0, 0
     while at < len(data):
         try:
-            size, _magic, _crc, flag, body_size = struct.unpack_from(">iiiii", data, at)
+            size, _magic, _crc, _flag, body_size = struct.unpack_from(">iiiii", data, at)
             body, end = _part(data, at + 20, body_size)
             properties, end = _part(data, end + 2, int.from_bytes(_part(data, end, 2)[0], "big"))
             if end != at + size:
@@ -162,7 +150,6 @@ def unwrap(record: MessageExt) -> Iterator[MessageExt]:
         yield replace(
             record,
             queue_offset=record.queue_offset + number,
-            flag=flag,
             system_flag=record.system_flag
             & ~(SystemFlag.NEEDS_UNWRAPPING | SystemFlag.INNER_BATCH | SystemFlag.COMPRESSED),
             properties=unpack_properties(_text(properties)),

@@ -50,7 +50,6 @@ class WireMessage:
     tags: str | None = None
     unique_key: str | None = None
     """The id by which the message can be looked up; random if None."""
-    flag: int = 0
     born_time: int | None = None
     """Milliseconds since 1970; now if None."""
 
@@ -86,11 +85,6 @@ class CheckBack:
     broker: str
     """The name of the broker that sent the check-back; empty if the request does not have it."""
 
-    @property
-    def times(self) -> int:
-        """The number of check-backs about this half, including this one; 0 if the broker does not count them."""
-        return int(self.record.properties.get(Property.CHECKS, 0))
-
 
 def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]:
     """Store a message in a queue. Decoding the response raises `NotDurable` if it was not flushed or replicated."""
@@ -118,7 +112,7 @@ def _packed(message: WireMessage) -> bytes:
     """Return a message encoded as a part of a batch."""
     properties = pack_properties(_properties(message)).encode()
     size = 22 + len(message.body) + len(properties)
-    head = struct.pack(">iiiii", size, 0, 0, message.flag, len(message.body))
+    head = struct.pack(">iiiii", size, 0, 0, 0, len(message.body))
     return head + message.body + struct.pack(">H", len(properties)) + properties
 
 
@@ -180,7 +174,6 @@ def check_back_of(request: RemotingCommand) -> CheckBack:
             log_offset=int(request.fields["commitLogOffset"]),
             unique_key=record.unique_key or request.fields["transactionId"],
         )
-        int(record.properties.get(Property.CHECKS, 0))
     except (KeyError, ValueError):
         raise ProtocolViolation("a check-back without the address of its half") from None
     return CheckBack(half, record, request.fields.get("bname", ""))
@@ -240,7 +233,7 @@ def _request(
             e=queue,
             f=system_flag,
             g=message.born_time if message.born_time is not None else int(time.time() * 1000),
-            h=message.flag,
+            h=0,
             i=pack_properties(properties),
             j=0,
             k=False,
