@@ -13,7 +13,7 @@ The fixtures are in `txnbridge_conformance.brokers.plugin`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from txnbridge.errors import InvalidOption
 from txnbridge_conformance.brokers import _kafka, _pulsar, _pulsar_cluster, _rocketmq
@@ -75,15 +75,13 @@ def kafka(
     if container or (container is None and plain and engine_answers()):
         return KafkaContainer(version=version, port=port, settings=settings, start_timeout=start_timeout)
     return _start(
-        lambda: KafkaProcess(
-            nodes=nodes,
-            version=version,
-            transaction_version=transaction_version,
-            port=port,
-            settings=settings,
-            start_timeout=start_timeout,
-        ),
-        attempts=1 if port else _ATTEMPTS,
+        KafkaProcess,
+        nodes=nodes,
+        version=version,
+        transaction_version=transaction_version,
+        port=port,
+        settings=settings,
+        start_timeout=start_timeout,
     )
 
 
@@ -115,27 +113,17 @@ def pulsar(
     _pulsar.check(version, store, nodes)
     if container and nodes > 1:
         raise InvalidOption("a container runs one node of Pulsar")
+    options: dict[str, Any] = {
+        "version": version,
+        "store": store,
+        "delete_unused": delete_unused,
+        "port": port,
+        "settings": settings,
+        "start_timeout": start_timeout,
+    }
     if container or (container is None and nodes == 1 and engine_answers()):
-        return PulsarContainer(
-            version=version,
-            store=store,
-            delete_unused=delete_unused,
-            port=port,
-            settings=settings,
-            start_timeout=start_timeout,
-        )
-    return _start(
-        lambda: _pulsar_cluster.start(
-            nodes=nodes,
-            version=version,
-            store=store,
-            delete_unused=delete_unused,
-            port=port,
-            settings=settings,
-            start_timeout=start_timeout,
-        ),
-        attempts=1 if port else _ATTEMPTS,
-    )
+        return PulsarContainer(**options)
+    return _start(_pulsar_cluster.start, nodes=nodes, **options)
 
 
 def rocketmq(
@@ -159,23 +147,21 @@ def rocketmq(
     """
     _rocketmq.check(nodes, version)
     return _start(
-        lambda: RocketMQ(
-            nodes=nodes,
-            version=version,
-            port=port,
-            settings=settings,
-            system_properties=system_properties,
-            start_timeout=start_timeout,
-        ),
-        attempts=1 if port else _ATTEMPTS,
+        RocketMQ,
+        nodes=nodes,
+        version=version,
+        port=port,
+        settings=settings,
+        system_properties=system_properties,
+        start_timeout=start_timeout,
     )
 
 
-def _start(start: Callable[[], _Started], attempts: int) -> _Started:
-    """Call `start` and return its result. Repeat the call, `attempts` times at most, after `PortTaken`."""
-    for _ in range(attempts - 1):
+def _start(start: Callable[..., _Started], **options: Any) -> _Started:
+    """Call `start` and return its result. Repeat the call after `PortTaken`, unless the options name the port."""
+    for _ in range(0 if options["port"] else _ATTEMPTS - 1):
         try:
-            return start()
+            return start(**options)
         except PortTaken:
             pass  # the next attempt chooses other ports
-    return start()
+    return start(**options)

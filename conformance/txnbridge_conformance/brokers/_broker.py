@@ -14,15 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from txnbridge import BrokerUnavailable
 from txnbridge.errors import InvalidOption, UsageError
 from txnbridge_conformance.brokers import _supervisor
 from txnbridge_conformance.brokers._ports import Route
-
-_Self = TypeVar("_Self", bound="Broker")
 
 # The interval at which `wait_until` checks its condition.
 _POLL_SECONDS = 0.02
@@ -102,12 +99,10 @@ class Broker(ABC):
             raise InvalidOption(f"there is no node {node}; nodes are {', '.join(map(str, self.nodes))}")
         return (node,)
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

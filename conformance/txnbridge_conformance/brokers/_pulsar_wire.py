@@ -6,13 +6,10 @@ import http.client
 import json
 import socket
 import struct
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 from txnbridge_conformance._protobuf import Value, decode, encode
 from txnbridge_conformance.brokers._ports import HOST
-
-_Self = TypeVar("_Self", bound="PulsarConnection")
 
 COORDINATORS = "persistent://pulsar/system/transaction_coordinator_assign"
 
@@ -84,12 +81,10 @@ class PulsarConnection:
         self._answers.close()
         self._socket.close()
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
