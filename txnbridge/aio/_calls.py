@@ -381,9 +381,7 @@ class ClosedByBlock:
     async def __aenter__(self: S) -> S:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         with CancelScope(shield=True):
             await self.close()
 

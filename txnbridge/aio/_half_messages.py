@@ -126,9 +126,7 @@ class HalfMessages:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop answering check-backs, and wait for `execute` and `check` functions that run."""
         assert self._sync is not None
         try:
