@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from txnbridge.spi import Emitter, Partition
-from txnbridge_kafka.client.offsets import KafkaOffsets
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KafkaTopics
@@ -22,7 +20,3 @@ class KafkaCluster:
     events: Emitter
     # The partitions that this bridge writes and reads: `HangingTransactionMonitor` checks them.
     watched_partitions: set[Partition] = field(default_factory=set)
-
-    @cached_property
-    def offsets(self) -> KafkaOffsets:
-        return KafkaOffsets(self.requests)

@@ -6,8 +6,8 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
@@ -18,8 +18,6 @@ from txnbridge_kafka.client.shared_producer import Report, SharedProducer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import LOG_GROUP, KafkaTopics
-
-T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
@@ -89,21 +87,14 @@ class KafkaDecisionLog(DecisionLog):
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
         reader = self._take_reader(deadline)
         try:
-            return self._repeat(
-                lambda left: reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False),
-                "looking up its first and last offset",
-                deadline,
-            )
+            while True:
+                try:
+                    left = min(seconds(deadline), CALL_LIMIT)
+                    return reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False)
+                except KafkaException as error:
+                    self._wait_for_broker(error, "looking up its first and last offset", deadline)
         finally:
             self._give_back(reader)
-
-    def _repeat(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
-        """Return the result of `question`, called with a time limit; repeat while the broker cannot be reached."""
-        while True:
-            try:
-                return question(min(seconds(deadline), CALL_LIMIT))
-            except KafkaException as error:
-                self._wait_for_broker(error, what, deadline)
 
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
         """Sleep for a short pause if repeating the client's call may help; else raise the translated error."""

@@ -32,7 +32,7 @@ from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, OPEN, Tran
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
-from txnbridge_kafka.outcome.outcome import end_prepared, status_after_fencing
+from txnbridge_kafka.outcome.outcome import end_prepared, status_from_state_log
 from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import PREPARE
 from txnbridge_kafka.write.prepared import token_of
@@ -125,7 +125,7 @@ class KafkaAdmin(Admin):
         self._wait_until_known(name, partitions, deadline)
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
-        offsets = self._cluster.offsets
+        offsets = self._cluster.requests
         counts = offsets.counts(topics, deadline)
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         # Retention may remove messages between the two requests, so an end is at least the beginning.
@@ -146,7 +146,7 @@ class KafkaAdmin(Admin):
             raise translate(error, f"deleting records of topic {partition[0]!r}") from error
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
-        return {topic: id for topic, id in self._cluster.offsets.topic_ids(topics, deadline).items() if id}
+        return {topic: id for topic, id in self._cluster.requests.topic_ids(topics, deadline).items() if id}
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class KafkaAdmin(Admin):
         """
         self._requests.fence(last.id, last.timeout, deadline)
         assert last.start is not None
-        status = status_after_fencing(self._cluster, last, deadline)
+        status = status_from_state_log(self._cluster, last.id, last.pid, last.epoch, last.start, deadline)
         if status.state is TokenState.UNKNOWN:
             raise errors.OutcomeUnknown(
                 f"the writer of {last.id} is fenced, and has no open transaction. Its transaction was aborted, unless"

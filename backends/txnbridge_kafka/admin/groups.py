@@ -45,7 +45,7 @@ class KafkaGroups:
         positions = self._positions(name)
         if not members and not positions:
             raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows all groups")
-        ends = self._cluster.offsets.ends(positions, self._deadline)
+        ends = self._cluster.requests.ends(positions, self._deadline)
         return GroupInfo(
             name,
             members,
@@ -65,7 +65,7 @@ class KafkaGroups:
                 raise NotFound(f"group {name!r} has never read topic {topic!r}")
         wanted = [partition for partition in positions if topics is None or partition[0] in topics]
         # The commit of an open transaction with acknowledgements would overwrite the new offsets.
-        if len(self._cluster.offsets.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
+        if len(self._cluster.requests.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
             raise InvalidState(f"an open transaction has acknowledged messages for group {name!r}: end it first")
         targets = self._offsets_at(wanted, to)
         offsets = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in targets.items()])
@@ -76,7 +76,7 @@ class KafkaGroups:
         return {partition: (at,) for partition, at in targets.items()}
 
     def _offsets_at(self, partitions: list[Partition], to: str | int) -> dict[Partition, int]:
-        offsets = self._cluster.offsets
+        offsets = self._cluster.requests
         if isinstance(to, int):
             return {p: first for p, (first, _) in offsets.since(partitions, to, self._deadline).items()}
         return (offsets.begins if to == "earliest" else offsets.ends)(partitions, self._deadline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from txnbridge_kafka.client.protocol_types import (
     COORDINATOR_RETRY_CODES,
     DENIED,
     DONE,
+    EARLIEST,
     END_TXN_CODES,
+    LATEST,
     LEADER_RETRY_CODES,
     NO_LEADER,
     NOT_CARRIED_OUT,
@@ -241,10 +243,39 @@ class Requests:
 
         return self._runner.repeat(deadline, what, attempt)
 
+    def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        """Return each partition's first offset that retention has not removed."""
+        return self.list_offsets(dict.fromkeys(partitions, EARLIEST), deadline)
+
+    def ends(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        """Return each partition's last stable offset, below which every transaction has ended."""
+        return self.list_offsets(dict.fromkeys(partitions, LATEST), deadline)
+
+    def since(
+        self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline
+    ) -> dict[Partition, tuple[int, int]]:
+        """Return, by partition, the first offset with a timestamp at or after a time, and the last stable offset.
+
+        The first offset may be that of a control marker. If no offset has such a timestamp, the last stable offset is
+        returned in place of the first offset.
+        """
+        names = list(partitions)
+        # The ends are read first, so that a message stored between the two requests is not skipped.
+        ends = self.ends(names, deadline)
+        since = self.list_offsets(dict.fromkeys(names, timestamp), deadline)
+        return {name: (since[name] if 0 <= since[name] < ends[name] else ends[name], ends[name]) for name in names}
+
+    def committed(
+        self, group: str, partitions: Collection[Partition], deadline: Deadline, *, decided: bool = False
+    ) -> dict[Partition, int | None]:
+        """Return a group's committed offset in each partition, or None; `decided` is as in `positions`."""
+        positions = self.positions(group, partitions, deadline, decided=decided)
+        return {partition: None if each is None else each.at for partition, each in positions.items()}
+
     def positions(
-        self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
+        self, group: str, partitions: Collection[Partition], deadline: Deadline, *, decided: bool
     ) -> dict[Partition, CommittedOffset | None]:
-        """Return a group's committed offset in each partition; None if there is none.
+        """Return a group's committed offset in each partition, with its topic's id then; None if there is none.
 
         With `decided` a partition is absent while an open transaction may change its committed offset.
         """
@@ -265,7 +296,7 @@ class Requests:
 
         return self._runner.repeat(deadline, what, attempt) if partitions else {}
 
-    def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
+    def counts(self, topics: Collection[str], deadline: Deadline) -> dict[str, int]:
         """Return how many partitions each topic has. Raise `NotFound` if a topic does not exist."""
 
         def attempt(connections: Connections) -> dict[str, int]:

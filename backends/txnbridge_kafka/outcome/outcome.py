@@ -59,15 +59,10 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
         return Status(TokenState.ABORTED, reason="it timed out, or an administrator aborted it")
     # The higher epoch may be due to a time-out of this transaction. Or it is due to an owner without the decision log,
     # which has opened the id since, and whose own transaction was aborted.
-    return _status_from_state_log(cluster, id, pid, epoch, start, deadline)
+    return status_from_state_log(cluster, id, pid, epoch, start, deadline)
 
 
-def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, deadline: Deadline) -> Status:
-    """Return how a transaction has ended, for an administrator who has fenced its id to end it."""
-    return _status_from_state_log(cluster, last.id, last.pid, last.epoch, last.start, deadline)
-
-
-def _status_from_state_log(
+def status_from_state_log(
     cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
 ) -> Status:
     """Return a transaction's status by the topic __transaction_state. Without `start` it is the last one of its epoch.
@@ -110,7 +105,7 @@ def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadlin
         return Status(TokenState.COMMITTED if last.state in COMMITTED else TokenState.ABORTED)
     if state := recorded_outcome(ledger, evidence_key(id, pid, f"start {start}"), deadline):
         return Status(TokenState(state))
-    return _status_from_state_log(cluster, id, pid, epoch, start, deadline)
+    return status_from_state_log(cluster, id, pid, epoch, start, deadline)
 
 
 def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:

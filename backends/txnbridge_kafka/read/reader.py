@@ -90,7 +90,7 @@ class KafkaReader(Reader):
         # A group may wait for a missing topic, so the topic is created; for a reader without a group it is not.
         create = subscription.group is not None
         counts = {topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics}
-        self._offsets = cluster.offsets
+        self._requests = cluster.requests
         self._assignment = KafkaAssignment(cluster, subscription, lambda *args: self._lookup.on_commit(*args))
         try:
             starts = self._start_positions(context, cluster, counts, deadline)
@@ -109,10 +109,10 @@ class KafkaReader(Reader):
         self, context: Context, cluster: KafkaCluster, counts: Mapping[str, int], deadline: Deadline
     ) -> KafkaStartPositions:
         if self._subscription.group is None:
-            return KafkaStartPositions(self._offsets, self._subscription)
+            return KafkaStartPositions(self._requests, self._subscription)
         write_missing_markers = partial(write_missing_markers_of_group, cluster, self._subscription.group)
         return KafkaGroupStartPositions(
-            self._offsets, self._subscription, context, counts, write_missing_markers, deadline
+            self._requests, self._subscription, context, counts, write_missing_markers, deadline
         )
 
     def _begin_without_group(self, starts: KafkaStartPositions, counts: Mapping[str, int], deadline: Deadline) -> None:
@@ -124,7 +124,7 @@ class KafkaReader(Reader):
         if isinstance(self._subscription.start, int):
             self._lookup.request(starts.at_time(assigned, self._subscription.start, deadline))
         else:
-            topic_ids = self._offsets.topic_ids(counts, deadline)
+            topic_ids = self._requests.topic_ids(counts, deadline)
             first = ResolvedOffsets(starts.first(partitions, deadline), topic_ids=topic_ids)
             self._lookup.apply({each: each.request for each in assigned.values()}, first)
 
@@ -194,7 +194,7 @@ class KafkaReader(Reader):
             return messages
         topics = {message.topic for message in messages}
         try:
-            topic_ids = self._offsets.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
+            topic_ids = self._requests.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
         except errors.BrokerUnavailable as error:
             _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
             return messages
@@ -267,7 +267,7 @@ class KafkaReader(Reader):
         offsets = {self._assignment.get(partition): _offset(position) for partition, position in positions.items()}
         # A seek after an abort, to an offset that was just handed out, needs no request to the broker.
         elsewhere = {each.partition: offset for each, offset in offsets.items() if not each.was_handed_out(offset)}
-        for partition, begin in self._offsets.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
+        for partition, begin in self._requests.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
             if elsewhere[partition] < begin:
                 what = "the position to seek"
                 raise errors.PositionLost(out_of_range_text(what, partition, elsewhere[partition], begin, begin))
@@ -298,11 +298,11 @@ class KafkaReader(Reader):
         assignment, group = self._assignment, self._subscription.group
         # Fetching the next message moves the client's position beyond control markers, which are no lag.
         assignment.prefetched = assignment.prefetched or assignment.fetch(1, 0)
-        assigned, ends = assignment.partitions, self._offsets.ends(assignment.partitions, deadline)
+        assigned, ends = assignment.partitions, self._requests.ends(assignment.partitions, deadline)
         if group is None:
             return {key: self._lag_of(each, each.next or 0, ends[key]) for key, each in assigned.items()}
-        acknowledged = self._offsets.committed(group, assigned, deadline)
-        begins = self._offsets.begins([key for key in assigned if acknowledged.get(key) is None], deadline)
+        acknowledged = self._requests.committed(group, assigned, deadline)
+        begins = self._requests.begins([key for key in assigned if acknowledged.get(key) is None], deadline)
         offsets = {key: begins[key] if key in begins else acknowledged[key] or 0 for key in assigned}
         return {key: self._lag_of(each, offsets[key], ends[key]) for key, each in assigned.items()}
 

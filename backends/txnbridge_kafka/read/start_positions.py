@@ -11,7 +11,8 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
-from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
+from txnbridge_kafka.client.offsets import is_another_topic, recreated_text
+from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequests
 
 _log = logging.getLogger("txnbridge")
@@ -46,40 +47,40 @@ class ResolvedOffsets:
 class KafkaStartPositions:
     """Finds the offsets at which a reader without a group starts, by the `start` of its subscription."""
 
-    def __init__(self, offsets: KafkaOffsets, subscription: Subscription) -> None:
-        self._offsets = offsets
+    def __init__(self, client: Requests, subscription: Subscription) -> None:
+        self._client = client
         self._subscription = subscription
 
     def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return the first offset to read of each partition, by the `start` of the subscription."""
         match self._subscription.start:
             case "earliest":
-                return self._offsets.begins(partitions, deadline)
+                return self._client.begins(partitions, deadline)
             case "latest":
-                return self._offsets.ends(partitions, deadline)
+                return self._client.ends(partitions, deadline)
             case timestamp:
-                since = self._offsets.since(partitions, int(timestamp), deadline)
+                since = self._client.since(partitions, int(timestamp), deadline)
                 return {partition: first for partition, (first, _end) in since.items()}
 
     def at_time(
         self, partitions: Mapping[Partition, KafkaPartition], timestamp: int, deadline: Deadline
     ) -> dict[KafkaPartition, SeekRequest]:
         """Return the seek requests to the first messages with a timestamp at or after a time."""
-        topic_ids = self._offsets.topic_ids({topic for topic, _ in partitions}, deadline)
-        since = self._offsets.since(partitions, timestamp, deadline)
+        topic_ids = self._client.topic_ids({topic for topic, _ in partitions}, deadline)
+        since = self._client.since(partitions, timestamp, deadline)
         return {
             partitions[name]: SeekRequest(target=first, since=(timestamp, end), topic_id=topic_ids.get(name[0]))
             for name, (first, end) in since.items()
         }
 
     def counts(self, deadline: Deadline) -> dict[str, int]:
-        return self._offsets.counts(self._subscription.topics, deadline)
+        return self._client.counts(self._subscription.topics, deadline)
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
         """Return the offsets for seek requests. A partition added after the reader's start is read from its begin."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
-        added = self._offsets.begins([partition for partition in requests if partition not in targets], deadline)
+        added = self._client.begins([partition for partition in requests if partition not in targets], deadline)
         refused, recreated = self._refused(requests, deadline), self._recreated(requests, topic_ids)
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
@@ -92,7 +93,7 @@ class KafkaStartPositions:
 
         A broker that has just started answers before it has loaded its topics. Requests for other topics wait.
         """
-        topic_ids = self._offsets.topic_ids({topic for topic, _ in requests}, deadline)
+        topic_ids = self._client.topic_ids({topic for topic, _ in requests}, deadline)
         return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
 
     def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
@@ -109,7 +110,7 @@ class KafkaStartPositions:
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
         """Check offsets that the broker did not have: return each that is valid now, for any other a lost position."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
-        begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
+        begins, ends = self._client.begins(refused, deadline), self._client.ends(refused, deadline)
         return {
             partition: at
             if begins[partition] <= at <= ends[partition]
@@ -130,14 +131,14 @@ class KafkaGroupStartPositions(KafkaStartPositions):
 
     def __init__(
         self,
-        offsets: KafkaOffsets,
+        client: Requests,
         subscription: Subscription,
         context: Context,
         counts: Mapping[str, int],
         write_missing_markers: Callable[[Deadline], list[str]],
         deadline: Deadline,
     ) -> None:
-        super().__init__(offsets, subscription)
+        super().__init__(client, subscription)
         self._write_missing_markers = write_missing_markers
         self._search_at: float | None = None  # when to search for a hanging transaction, if offsets are still undecided
         self._counts = counts
@@ -151,7 +152,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         self.unrecorded: set[str] = set()  # topics whose records certainly lack such a partition
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         # "latest" is the end at this moment, and not when the group's members have got their partitions.
-        self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
+        self._latest = client.ends(partitions, deadline) if subscription.start == "latest" else None
 
     def owner(self) -> str:
         return f"the position of group {self._group!r}"
@@ -159,7 +160,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
         """Return offsets for seek requests; a partition whose offset an open transaction may change is left out."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
-        committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
+        committed = self._client.positions(self._group, requests, deadline, decided=True)
         if len(committed) < len(requests):
             time.sleep(min(_RETRY_SECONDS, deadline.left()))
             self._search_for_hanging_transactions(deadline)
@@ -227,7 +228,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             else:
                 # A partition that was added to the topic after the group began is read from its beginning.
                 (old if number < count else added).append(partition)
-        return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._offsets.begins(added, deadline)})
+        return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._client.begins(added, deadline)})
 
     def _first(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, int]:
         if self._latest is not None:
@@ -246,8 +247,8 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             self.unrecorded.discard(topic)
 
     def _complete_record(self, topic: str, deadline: Deadline) -> None:
-        count = self._offsets.counts([topic], deadline)[topic]
-        committed = self._offsets.committed(self._group, [(topic, number) for number in range(count)], deadline)
+        count = self._client.counts([topic], deadline)[topic]
+        committed = self._client.committed(self._group, [(topic, number) for number in range(count)], deadline)
 
         def complete(record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             partitions, positions = self._from_record(topic, record)

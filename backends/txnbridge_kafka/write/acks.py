@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from txnbridge.errors import PositionLost
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
+from txnbridge_kafka.client.offsets import is_another_topic, recreated_text
+from txnbridge_kafka.client.requests import Requests
 
 
 class KafkaAckContext:
@@ -27,7 +28,7 @@ class KafkaAckContext:
 
 
 def check_topics(
-    client: KafkaOffsets, context: KafkaAckContext, offsets: Mapping[Partition, int], deadline: Deadline
+    client: Requests, context: KafkaAckContext, offsets: Mapping[Partition, int], deadline: Deadline
 ) -> None:
     """Raise `PositionLost` if a topic was deleted and created again since its messages were read."""
     ids = client.topic_ids({topic for topic, _ in offsets}, deadline)

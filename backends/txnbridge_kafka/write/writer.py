@@ -292,7 +292,7 @@ class KafkaWriter(Writer):
         for group, (context, offsets) in self._acks.items():
             if group not in self._checked_groups:
                 self._check_group(group, deadline)
-            check_topics(self._cluster.offsets, context, offsets, deadline)
+            check_topics(self._cluster.requests, context, offsets, deadline)
             with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
                 self._acknowledged = True
                 error = self.session.acknowledge(context, offsets, deadline)
