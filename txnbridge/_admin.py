@@ -37,6 +37,9 @@ class Admin:
         check_topic_name(name)
         if partitions < 1:
             raise InvalidOption(f"a topic has at least 1 partition, not {partitions}")
+        for what, kept in (("retention_seconds", retention_seconds), ("retention_bytes", retention_bytes)):
+            if kept is not None and not kept > 0:
+                raise InvalidOption(f"{what} must be above 0, not {kept}")
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         return self._broker.admin.create_topic(
             name,

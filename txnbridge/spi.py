@@ -699,7 +699,7 @@ class Admin(ABC):
 
     @abstractmethod
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End an open or prepared transaction; return the outcome.
+        """End an open or prepared transaction by COMMIT or ABORT; return the outcome.
 
         Raise `NotFound` if it does not exist, `InvalidState` for a COMMIT of a transaction that is not prepared.
         """

@@ -145,17 +145,17 @@ class PulsarBroker(Broker):
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         from txnbridge_pulsar.outcome.outcome import end_prepared
 
-        return end_prepared(self._cluster, token, True, ledger, deadline)
+        return end_prepared(self._cluster, token, True, deadline)
 
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         from txnbridge_pulsar.outcome.outcome import end_prepared
 
-        return end_prepared(self._cluster, token, False, ledger, deadline)
+        return end_prepared(self._cluster, token, False, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
         from txnbridge_pulsar.outcome.outcome import status_of
 
-        return status_of(self._cluster, token, ledger, deadline)
+        return status_of(self._cluster, token, deadline)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class PulsarBroker(Broker):
     def admin(self) -> Admin:
         from txnbridge_pulsar.admin.admin import PulsarAdmin
 
-        return PulsarAdmin(self._cluster, self._context)
+        return PulsarAdmin(self._cluster)
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
         topic = self._settings.log_topic(name)

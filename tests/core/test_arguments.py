@@ -56,6 +56,8 @@ CALLS: dict[str, Callable[[Bridge], Any]] = {
     "a consumer of nothing": lambda b: b.consumer(None),  # type: ignore[arg-type]
     "a start beyond 63 bits": lambda b: b.consumer("t", start=1 << 70),
     "a start before 1970": lambda b: b.consumer("t", start=-1),
+    "keeping messages for no time": lambda b: b.admin.create_topic("never", retention_seconds=0),
+    "keeping fewer than no bytes": lambda b: b.admin.create_topic("never", retention_bytes=-1),
     "a sequence beyond 63 bits": lambda b: b.publisher("p").send("t", b"", sequence=1 << 63),
 }
 

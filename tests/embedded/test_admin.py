@@ -37,12 +37,10 @@ def test_a_topic_that_is_there_already_and_differs_is_refused(broker, asked):
         create(broker, **asked)
 
 
-@pytest.mark.parametrize(
-    "asked", [{"partitions": 0}, {"partitions": 1 << 23}, {"retention_seconds": 0}, {"retention_bytes": -1}]
-)
-def test_a_topic_that_cannot_be_is_refused(broker, asked):
+@pytest.mark.parametrize("partitions", [0, 1 << 23])
+def test_a_topic_that_cannot_be_is_refused(broker, partitions):
     with pytest.raises(InvalidOption):
-        create(broker, **asked)
+        create(broker, partitions=partitions)
     assert broker.admin.topics(Deadline(5)) == []
 
 

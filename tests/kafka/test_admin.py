@@ -225,12 +225,6 @@ def test_a_topic_is_created_with_its_retention(bridge, unique):
     assert bridge.admin.topic(plain).retention_bytes is None
 
 
-@pytest.mark.parametrize("retention", [{"retention_seconds": 0}, {"retention_seconds": -1}, {"retention_bytes": -1}])
-def test_a_retention_that_is_none_is_refused(bridge, unique, retention):
-    with pytest.raises(InvalidOption, match="must be above 0"):
-        bridge.admin.create_topic(unique("never"), **retention)
-
-
 def test_a_topic_that_is_there_is_no_error_unless_it_differs(bridge, topic):
     assert bridge.admin.create_topic(topic, 2) is False
     for other in (1, 3):
@@ -573,11 +567,6 @@ def test_an_unknown_or_ended_transaction_is_not_found(bridge, kafka_broker, topi
     assert wait_until(lambda: listed(bridge, owner) == [], LONG)
     with pytest.raises(NotFound, match="has ended"):
         bridge.admin.abort(f"{owner}.77")
-
-
-def test_undecided_is_no_end(make_admin):
-    with pytest.raises(InvalidOption):
-        make_admin().end("x.0", Decision.UNDECIDED, Deadline(LONG))
 
 
 def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafka_broker, topic, unique, monkeypatch):

@@ -188,7 +188,7 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
     monkeypatch.setattr(outcome_module, "deliver_everywhere", deliver)
     token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
-    assert outcome_module.end_prepared(cluster_with(), token, True, NO_LEDGER, Deadline(SOON)) is Outcome.COMMITTED
+    assert outcome_module.end_prepared(cluster_with(), token, True, Deadline(SOON)) is Outcome.COMMITTED
     assert told == [PROOF_LOCATION.topic]
 
 
@@ -209,7 +209,7 @@ def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arriv
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
     monkeypatch.setattr(outcome_module, "_committed_by_proof", lambda *_: True)
     with nullcontext() if known else pytest.raises(OutcomeUnknown, match="Commit it again"):
-        assert outcome_module.end_prepared(cluster, token, True, NO_LEDGER, Deadline(SOON)) is Outcome.COMMITTED
+        assert outcome_module.end_prepared(cluster, token, True, Deadline(SOON)) is Outcome.COMMITTED
     ended = AnnouncedTransaction("a/b/1", TXN, ("topic",), (("topic", "group"),), PROOF_LOCATION)
     assert outcome_module.confirm_by_proof(cluster, ended, Deadline(SOON)) is known
 

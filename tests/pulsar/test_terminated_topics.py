@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -137,9 +136,8 @@ def test_a_commit_that_a_terminated_topic_keeps_from_ending_is_not_taken_for_end
     with pytest.raises(RequestTimedOut):
         client.transactions.end(number, True, 3)
     assert prepared.token is not None
-    nobody: Any = None
     with pytest.raises(OutcomeUnknown, match=f"{topic}.*delete"):
-        end_prepared(cluster_of(older), prepared.token, True, nobody, Deadline(20))
+        end_prepared(cluster_of(older), prepared.token, True, Deadline(20))
     with pytest.raises(BrokerUnavailable, match=f"{topic}.*delete"):
         open_bridge(transactional_id=id, timeout=20)
     delete(pulsar_broker, topic)

@@ -67,9 +67,6 @@ class EmbeddedAdmin(Admin):
             refuse(name)
         if not 1 <= partitions <= MAX_PARTITION_ID:
             raise InvalidOption(f"a topic has 1 to {MAX_PARTITION_ID} partitions, not {partitions}")
-        for what, kept in (("retention_seconds", retention_seconds), ("retention_bytes", retention_bytes)):
-            if kept is not None and not kept > 0:
-                raise InvalidOption(f"{what} must be above 0, not {kept}")
         kept_ms = None if retention_seconds is None else int(retention_seconds * 1000)
         with (
             self._session(deadline) as connection,

@@ -200,8 +200,6 @@ class KafkaAdmin(Admin):
         A transaction that is not prepared can only be aborted. The abort fences the transaction's writer, and the
         writer then opens its transactional id again.
         """
-        if decision is Decision.UNDECIDED:
-            raise errors.InvalidOption("a transaction is ended by COMMIT or ABORT")
         records = self._records(deadline)
         last, prepared = self._look_up(transaction, records, deadline)
         commit = decision is Decision.COMMIT
@@ -356,9 +354,6 @@ def _outcome(last: TransactionDescription) -> Outcome:
 
 
 def _retention(seconds: float | None, size: int | None) -> dict[str, str]:
-    for what, kept in (("retention_seconds", seconds), ("retention_bytes", size)):
-        if kept is not None and not kept > 0:
-            raise errors.InvalidOption(f"{what} must be above 0, not {kept}")
     config = {}
     if seconds is not None:
         config["retention.ms"] = str(max(1, int(seconds * 1000)))

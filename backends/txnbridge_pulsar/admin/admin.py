@@ -13,7 +13,6 @@ from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound
 from txnbridge.spi import (
     Admin,
     Advice,
-    Context,
     Deadline,
     Decision,
     OpenTransaction,
@@ -47,9 +46,8 @@ _SYSTEM_TOPIC_NAMES = ("__transaction", "__change_events")
 class PulsarAdmin(Admin):
     """Administration of the topics in the URL's namespace, and of open transactions of all programs in the cluster."""
 
-    def __init__(self, cluster: ClusterAccess, context: Context) -> None:
+    def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
-        self._context = context
         self._settings = cluster.settings
         self._topics = cluster.topics
 
@@ -250,8 +248,6 @@ class PulsarAdmin(Admin):
 
         A transaction that no coordinator knows, but that is still open on topics, can be ended by its id as well.
         """
-        if decision is Decision.UNDECIDED:
-            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         commit = decision is Decision.COMMIT
         named = [each for each in list_open(self._cluster, deadline) if transaction in (each.name, str(each.txn))]
         if not named and self._cluster.rest is not None and is_txn_id(transaction):
@@ -261,8 +257,7 @@ class PulsarAdmin(Admin):
         (listed,) = named
         token = token_of(self._cluster, listed)
         if token is not None:
-            ledger = self._context.ledger(self._settings.application, listed.owner)
-            return end_prepared(self._cluster, token, commit, ledger, deadline)
+            return end_prepared(self._cluster, token, commit, deadline)
         if commit:
             raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
         return abort(self._cluster, listed, deadline)
@@ -309,9 +304,6 @@ def _position_after(id: wire.MessageId) -> Position:
 
 
 def _retention(seconds: float | None, size: int | None) -> dict[str, int] | None:
-    for what, kept in (("retention_seconds", seconds), ("retention_bytes", size)):
-        if kept is not None and not kept > 0:
-            raise InvalidOption(f"{what} must be above 0, not {kept}")
     if seconds is None and size is None:
         return None
     return {

@@ -107,20 +107,18 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
                 yield name if bit == 0 else f"{name}-partition-{bit - 1}"
 
 
-def deliver_everywhere(
-    cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
-) -> bool:
-    """End a transaction again on each participant, for topics that were unloaded during the first end.
+def deliver_everywhere(cluster: ClusterAccess, txn: TxnId, participants: Participants, deadline: Deadline) -> bool:
+    """Commit a transaction again on each participant, for topics that were unloaded during the first commit.
 
-    Return False if a participant's broker cannot be reached by the deadline: then the end has to be sent again later.
+    Return False if a participant's broker cannot be reached by the deadline: then it has to be committed again later.
     Refusals are only logged, because the outcome is decided. If authorization is on, only a superuser may do this.
     """
 
     def tell(target: tuple[str, str | None]) -> bool:
         try:
-            _end_on(cluster, txn, commit, *target, deadline)
+            _end_on(cluster, txn, True, *target, deadline)
         except wire.PulsarError as error:
-            _log.debug("ending transaction %s again on %s: %s", txn, target[0], error)
+            _log.debug("committing transaction %s again on %s: %s", txn, target[0], error)
             return isinstance(error, wire.ServerError) and not error.retriable
         return True
 

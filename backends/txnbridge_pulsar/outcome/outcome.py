@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidToken, OutcomeUnknown, TxnBridgeError
-from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
+from txnbridge.spi import Deadline, Outcome, Status, Token, TokenState
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
@@ -169,7 +169,7 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
+def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, deadline: Deadline) -> Outcome:
     """End a prepared transaction by its token; return the true outcome, which another process may have decided.
 
     Raise `OutcomeUnknown` if the outcome is not known, and also if a commit may not have reached all participants,
@@ -192,7 +192,7 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
         # The topics include the proof topic, even if the token had no room for others: the slot's next transaction ends
         # on it.
         participants = Participants(topics, evidence.participants.subscriptions)
-        if not deliver_everywhere(cluster, evidence.txn, True, participants, deadline):
+        if not deliver_everywhere(cluster, evidence.txn, participants, deadline):
             raise OutcomeUnknown(
                 f"{evidence.txn} is committed, but brokers are away, and on some of its topics and groups the commit"
                 " may be missing, so that a later transaction would take it back there. Commit it again"
@@ -226,11 +226,11 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
     if committed is None and cluster.rest is not None:
         committed = has_undelivered_commit(cluster, cluster.rest, ended.txn, ended.topics, deadline)
     if committed:
-        return deliver_everywhere(cluster, ended.txn, True, Participants(ended.topics, ended.subscriptions), deadline)
+        return deliver_everywhere(cluster, ended.txn, Participants(ended.topics, ended.subscriptions), deadline)
     return committed is not None
 
 
-def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+def status_of(cluster: ClusterAccess, token: Token, deadline: Deadline) -> Status:
     """Return the status of a token's transaction, prepared or not, without changing the transaction."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:

@@ -127,9 +127,9 @@ class PulsarPreparedWriter(PulsarWriter):
     """Writer of a single transaction, which is prepared or aborted. After that the writer is closed."""
 
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
-        super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
+        super().__init__(cluster, owner, f"{owner.name}.p{slot}")
         self._slots = slots
-        self._number = slot
+        self._slot = slot
         self._expires_at: int | None = None
         self._prepared = False
 
@@ -146,7 +146,8 @@ class PulsarPreparedWriter(PulsarWriter):
 
     def _announcement(self) -> AnnouncedTransaction:
         announced = super()._announcement()
-        return replace(announced, expires_at=self._expires_at, messages=self.messages if self._prepared else 0)
+        messages = self.messages if self._prepared else 0
+        return replace(announced, slot=self._slot, expires_at=self._expires_at, messages=messages)
 
     def evidence(self) -> Evidence:
         topics = () if self.proof is None else (self.proof.topic, *self._sent)
@@ -190,4 +191,4 @@ class PulsarPreparedWriter(PulsarWriter):
         if self._txn is not None and not self._prepared:
             self._slots.keep(self._announcement())  # the abort failed: keep the slot until the transaction ends
         super().close()
-        self._slots.release(self._number)
+        self._slots.release(self._slot)

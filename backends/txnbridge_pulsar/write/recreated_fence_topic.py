@@ -35,7 +35,12 @@ class FenceIdentity:
         The id is that of the decision log or of `before`, the fence topic's last record, or a new one if there is none.
         Raise `EvidenceLost` if the decision log has a fence id, and the fence topic has another one or no record.
         """
-        known = self._known(deadline)
+        try:
+            value = self._value.read(deadline)
+        except AccessDenied as error:
+            self._disable_check(error)
+            value = None
+        known = "" if value is None else str(value["lineage"])
         recorded_id = "" if before is None else before.fence_id
         if known and recorded_id != known:
             raise self._lost()
@@ -56,16 +61,6 @@ class FenceIdentity:
         else:
             if recorded is not None and str(recorded["lineage"]) != fence_id:
                 raise self._lost()
-
-    def _known(self, deadline: Deadline) -> str:
-        if self._is_disabled:
-            return ""
-        try:
-            value = self._value.read(deadline)
-        except AccessDenied as error:
-            self._disable_check(error)
-            return ""
-        return "" if value is None else str(value["lineage"])
 
     def _lost(self) -> EvidenceLost:
         return EvidenceLost(

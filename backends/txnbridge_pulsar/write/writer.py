@@ -74,14 +74,13 @@ class PulsarWriter(Writer):
 
     not_taken = (NotBareValue, KeyError, TypeError)
 
-    def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str, slot: int | None = None) -> None:
+    def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str) -> None:
         self.name = name
         self.proof: ProofLocation | None = None
         self.unknown = False  # whether only the proof topic may show the outcome of a token that exists
         self.quick: dict[Any, Callable[..., object]] = {}
         self._cluster = cluster
         self._owner = owner
-        self._slot = slot
         self._connection_key = f"writer {owner.opening} {name}"
         self._batchers: dict[str, TopicBatcher] = {}
         self._producers: dict[str, TransactionProducer] = {}
@@ -283,7 +282,6 @@ class PulsarWriter(Writer):
             topics=tuple(self._announced),
             subscriptions=tuple(self._subscriptions),
             proof=self.proof,
-            slot=self._slot,
         )
 
     def _producer(self, concrete: str) -> TransactionProducer:

@@ -114,8 +114,6 @@ class RocketMQAdmin(Admin):
 
         `transaction` is its id or, for a half of another client, the half's unique key.
         """
-        if decision is Decision.UNDECIDED:
-            raise InvalidOption("end a transaction by COMMIT or ABORT, not UNDECIDED")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
 
     def _named(self, transaction: str, deadline: Deadline) -> open_halves.OpenHalves:
