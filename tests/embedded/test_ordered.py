@@ -110,19 +110,6 @@ def test_seeking_to_a_time_leaves_acknowledged_messages_out(broker, join):
 # --- prepared transactions that acknowledge ---------------------------------------------------------------------------
 
 
-def test_messages_acknowledged_by_a_prepared_transaction_come_again_only_if_it_is_aborted(broker, join):
-    fill(broker, 8)
-    member = join()
-    messages = member.take(6)
-    aborted, committed = member.reserve(messages[1], messages[2]), member.reserve(messages[4])
-    broker.abort(aborted, kit.NO_LEDGER, Deadline(10))
-    again = member.take(4)  # 6 and 7 come for the first time
-    assert sorted((int(m.value), m.deliveries) for m in again) == [(1, 2), (2, 2), (6, 1), (7, 1)]
-    broker.commit(committed, kit.NO_LEDGER, Deadline(10))
-    member.ack(*again, messages[0], messages[3], messages[5])
-    assert position(broker) == 8
-
-
 def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_each(broker, join):
     fill(broker, 6)
     member = join()

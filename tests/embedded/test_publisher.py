@@ -68,18 +68,6 @@ def test_a_message_that_cannot_be_sent_is_refused_at_once_and_the_others_go_on(o
     assert values(broker, "orders") == [b"1", b"2"]
 
 
-def test_sequences_count_for_each_topic_and_name(broker):
-    one, other = broker.publisher("one", Deadline(5)), broker.publisher("other", Deadline(5))
-    publish(one, "orders", b"1", 7)
-    publish(one, "audit", b"2", 3)
-    publish(other, "orders", b"3", 1)
-    one.flush(Deadline(5))
-    other.flush(Deadline(5))
-    assert sorted(values(broker, "orders")) == [b"1", b"3"]
-    assert values(broker, "audit") == [b"2"]
-    assert [p.last_sequence("orders", Deadline(5)) for p in (one, other)] == [7, 1]
-
-
 def test_a_newer_publisher_of_the_same_name_shuts_out_the_older(opened):
     broker = opened()
     old = broker.publisher("import", Deadline(5))

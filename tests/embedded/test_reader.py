@@ -107,18 +107,6 @@ def test_columns_have_the_same_rows_as_messages(transactions, most, start):
         assert other.poll_columns(most, 0) == []
 
 
-def test_a_prepared_message_is_invisible_and_holds_back_later_messages(broker, reading):
-    reader = reading()
-    token = kit.prepare(broker, "orders", b"prepared")
-    kit.commit(kit.open_writer(broker), "orders", b"after")
-    kit.commit(kit.open_writer(broker), "marker", b"marker")
-    marked = reading("orders", "marker")
-    assert take_values(marked, 1) == [b"marker"]
-    assert reader.lag(Deadline(10)) == {ORDERS: 0}
-    broker.commit(token, kit.NO_LEDGER, Deadline(10))
-    assert take_values(reader, 2) == take_values(marked, 2) == [b"prepared", b"after"]
-
-
 def test_an_aborted_message_is_never_seen_and_leaves_no_lag(broker, reading):
     reader = reading()
     token = kit.prepare(broker, "orders", b"aborted", b"aborted")

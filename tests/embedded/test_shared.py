@@ -87,23 +87,6 @@ def test_a_member_that_is_taken_for_dead_gives_everything_back(broker, join):
     assert [message.deliveries for message in again] == [3, 3, 3]
 
 
-def test_messages_acknowledged_by_a_prepared_transaction_come_again_only_if_it_is_aborted(broker, join):
-    fill(broker, 4)
-    first, second = join(), join()
-    messages = first.take(4)
-    aborted, committed = first.reserve(messages[0], messages[2]), first.reserve(messages[1])
-    first.close()
-    assert numbers(second.take(1)) == [3]  # which it gave back by leaving; the others are nobody's
-    assert second.poll() == []
-    broker.abort(aborted, kit.NO_LEDGER, Deadline(10))
-    broker.commit(committed, kit.NO_LEDGER, Deadline(10))
-    again = second.take(2)
-    assert [(int(m.value), m.deliveries) for m in again] == [(0, 2), (2, 2)]
-    second.ack(*again)
-    assert position(broker) == 3
-    assert second.poll() == []
-
-
 def test_several_partitions_and_new_ones_are_shared(broker, join):
     fill(broker, 4, partitions=2)
     first, second = join(), join()

@@ -225,13 +225,6 @@ def test_a_topic_is_created_with_its_retention(bridge, unique):
     assert bridge.admin.topic(plain).retention_bytes is None
 
 
-def test_a_topic_that_is_there_is_no_error_unless_it_differs(bridge, topic):
-    assert bridge.admin.create_topic(topic, 2) is False
-    for other in (1, 3):
-        with pytest.raises(InvalidOption, match="2 partitions"):
-            bridge.admin.create_topic(topic, other)
-
-
 def test_a_name_that_kafka_does_not_take_is_refused(make_admin):
     with pytest.raises(InvalidOption, match="name is invalid"):
         make_admin().create_topic("no spaces", 1, Deadline(LONG))

@@ -21,7 +21,6 @@ from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
     InvalidOption,
-    InvalidState,
     NotFound,
     NotSupported,
 )
@@ -88,14 +87,6 @@ def values(url, topic, partition=0):
     return [message.value() for message in stored(url, topic, partition)]
 
 
-def test_flushed_messages_are_there_once_and_in_order(kafka_broker, publisher, topic):
-    expected = [b"%d" % number for number in range(5000)]
-    for value in expected:
-        send(publisher, topic, value)
-    publisher.flush(Deadline(30))
-    assert values(kafka_broker.url, topic) == expected
-
-
 def test_a_message_arrives_as_it_was_sent(kafka_broker, publisher, topic):
     send(publisher, topic, b"value", b"key", [("kind", b"new"), ("kind", b"newer")], timestamp=1_700_000_000_123)
     send(publisher, topic, None, b"key")
@@ -114,15 +105,6 @@ def test_a_message_becomes_visible_without_a_flush(kafka_broker, publisher, topi
     deadline = Deadline(30)
     while not values(kafka_broker.url, topic):
         deadline.check("becoming visible")
-
-
-def test_closing_a_publisher_stores_the_messages_left_and_takes_no_more(kafka_broker, publisher, topic):
-    send(publisher, topic, b"1")
-    publisher.close(Deadline(30))
-    publisher.close(Deadline(30))
-    assert values(kafka_broker.url, topic) == [b"1"]
-    with pytest.raises(InvalidState, match="closed"):
-        send(publisher, topic, b"2")
 
 
 def test_a_key_goes_to_the_partition_that_the_java_client_picks(kafka_broker, publisher, make_topic):

@@ -328,32 +328,6 @@ def join(cluster):
 # --- alone ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_group_every_partition_is_read_from_the_start(cluster, join):
-    topic = cluster.topic(3)
-    for partition in range(3):
-        cluster.write(topic, b"%d" % partition, partition=partition)
-    member = join(topic, None)
-    assert sorted(member.positions().items()) == [((topic, number), (0,)) for number in range(3)]
-    assert sorted((m.partition, m.value) for m in member.take(3)) == [(0, b"0"), (1, b"1"), (2, b"2")]
-    assert sorted(member.positions().values()) == [(1,), (1,), (1,)]
-
-
-def test_a_message_comes_with_all_its_fields(cluster, join):
-    topic = cluster.topic()
-    headers = [("a", b"1"), ("none", None), ("a", b"\xff\x00"), ("empty", b"")]
-    cluster.write(topic, b"value", key=b"key", headers=headers, timestamp=1_600_000_000_000)
-    cluster.write(topic, None, key=b"gone")
-    cluster.write(topic, b"")
-    member = join(topic, None)
-    full, tombstone, empty = member.take(3)
-    assert (full.topic, full.partition, full.position) == (topic, 0, (0,))
-    assert (full.key, full.value, full.timestamp, full.deliveries) == (b"key", b"value", 1_600_000_000_000, 1)
-    assert full.headers.raw == (("a", b"1"), ("none", None), ("a", b"\xff\x00"), ("empty", b""))
-    assert full.source is member.listener.here[topic, 0]
-    assert (tombstone.key, tombstone.value, len(tombstone.headers)) == (b"gone", None, 0)
-    assert (empty.key, empty.value) == (None, b"")
-
-
 def test_columns_have_the_same_rows_as_messages(cluster, join):
     topic = cluster.topic(2)
     for number in range(46):
@@ -437,24 +411,6 @@ def test_a_header_name_that_is_not_utf_8_is_delivered_with_replaced_bytes(cluste
     assert caplog.text.count(f"{topic}[0]: the message at offset 1 has a header name that is not UTF-8") == 1
 
 
-def test_an_aborted_message_is_never_seen(cluster, join):
-    topic = cluster.topic()
-    cluster.write(topic, b"1")
-    cluster.write(topic, b"bad", commit=False)
-    cluster.write(topic, b"2")
-    assert values(join(topic, None).take(2)) == [b"1", b"2"]
-
-
-def test_a_group_goes_on_behind_what_it_acknowledged(cluster, join, group):
-    topic = cluster.topic()
-    cluster.write(topic, *numbered(10))
-    first = join(topic, group)
-    messages = first.take(6)
-    cluster.ack(first, *messages[:4])
-    first.close()
-    assert values(join(topic, group).take(6)) == numbered(4, 10)
-
-
 def test_without_a_group_reading_starts_where_it_is_told(cluster, join):
     topic = cluster.topic()
     for number in (1, 2, 3):
@@ -474,11 +430,6 @@ def test_a_partition_added_to_a_topic_is_read_from_its_beginning(cluster, join):
     for partition in (1, 2):
         cluster.write(topic, b"%d" % partition, partition=partition)
     assert sorted(values(member.take(2))) == [b"1", b"2"]
-
-
-def test_a_missing_topic_is_not_found(cluster, join):
-    with pytest.raises(NotFound, match="no-such-topic"):
-        join("no-such-topic", None)
 
 
 def test_a_topic_that_is_deleted_is_not_found_any_more(cluster, join):
@@ -600,13 +551,6 @@ def test_latest_is_when_the_reader_was_opened(cluster, join, group):
     member = join(topic, group, start="latest")
     cluster.write(topic, b"new")
     assert values(member.take(1)) == [b"new"]
-
-
-def test_a_group_may_start_at_a_time(cluster, join, group):
-    topic = cluster.topic()
-    for number in (1, 2, 3):
-        cluster.write(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
-    assert values(join(topic, group, start=1_600_000_000_002).take(2)) == [b"2", b"3"]
 
 
 def test_where_a_group_begins_is_committed_and_recorded_before_the_first_message(cluster, join, group):

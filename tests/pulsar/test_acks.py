@@ -143,17 +143,6 @@ def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, clien
     assert set(values(other.take(3))) == {b"marker"}
 
 
-@BOTH_ENDS
-def test_messages_that_wait_for_a_transaction_follow_its_end_wherever_their_reader_is(client, topic, member, commit):
-    reader, found, txn = begun(client, topic, member, b"1", b"2")
-    reader.ack(txn, found)
-    reader.leave()
-    other = member(topic)
-    assert values(other.take(1)) == [b"2"]  # the first is held for the transaction
-    other.end(txn, commit)
-    has_left(client, other, topic, *([] if commit else [b"1"]))
-
-
 @pytest.mark.parametrize("sharing", ["partition", "message"])
 def test_a_reader_whose_transaction_others_abort_goes_on_with_the_messages_it_holds(client, topic, member, sharing):
     """This happens to prepared transactions: no process tells the reader."""

@@ -19,7 +19,6 @@ from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
     concrete,
-    connect_to,
     evidence_of,
     flush,
     new_topic,
@@ -32,7 +31,7 @@ from tests.pulsar.writing_kit import (
 )
 from txnbridge import Bridge, Outcome, Token, TokenState, errors
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child, next_commit
+from txnbridge.testing import next_commit
 
 
 class Lost:
@@ -271,26 +270,3 @@ def test_a_damaged_how_is_refused(bridge: Bridge) -> None:
     for how in ({}, {"x": [0], "a": True}, {"x": [0, "1"], "a": True}, {"x": [0, 1], "a": True, "m": 1}):
         with pytest.raises(errors.InvalidToken):
             bridge.status(Token("pulsar", bridge.cluster, "a/b/1", how, True))
-
-
-# --- processes that die ---------------------------------------------------------------------------------------------
-
-
-def commit_and_die(url: str, admin_url: str, topic: str) -> None:
-    bridge = connect_to(url, admin_url, timeout=3)
-    send(bridge, topic, b"x")
-
-
-@pytest.mark.parametrize("where", ["step:register/before", "step:register/after", "step:commit/before"])
-def test_an_open_transaction_of_a_killed_process_holds_no_reader_beyond_its_deadline(
-    pulsar_broker: brokers.Pulsar, client: PulsarClient, bridge: Bridge, topic: str, where: str
-) -> None:
-    with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill=where) as child:
-        child.stopped()
-    assert read_all(client, concrete(topic)) == []
-
-
-def test_a_commit_of_a_killed_process_stays(pulsar_broker: brokers.Pulsar, client: PulsarClient, topic: str) -> None:
-    with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="step:commit/after") as child:
-        child.stopped()
-    assert read_all(client, concrete(topic)) == [b"x"]

@@ -69,11 +69,6 @@ def test_a_message_comes_with_all_that_its_sender_gave(client, topic, member):
     assert [m.position for m in found] == sorted(m.position for m in found)
 
 
-def test_topics_are_called_as_they_were_asked_for(client, topic, member):
-    write(client, topic, b"1")
-    assert [m.topic for m in member(short(topic), None).take(1)] == [short(topic)]
-
-
 # --- alone -------------------------------------------------------------------------------------------------------
 
 
@@ -136,11 +131,6 @@ def test_a_reader_without_a_group_loses_and_doubles_nothing_when_connections_bre
     found += reader.take(60 - len(found))
     assert values(found) == [b"%d" % number for number in range(60)]
     assert ("lost", (topic, 0)) not in reader.listener.told
-
-
-def test_a_missing_topic_is_not_found(topic, member):
-    with pytest.raises(errors.NotFound, match="create it with"):
-        member(topic, None)
 
 
 @pytest.mark.parametrize("position", [(1,), (1, 2), (1, 2, -1), ("1", 2, 3), (1, 2, 3, 4)])
@@ -422,20 +412,6 @@ def test_a_partition_that_is_elsewhere_cannot_be_moved(client, topic, member):
     for call in (reader.pause, reader.resume):
         with pytest.raises(errors.InvalidState, match="not assigned to this reader"):
             call([(topic, 7)])
-
-
-def test_members_share_the_partitions_and_take_over_from_those_who_leave(topic, member, partitioned):
-    partitioned(4)
-    one, two = member(topic), member(topic)
-    deadline = Deadline(SOON)
-    while not (len(one.positions()) == len(two.positions()) == 2):
-        one.poll(timeout=0.05)
-        two.poll(timeout=0.05)
-        deadline.check("sharing")
-    assert sorted([*one.positions(), *two.positions()]) == [(topic, number) for number in range(4)]
-    one.leave()
-    two.has(4)
-    assert not [told for told in two.listener.told if told[0] == "lost"]
 
 
 def test_partitions_come_together(topic, member, partitioned):

@@ -27,7 +27,6 @@ from txnbridge_rocketmq.client.protocol.send_requests import (
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
 from tests.rocketmq.reading_kit import (
-    Member,
     commit,
     connect_to,
     member,
@@ -37,7 +36,7 @@ from tests.rocketmq.reading_kit import (
     unique,
 )
 from txnbridge import Bridge
-from txnbridge.errors import InvalidState, NotFound
+from txnbridge.errors import InvalidState
 from txnbridge.spi import Deadline
 
 NOW = int(time.time() * 1000)
@@ -62,15 +61,6 @@ def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: Remot
         assert since.up_to(b"end") == [b"old", b"%d" % (NOW + 1), b"%d" % (NOW + 2)]
 
 
-def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: RemotingClient, topic: str) -> None:
-    for number in range(40):
-        publish(client, topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
-    with member(bridge, topic, start=1_600_000_000_037) as reader:
-        assert values(reader.take(3)) == [b"37", b"38", b"39"]
-        reader.seek_to_time(1_600_000_000_005, Deadline(SOON))
-        assert values(reader.take(1)) == [b"5"]
-
-
 def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     publish(client, topic, b"0", b"1", b"2")
     with member(bridge, topic) as reader:
@@ -89,12 +79,6 @@ def test_queues_that_are_added_are_read_from_their_beginning(
         bridge.admin.grow_topic(topic, 2)
         publish(client, topic, b"there already", queue=1)
         assert [(m.partition, m.value) for m in reader.take(1)] == [(1, b"there already")]
-
-
-def test_a_missing_topic_is_an_error_where_none_may_be_created(rocketmq_broker: brokers.RocketMQ) -> None:
-    with connect_to(rocketmq_broker.url, create_topics=0) as bridge:
-        with pytest.raises(NotFound, match="txnbridge topics create"):
-            Member(bridge, unique("missing"))
 
 
 def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, topic: str) -> None:

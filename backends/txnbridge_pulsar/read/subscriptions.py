@@ -34,6 +34,7 @@ class SubscriptionMode(ABC):
         self._subscription = subscription
         self._inbox = inbox
         self._connection_key = connection_key
+        self._name = uuid.uuid4().hex  # brokers assign partitions by the order of the names of a group's consumers
 
     @abstractmethod
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
@@ -164,13 +165,6 @@ class FailoverMode(SubscriptionMode):
     """Reading in a group by a failover subscription: each partition has one member at a time, and is read in order."""
 
     in_order = True
-
-    def __init__(
-        self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
-    ) -> None:
-        super().__init__(client, subscription, inbox, connection_key)
-        # Brokers assign partitions by the order of the consumers' names.
-        self._name = uuid.uuid4().hex
 
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
         return self._join(topic, first, wire.SubscriptionType.FAILOVER, _MAX_PERMITS, deadline)
