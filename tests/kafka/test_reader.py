@@ -20,7 +20,8 @@ from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.settings.timing import Timing
 from txnbridge_kafka.topics import KafkaTopics
 
-from tests.core.reading_kit import rows
+from tests.core import reading_kit
+from tests.core.reading_kit import rows, values
 from tests.in_time import within
 from tests.kafka.mock_kit import produce
 from txnbridge.errors import (
@@ -39,9 +40,6 @@ ADMIN: Any = confluent_kafka.admin  # its list of names has gaps
 COOPERATIVE = {"assignment": "cooperative-sticky"}
 EAGER = {"assignment": "range"}
 CONSUMER = {"group_protocol": "consumer"}
-ALL_KINDS = pytest.mark.parametrize(
-    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
-)
 KINDS = pytest.mark.parametrize("kind", [COOPERATIVE, EAGER, CONSUMER], ids=["cooperative", "eager", "consumer"])
 APPLICATION = "reader-tests"
 
@@ -98,37 +96,22 @@ class Openings(Ledger):
         raise NotImplementedError
 
 
-class Listener:
-    """A listener in the core's place: it notes the partitions with this reader, and those that left."""
+class Listener(reading_kit.Listener):
+    """A listener that may do something when partitions leave, as the core ends a transaction."""
 
-    def __init__(self):
-        self.here = {}
-        self.told = []
-        self.on_revoking = None
-
-    def assigned(self, partition):
-        self.told.append(("assigned", partition))
-        self.here[partition] = object()
-        return self.here[partition]
+    on_revoking: Any = None
 
     def revoking(self, partitions):
         if self.on_revoking is not None:
             self.on_revoking(partitions)
-        for partition in partitions:
-            self.told.append(("revoking", partition))
-            del self.here[partition]
-
-    def lost(self, partitions):
-        for partition in partitions:
-            self.told.append(("lost", partition))
-            del self.here[partition]
+        super().revoking(partitions)
 
 
 TIMING = Timing()
 TENS = Timing(converted_at_once=10)
 
 
-class Member:
+class Member(reading_kit.Polling):
     """A reader with its listener."""
 
     def __init__(self, cluster, topics, group, kind=COOPERATIVE, start="earliest", timing=TIMING, **client):
@@ -147,34 +130,6 @@ class Member:
         except BaseException:
             self.cluster.requests.close()
             raise
-
-    def __getattr__(self, name):
-        return getattr(self.reader, name)
-
-    def poll(self, count=500, timeout=0.2):
-        return self.reader.poll(count, Deadline(timeout))
-
-    def take(self, count, timeout=30):
-        """Return exactly so many messages."""
-        found: list[Any] = []
-        deadline = Deadline(timeout)
-        while len(found) < count:
-            found += self.reader.poll(count - len(found), deadline)
-            deadline.check(f"{count} messages of which {len(found)} came")
-        return found
-
-    def until(self, true, timeout=40):
-        """Poll until something has come about; what was read meanwhile."""
-        found: list[Any] = []
-        deadline = Deadline(timeout)
-        while not true():
-            found += self.poll(timeout=0.05)
-            deadline.check("waiting")
-        return found
-
-    def has(self, count):
-        """Poll until so many partitions are here."""
-        return self.until(lambda: len(self.reader.positions()) == count)
 
     def passes(self, topic, offset):
         """Poll until the client has passed over what is no message."""
@@ -285,10 +240,6 @@ class Cluster:
 def behind(messages):
     last = {(message.topic, message.partition): message.position[0] for message in messages}
     return [TopicPartition(*partition, offset + 1) for partition, offset in last.items()]
-
-
-def values(messages):
-    return [message.value for message in messages]
 
 
 def wait_for(true):
