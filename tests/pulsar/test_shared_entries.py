@@ -31,7 +31,7 @@ pytestmark = pytest.mark.offline
 
 SIZE, ALL = 3, (0, 1, 2)
 KEY, SOON = ("t", 0), Deadline(3600)
-OPTIONS = ConsumerOptions("g", SubscriptionType.SHARED, EARLIEST, True, None, 0, 0, False, (), (), "", True)
+OPTIONS = ConsumerOptions("g", SubscriptionType.SHARED, EARLIEST, True, None, 0, "", True)
 
 
 def made_entry() -> bytes:

@@ -118,9 +118,9 @@ def test_a_batch_is_taken_apart_each_message_at_its_own_offset():
     (record,) = decode_records(stored(inner, queue_offset=10, system_flag=flag))
     assert record.holds_several
     one, two = unwrap(record)
-    assert [(each.payload(), each.queue_offset, each.keys) for each in (one, two)] == [
-        (b"one", 10, ["a"]),
-        (b"two", 11, ["b"]),
+    assert [(each.payload(), each.queue_offset, each.properties["KEYS"]) for each in (one, two)] == [
+        (b"one", 10, "a"),
+        (b"two", 11, "b"),
     ]
     assert not one.holds_several
 
