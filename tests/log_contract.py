@@ -34,19 +34,6 @@ def place_of(kind, request, tmp_path):
     return files.get(kind) or request.getfixturevalue(f"{kind}_broker").url
 
 
-def keeping(open_log):
-    """Yield, for a fixture, a function that opens logs, and close the logs in the end."""
-    logs = []
-
-    def open_one(*args, **how):
-        logs.append(open_log(*args, **how))
-        return logs[-1]
-
-    yield open_one
-    for log in logs:
-        log.close()
-
-
 @pytest.fixture
 def name():
     return uuid.uuid4().hex[:12]

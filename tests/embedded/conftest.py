@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from txnbridge_embedded.broker import EmbeddedBroker
 
 from tests.embedded.kit import open_broker
 from tests.embedded.members import Member
+from tests.keeping import keeping
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child
 
@@ -24,15 +24,9 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(path: Path) -> Iterator[Callable[..., EmbeddedBroker]]:
     """Open the test's file (or another, `at=`) as often as needed; all are closed at the end."""
-    brokers: list[EmbeddedBroker] = []
-
-    def open_one(at: Path | None = None, **options: Any) -> EmbeddedBroker:
-        brokers.append(open_broker(at or path, **options))
-        return brokers[-1]
-
-    yield open_one
-    for broker in reversed(brokers):
-        broker.close(Deadline(10))
+    yield from keeping(
+        lambda at=None, **options: open_broker(at or path, **options), lambda broker: broker.close(Deadline(10))
+    )
 
 
 class Clock:
@@ -57,15 +51,7 @@ def broker(opened: Callable[..., EmbeddedBroker]) -> EmbeddedBroker:
 @pytest.fixture
 def join(broker: EmbeddedBroker) -> Iterator[Callable[..., Member]]:
     """Let members join groups, which they leave at the end."""
-    members: list[Member] = []
-
-    def join_one(*topics: str, **options: Any) -> Member:
-        members.append(Member(options.pop("broker", broker), *topics, **options))
-        return members[-1]
-
-    yield join_one
-    for member in members:
-        member.close()
+    yield from keeping(lambda *topics, **options: Member(options.pop("broker", broker), *topics, **options))
 
 
 @pytest.fixture

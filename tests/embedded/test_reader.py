@@ -15,6 +15,7 @@ import txnbridge
 from tests.core.reading_kit import rows
 from tests.embedded import kit
 from tests.in_time import within
+from tests.keeping import keeping
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost, StorageFailed
 from txnbridge.spi import Deadline, Message, Subscription
 
@@ -41,19 +42,15 @@ class Seen:
 @pytest.fixture
 def reading(broker):
     """Open readers without a group on topics that are made for them, closed at the end."""
-    readers = []
 
     def open_one(*topics, start="earliest", listener=None):
         for topic in topics or ("orders",):
             with suppress(InvalidOption):  # it is there, with more partitions
                 broker.admin.create_topic(topic, 1, Deadline(10))
         subscription = Subscription(topics or ("orders",), None, start)
-        readers.append(broker.reader(subscription, listener or Seen(), Deadline(10)))
-        return readers[-1]
+        return broker.reader(subscription, listener or Seen(), Deadline(10))
 
-    yield open_one
-    for reader in readers:
-        reader.close(Deadline(10))
+    yield from keeping(open_one, lambda reader: reader.close(Deadline(10)))
 
 
 def take(reader, count):

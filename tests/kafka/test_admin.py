@@ -36,6 +36,7 @@ import txnbridge
 from tests.brokers.kit import state
 from tests.in_time import takes, within
 from tests.kafka.kit import without_epoch_bumps
+from tests.keeping import keeping
 from txnbridge import Bridge, Outcome
 from txnbridge._base.events import Emitter
 from txnbridge.errors import (
@@ -77,15 +78,7 @@ def unique() -> Callable[[str], str]:
 
 @pytest.fixture
 def connect(kafka_broker: brokers.Broker) -> Iterator[Connect]:
-    opened: list[Bridge] = []
-
-    def connect(broker: brokers.Broker = kafka_broker, **options: Any) -> Bridge:
-        opened.append(txnbridge.connect(broker.url, **options))
-        return opened[-1]
-
-    yield connect
-    for bridge in opened:
-        bridge.close()
+    yield from keeping(lambda broker=kafka_broker, **options: txnbridge.connect(broker.url, **options))
 
 
 @pytest.fixture

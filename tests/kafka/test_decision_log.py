@@ -23,8 +23,9 @@ from txnbridge_kafka.settings.security import Access
 
 from tests.in_time import takes
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
+from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
-from tests.log_contract import ExactTrimming, append, bounds, keeping, read
+from tests.log_contract import ExactTrimming, append, bounds, read
 from tests.log_live import *  # noqa: F403
 from tests.log_live import outlive_kill_9
 from txnbridge.errors import (

@@ -24,6 +24,7 @@ from tests.core import reading_kit
 from tests.core.reading_kit import rows, values
 from tests.in_time import within
 from tests.kafka.mock_kit import produce
+from tests.keeping import keeping
 from txnbridge.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -265,15 +266,7 @@ def group():
 @pytest.fixture
 def join(cluster):
     """Let members join, which leave at the end."""
-    members = []
-
-    def join_one(*args, **options):
-        members.append(Member(options.pop("cluster", cluster), *args, **options))
-        return members[-1]
-
-    yield join_one
-    for member in members:
-        member.close()
+    yield from keeping(lambda *args, **options: Member(options.pop("cluster", cluster), *args, **options))
 
 
 # --- alone ------------------------------------------------------------------------------------------------------------

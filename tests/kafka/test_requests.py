@@ -33,6 +33,7 @@ import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
 from tests.in_time import takes
 from tests.kafka.kit import without_epoch_bumps
+from tests.keeping import keeping
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
@@ -155,8 +156,6 @@ class World:
 
 @pytest.fixture
 def make_world() -> Iterator[Callable[..., World]]:
-    made: list[World] = []
-
     def make(broker: brokers.Broker, version: int | None = None) -> World:
         ours = Requests(settings_for(broker.url.removeprefix("kafka://")))
         topic = f"requests-topic-{next(_numbers)}"
@@ -164,12 +163,9 @@ def make_world() -> Iterator[Callable[..., World]]:
         assert wait_until(lambda: create_topic(port_of(broker), topic) == 0, LONG)
         assert topic_appears(port_of(broker), topic)
         newest = 5 if ours.transaction_version(Deadline(LONG)) >= 2 else 4
-        made.append(World(broker, ours, topic, version or newest))
-        return made[-1]
+        return World(broker, ours, topic, version or newest)
 
-    yield make
-    for world in made:
-        world.requests.close()
+    yield from keeping(make, lambda world: world.requests.close())
 
 
 @pytest.fixture

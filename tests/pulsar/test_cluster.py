@@ -23,6 +23,7 @@ from txnbridge_pulsar.settings.topic_names import encoded
 from txnbridge_pulsar.write.fence import fence_prefix
 
 from tests.in_time import within
+from tests.keeping import keeping
 from tests.pulsar.client_kit import SOON, connection_of, everything
 from tests.pulsar.cluster_kit import Cluster, coordinator
 from tests.pulsar.writing_kit import cluster_of, concrete, connect_to, evidence_of, flush, new_topic, unique
@@ -49,16 +50,11 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def open_bridge(cluster: Cluster) -> Iterator[Callable[..., Bridge]]:
-    opened = []
-
     def connect(node: int | None = None, **settings: Any) -> Bridge:
         url = cluster.broker.url if node is None else cluster.url_of(node)
-        opened.append(connect_to(url, cluster.admin_url, **{"timeout": PATIENCE, **settings}))
-        return opened[-1]
+        return connect_to(url, cluster.admin_url, **{"timeout": PATIENCE, **settings})
 
-    yield connect
-    for bridge in opened:
-        bridge.close()
+    yield from keeping(connect)
 
 
 @pytest.fixture

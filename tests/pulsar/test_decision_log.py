@@ -11,8 +11,9 @@ from txnbridge_pulsar.client import Single
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
 
 from tests.cluster_names import *  # noqa: F403
+from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
-from tests.log_contract import append, bounds, keeping, read
+from tests.log_contract import append, bounds, read
 from tests.log_faults import *  # noqa: F403
 from tests.log_live import *  # noqa: F403
 from tests.log_live import AnyName, outlive_kill_9

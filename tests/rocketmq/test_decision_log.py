@@ -23,8 +23,9 @@ from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 
 from tests.cluster_names import *  # noqa: F403
 from tests.in_time import takes
+from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
-from tests.log_contract import append, bounds, keeping, read
+from tests.log_contract import append, bounds, read
 from tests.log_faults import *  # noqa: F403
 from tests.log_live import *  # noqa: F403
 from tests.log_live import AnyName, outlive_kill_9

@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 import txnbridge
+from tests.keeping import keeping
 from tests.sql.postgres import Postgres
 from tests.sql.server import MariaDB
 
@@ -46,15 +47,7 @@ def url(new_database):
 @pytest.fixture
 def open_engine():
     """Make engines, whose connections are closed in the end."""
-    engines = []
-
-    def open_one(url, **settings):
-        engines.append(sa.create_engine(url, **settings))
-        return engines[-1]
-
-    yield open_one
-    for engine in engines:
-        engine.dispose()
+    yield from keeping(sa.create_engine, lambda engine: engine.dispose())
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import txnbridge
 from tests.core.decisions.test_ledger import LedgerBackend
 from tests.core.races import Through, race
 from tests.in_time import takes, within
+from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read
 from tests.sql.outbox_programs import confuse_names
@@ -45,15 +46,7 @@ _KILLED_SERVER_IS_BACK = 60.0  # it takes a second to read its log again, and so
 @pytest.fixture
 def open_logs():
     """Open databases' logs; what they hold is let go in the end."""
-    opened = []
-
-    def open_one(database):
-        opened.append(SqlLogs(database))
-        return opened[-1]
-
-    yield open_one
-    for logs in opened:
-        logs.close()
+    yield from keeping(SqlLogs)
 
 
 @pytest.fixture
@@ -393,15 +386,7 @@ def test_four_processes_race_and_nobody_disagrees_although_their_server_is_kille
 
 @pytest.fixture
 def connect(tmp_path):
-    bridges = []
-
-    def open_one(broker="broker.db", **how):
-        bridges.append(txnbridge.connect(f"embedded:{tmp_path / broker}", **how))
-        return bridges[-1]
-
-    yield open_one
-    for bridge in bridges:
-        bridge.close()
+    yield from keeping(lambda broker="broker.db", **how: txnbridge.connect(f"embedded:{tmp_path / broker}", **how))
 
 
 def test_a_bridges_decisions_are_in_the_database_that_it_was_told(url, connect, behind):
