@@ -73,7 +73,7 @@ class KafkaTopics:
         count = self.count(topic, deadline)
         # The half second begins after the first answer, which may itself take longer.
         sure_at = time.monotonic() + _RECHECK_MISSING_SECONDS
-        if not count and create and self._may_create(topic):
+        if not count and create and self._settings.create_topics > 0 and not topic.startswith(_KAFKA_INTERNAL_PREFIX):
             self.create(topic, self._settings.create_topics, deadline)
             sure_at = deadline.at
         while count < at_least and time.monotonic() < sure_at and not deadline.expired:
@@ -114,9 +114,6 @@ class KafkaTopics:
         packed = any(own.get(name, "none") != "none" for name in ("compression.type", "compression.codec"))
         size = config.get("max.message.bytes")
         return TopicRules(int(size) if size and not packed else None, "compact" in config.get("cleanup.policy", ""))
-
-    def _may_create(self, topic: str) -> bool:
-        return self._settings.create_topics > 0 and not topic.startswith(_KAFKA_INTERNAL_PREFIX)
 
     def count(self, topic: str, deadline: Deadline) -> int:
         """Return how many partitions a topic has by one broker's metadata; 0 if that broker has no such topic."""

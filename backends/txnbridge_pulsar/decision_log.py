@@ -120,7 +120,7 @@ class PulsarLog(DecisionLog):
         stop = min(end, last or end)
         if at > stop:
             return
-        with self._reading(_start_before(at), deadline) as reader:
+        with self._reading(wire.MessageId(at[0], at[1] - 1), deadline) as reader:
             yield from self._records(reader, at, stop, deadline)
 
     def _records(
@@ -224,12 +224,6 @@ class PulsarLog(DecisionLog):
 
 def _position(entry: wire.ReceivedEntry) -> Position:
     return entry.id.ledger, entry.id.entry
-
-
-def _start_before(position: Position) -> wire.MessageId:
-    """Return the id at which a reader has to start to receive the record at a position first."""
-    ledger, entry = position
-    return wire.MessageId(ledger, entry - 1)
 
 
 def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: PulsarTopics, deadline: Deadline) -> str:

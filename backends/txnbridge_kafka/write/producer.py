@@ -171,14 +171,11 @@ class TransactionalProducer:
                 error = _client_error(raised)
                 if not error.retriable() or deadline.expired:
                     return error
-                self._serve_delivery_reports()
+                # An abort waits for delivery reports, which a poll serves. The next call raises a fatal error again.
+                with suppress(KafkaException, SystemError):
+                    self.poll(LEAST_SECONDS)
             else:
                 return None
-
-    def _serve_delivery_reports(self) -> None:
-        # An abort waits for delivery reports, which a poll serves. The client's next call raises a fatal error again.
-        with suppress(KafkaException, SystemError):
-            self.poll(LEAST_SECONDS)
 
 
 def _call_seconds(deadline: Deadline) -> float:

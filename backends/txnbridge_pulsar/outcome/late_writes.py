@@ -49,18 +49,11 @@ def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, dead
         transactions.register(empty, deadline.left(), [*topics, canary], ended.subscriptions)
         transactions.end(empty, True, deadline.left())
         for topic, subscription in ended.subscriptions:
-            _release_late_acks(transactions, ended.txn, topic, subscription, deadline)
+            try:  # so that the subscription redelivers the messages of late acknowledgements
+                transactions.end_on_subscription(ended.txn, topic, subscription, False, deadline.left())
+            except wire.ServerError as error:  # with authorization on, only a superuser has the right
+                _log.debug("late acknowledgements of %s on %s may stay pending: %s", ended.txn, topic, error)
     return _is_refused(cluster, ended.txn, canary, deadline)
-
-
-def _release_late_acks(
-    transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
-) -> None:
-    """Abort late acknowledgements of an ended transaction, so that the subscription redelivers their messages."""
-    try:
-        transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
-    except wire.ServerError as error:  # with authorization on, only a superuser has the right
-        _log.debug("late acknowledgements of %s on %s may stay pending: %s", txn, topic, error)
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:

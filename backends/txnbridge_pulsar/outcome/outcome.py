@@ -106,7 +106,8 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
         except wire.TransactionNotFound:
             return under_way or (EndResult.UNCLEAR if asked else EndResult.BEFORE)
         except wire.InvalidTransactionStatus as error:
-            under_way = _end_under_way(error) or under_way
+            if error.state in _COMMITTING | _ABORTING:
+                under_way = EndResult.COMMITTED if error.state in _COMMITTING else EndResult.ABORTED
             last: wire.PulsarError = error
         except wire.PulsarError as error:
             if not _is_temporary(error):
@@ -147,12 +148,6 @@ def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], d
     if state in _COMMITTING:
         raise OutcomeUnknown(f"the commit of {txn} cannot finish: {repair_hint(stopped)}")
     return state in _ABORTING
-
-
-def _end_under_way(error: wire.InvalidTransactionStatus) -> EndResult | None:
-    if error.state in _COMMITTING:
-        return EndResult.COMMITTED
-    return EndResult.ABORTED if error.state in _ABORTING else None
 
 
 def _is_temporary(error: wire.PulsarError) -> bool:

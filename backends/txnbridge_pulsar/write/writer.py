@@ -351,11 +351,10 @@ class PulsarWriter(Writer):
             with self._cluster.events.step("step:commit", self._begin.transaction) as event:
                 ended = end(self._cluster, self._txn, True, tuple(self._announced), deadline)
                 event["ended"] = ended.name
-            if ended is EndResult.UNCLEAR:
-                self._ask_proof(deadline)
-            elif ended is not EndResult.COMMITTED:
-                # Only its writer commits a transaction that is not prepared, so this one was aborted before our request
-                # arrived.
+            # Only its writer commits a transaction that is not prepared, so one that had ended before our request
+            # arrived was aborted. If the answer to an earlier request was lost, the proof topic has the outcome.
+            earlier = ended is not EndResult.COMMITTED
+            if earlier and (ended is not EndResult.UNCLEAR or self._by_proof(deadline) is Outcome.ABORTED):
                 raise self._clean_up_after_foreign_end(deadline)
             self._owner.end_delivery.ended(self._txn, True, participants, deadline)
         except (errors.TransactionAborted, errors.Fenced):
@@ -386,11 +385,6 @@ class PulsarWriter(Writer):
         """Return where the transaction's proof message is; its position is known once everything is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
-
-    def _ask_proof(self, deadline: Deadline) -> None:
-        """Find the outcome of a commit whose answer was lost, on the proof topic; raise an error if it is ABORTED."""
-        if self._by_proof(deadline) is Outcome.ABORTED:
-            raise self._clean_up_after_foreign_end(deadline)
 
     def _by_proof(self, deadline: Deadline) -> Outcome:
         """Return the outcome of the requested commit by the transaction's proof message.

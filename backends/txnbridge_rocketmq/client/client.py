@@ -179,7 +179,8 @@ class RemotingClient:
                 raise
             except RemotingError as error:
                 last = error
-                self._put_last(address)
+                with self._lock:
+                    self._name_servers.sort(key=lambda each: each == address)  # it is asked last from now on
         assert last is not None
         raise last
 
@@ -324,10 +325,6 @@ class RemotingClient:
         with self._lock:
             if self._connections.get(connection.address) is connection:
                 del self._connections[connection.address]
-
-    def _put_last(self, address: str) -> None:
-        with self._lock:
-            self._name_servers.sort(key=lambda each: each == address)
 
     # --- membership ---------------------------------------------------------------------------------------------------
 

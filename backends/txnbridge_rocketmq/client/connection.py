@@ -276,13 +276,8 @@ class RemotingConnection:
             waiting, self._waiting = list(self._waiting.values()), {}
             reason = self._ended
         assert reason is not None
-        for call in waiting:
-            self._finish(call, _copy(reason, call.request.action))
+        for call in waiting:  # each gets a copy of the error, because an exception object has only one traceback
+            self._finish(call, type(reason)(f"{call.request.action}: {reason}", may_have_had_effect=True))
         self._wire.release()
         if self._on_end is not None:
             self._on_end(self)
-
-
-def _copy(reason: RemotingError, action: str) -> RemotingError:
-    """Return a copy of an error that ends several calls, because an exception object has only one traceback."""
-    return type(reason)(f"{action}: {reason}", may_have_had_effect=True)

@@ -125,7 +125,7 @@ class HalfEnder:
             if mine:
                 with self._lock:
                     self._being_ended.discard(transaction)
-                self._unlock(transaction)
+                self._send_lock_request(self._lock_of(transaction), groups.unlock)
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
@@ -142,12 +142,6 @@ class HalfEnder:
         queue = self._lock_of(transaction)
         request = groups.lock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
         return queue in retry_call(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
-
-    def _keep_locked(self, transaction: str) -> None:
-        self._send_lock_request(self._lock_of(transaction), groups.lock)
-
-    def _unlock(self, transaction: str) -> None:
-        self._send_lock_request(self._lock_of(transaction), groups.unlock)
 
     def _send_lock_request(self, queue: Queue, action: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
         """Send the lock or unlock request that `action` makes for a queue, without waiting for the response."""
@@ -198,17 +192,14 @@ class HalfEnder:
         for queue, addresses in halves:
             if queue.broker in self._verified_brokers | self._believed_brokers:
                 continue
-            if self._keeps_index(queue.broker, deadline):
+            # Without a message index no message can be looked up.
+            if self.cluster.brokers.config(queue.broker, deadline).is_on("messageIndexEnable", True):
                 published[queue.broker] = _Expected(addresses[0].topic, queue.broker, 0, addresses[0].unique_key)
         try:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
             self._believed_brokers.update(published)
             _log.warning("this user may not look messages up, so brokers are believed that they publish: %s", error)
-
-    def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
-        """Return whether the broker has a message index, without which no message can be looked up."""
-        return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
     def finds_published(self, settings: BrokerConfig) -> bool:
         """Return whether look-ups certainly find what this broker has published, also after it was killed."""
@@ -284,7 +275,7 @@ class HalfEnder:
             missing = left + others
             if missing:
                 deadline.check("publishing a transaction")
-                self._keep_locked(transaction)
+                self._send_lock_request(self._lock_of(transaction), groups.lock)  # once more, to keep the lock
 
     def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Look some messages up, commit the halves of unpublished ones, and return the messages still not published."""

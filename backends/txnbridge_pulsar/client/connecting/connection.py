@@ -309,9 +309,6 @@ class BrokerConnection:
             self._frames.limit = largest + FRAME_ALLOWANCE
         self._connected.resolve(frame.fields)
 
-    def _on_ping(self, frame: Frame) -> None:
-        self._transport.post(command("pong"))
-
     def _on_auth_challenge(self, frame: Frame) -> None:
         # Answer on another thread, because fetching credentials may take a while.
         threading.Thread(target=self._refresh, name="pulsar credentials", daemon=True).start()
@@ -350,16 +347,6 @@ class BrokerConnection:
         if consumer is not None:
             consumer.on_active(frame.fields.get("is_active", False))
 
-    def _on_close_producer(self, frame: Frame) -> None:
-        self._lose(self._producers, frame.fields["producer_id"])
-
-    def _on_close_consumer(self, frame: Frame) -> None:
-        self._lose(self._consumers, frame.fields["consumer_id"])
-
-    def _on_migrated(self, frame: Frame) -> None:
-        sides: dict[int, Any] = self._consumers if frame.fields["resource_type"] else self._producers
-        self._lose(sides, frame.fields["resource_id"])
-
     def _lose(self, sides: dict[int, Any], id: int) -> None:
         with self._lock:
             side = sides.pop(id, None)
@@ -394,16 +381,18 @@ class BrokerConnection:
 
 _HANDLERS: dict[str, Callable[[BrokerConnection, Frame], None]] = {
     "connected": BrokerConnection._on_connected,
-    "ping": BrokerConnection._on_ping,
-    "pong": lambda connection, frame: None,
+    "ping": lambda connection, _: connection._transport.post(command("pong")),
+    "pong": lambda *_: None,
     "auth_challenge": BrokerConnection._on_auth_challenge,
     "send_receipt": BrokerConnection._on_receipt,
     "send_error": BrokerConnection._on_send_error,
     "message": BrokerConnection._on_message,
     "active_consumer_change": BrokerConnection._on_active,
-    "close_producer": BrokerConnection._on_close_producer,
-    "close_consumer": BrokerConnection._on_close_consumer,
-    "topic_migrated": BrokerConnection._on_migrated,
+    "close_producer": lambda each, frame: each._lose(each._producers, frame.fields["producer_id"]),
+    "close_consumer": lambda each, frame: each._lose(each._consumers, frame.fields["consumer_id"]),
+    "topic_migrated": lambda each, frame: each._lose(
+        each._consumers if frame.fields["resource_type"] else each._producers, frame.fields["resource_id"]
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.errors import ProtocolError, PulsarError, ServiceNotReady, server_error
 from txnbridge_pulsar.client.retry import retry
 
-from .address import Address, ServiceUrl, full_topic_name, service_url
+from .address import ServiceUrl, full_topic_name, service_url
 from .connection import BrokerConnection
 from .connection_pool import ConnectionPool, ConnectionTarget
 
@@ -100,12 +100,9 @@ class Lookup:
             (broker,) = service_url((url_tls if self._service.tls else url) or "").addresses
         except ValueError:
             raise ProtocolError("a lookup was answered without the address of a broker") from None
-        return self._proxied_target(broker) if answer.get("proxy_through_service_url") else ConnectionTarget(broker)
-
-    def _proxied_target(self, broker: Address) -> ConnectionTarget:
-        return (
-            ConnectionTarget(broker) if broker in self._service.addresses else ConnectionTarget(self._current, broker)
-        )
+        if not answer.get("proxy_through_service_url") or broker in self._service.addresses:
+            return ConnectionTarget(broker)
+        return ConnectionTarget(self._current, broker)
 
     @contextmanager
     def _next_on_failure(self) -> Iterator[None]:
