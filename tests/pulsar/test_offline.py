@@ -181,7 +181,7 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def deliver(_: object, txn: object, commit: bool, participants: Participants, deadline: object) -> bool:
+    def deliver(_: object, txn: object, participants: Participants, deadline: object) -> bool:
         told.extend(participants.topics)
         return True
 
