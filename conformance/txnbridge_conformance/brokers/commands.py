@@ -66,9 +66,9 @@ command.add_command(up)
 @click.option("--version", type=click.Choice(_kafka.VERSIONS), default=_kafka.VERSIONS[0], show_default=True)
 @click.option("--transaction-version", type=click.Choice(["1", "2"]), help="Default: the version's newest.")
 @click.option("--port", type=_PORT, help="The first node's port; others use the next. Default: a free one.")
-def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str | None, port: int | None) -> None:
+def up_kafka(as_json: bool, nodes: str, transaction_version: str | None, **options: Any) -> None:
     chosen = int(transaction_version) if transaction_version else None
-    _print_started(as_json, _start_kafka(not as_json, int(nodes), version, chosen, port))
+    _print_started(as_json, _start_kafka(not as_json, nodes=int(nodes), transaction_version=chosen, **options))
 
 
 @_command(up, "pulsar", "Start Apache Pulsar. Needs Java, and Maven the first time.")
@@ -77,16 +77,16 @@ def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str |
 @click.option("--store", type=click.Choice(_pulsar.STORES), default=_pulsar.STORES[0], show_default=True)
 @click.option("--delete-unused", is_flag=True, help="Delete unused data and topics, as Pulsar does by default.")
 @click.option("--port", type=_PORT, help="The first node's port; others use the next. Default: a free one.")
-def up_pulsar(as_json: bool, nodes: str, version: str, store: str, delete_unused: bool, port: int | None) -> None:
-    _print_started(as_json, _start_pulsar(not as_json, int(nodes), version, store, delete_unused, port))
+def up_pulsar(as_json: bool, nodes: str, **options: Any) -> None:
+    _print_started(as_json, _start_pulsar(not as_json, nodes=int(nodes), **options))
 
 
 @_command(up, "rocketmq", "Start Apache RocketMQ. Needs Java, and Maven the first time.")
 @click.option("--nodes", type=click.Choice([str(n) for n in _rocketmq.NODES]), default="1", show_default=True)
 @click.option("--version", type=click.Choice(_rocketmq.VERSIONS), default=_rocketmq.VERSIONS[0], show_default=True)
 @click.option("--port", type=_PORT, help="The name server's port. Default: a free one.")
-def up_rocketmq(as_json: bool, nodes: str, version: str, port: int | None) -> None:
-    _print_started(as_json, _start_rocketmq(not as_json, int(nodes), version, port))
+def up_rocketmq(as_json: bool, nodes: str, **options: Any) -> None:
+    _print_started(as_json, _start_rocketmq(not as_json, nodes=int(nodes), **options))
 
 
 @_command(up, _ALL, "Start Kafka, Pulsar and RocketMQ with default options; prints their URLs.")
@@ -95,50 +95,25 @@ def up_all(as_json: bool) -> None:
     _print(as_json, [_document(each) for each in started], "\n".join(broker.url for broker, _ in started))
 
 
-def _start_kafka(
-    bar: bool,
-    nodes: int = 1,
-    version: str = _kafka.VERSIONS[0],
-    transaction_version: int | None = None,
-    port: int | None = None,
-) -> _Started:
-    _kafka.check(nodes, version, transaction_version)
-    _kafka.fetch_kafka(version, bar)
-    asked: dict[str, Any] = {
-        "nodes": nodes,
-        "version": version,
-        "transaction_version": transaction_version,
-        "port": port,
-    }
-    return _detached.up("kafka", asked, lambda folder: _kafka.KafkaProcess(folder=folder, **asked))
+def _start_kafka(bar: bool, **options: Any) -> _Started:
+    options = {"nodes": 1, "version": _kafka.VERSIONS[0], "transaction_version": None, "port": None, **options}
+    _kafka.check(options["nodes"], options["version"], options["transaction_version"])
+    _kafka.fetch_kafka(options["version"], bar)
+    return _detached.up("kafka", options, lambda folder: _kafka.KafkaProcess(folder=folder, **options))
 
 
-def _start_pulsar(
-    bar: bool,
-    nodes: int = 1,
-    version: str = _pulsar.VERSIONS[0],
-    store: str = _pulsar.STORES[0],
-    delete_unused: bool = False,
-    port: int | None = None,
-) -> _Started:
-    _pulsar.check(version, store, nodes)
-    _pulsar.fetch_pulsar(version, bar)
-    asked: dict[str, Any] = {
-        "nodes": nodes,
-        "version": version,
-        "store": store,
-        "delete_unused": delete_unused,
-        "port": port,
-    }
-    return _detached.up("pulsar", asked, lambda folder: _pulsar_cluster.start(folder=folder, **asked))
+def _start_pulsar(bar: bool, **options: Any) -> _Started:
+    kept = {"store": _pulsar.STORES[0], "delete_unused": False}
+    options = {"nodes": 1, "version": _pulsar.VERSIONS[0], **kept, "port": None, **options}
+    _pulsar.check(options["version"], options["store"], options["nodes"])
+    _pulsar.fetch_pulsar(options["version"], bar)
+    return _detached.up("pulsar", options, lambda folder: _pulsar_cluster.start(folder=folder, **options))
 
 
-def _start_rocketmq(
-    bar: bool, nodes: int = 1, version: str = _rocketmq.VERSIONS[0], port: int | None = None
-) -> _Started:
-    _rocketmq.fetch_rocketmq(version, bar)
-    asked: dict[str, Any] = {"nodes": nodes, "version": version, "port": port}
-    return _detached.up("rocketmq", asked, lambda folder: _rocketmq.RocketMQ(folder=folder, **asked))
+def _start_rocketmq(bar: bool, **options: Any) -> _Started:
+    options = {"nodes": 1, "version": _rocketmq.VERSIONS[0], "port": None, **options}
+    _rocketmq.fetch_rocketmq(options["version"], bar)
+    return _detached.up("rocketmq", options, lambda folder: _rocketmq.RocketMQ(folder=folder, **options))
 
 
 def _print_started(as_json: bool, started: _Started) -> None:
