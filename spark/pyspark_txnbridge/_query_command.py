@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +57,10 @@ def show_status(as_json: bool, **query: Any) -> None:
 
     with _opened(**query) as (session, options, path):
         found = status(session, options, path)
-    click.echo(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
+    if as_json:
+        click.echo(json.dumps(_document(found), indent=2, default=lambda outcome: outcome.value))
+    else:
+        click.echo("\n".join(_lines(found)))
 
 
 @command.command("recover")
@@ -137,25 +141,7 @@ def _document(status: QueryStatus) -> dict[str, Any]:
         "run": status.run,
         "host": status.host,
         "done_up_to": status.done_up_to,
-        "undone": [
-            {
-                "batch": batch.batch,
-                "attempt": batch.attempt,
-                "decision": batch.decision.value,
-                "rows": batch.rows,
-                "parts": [
-                    {
-                        "partition": part.partition,
-                        "rows": part.rows,
-                        "state": part.state.value,
-                        "expires_at": part.expires_at,
-                        "token": part.token,
-                    }
-                    for part in batch.parts
-                ],
-            }
-            for batch in status.undone
-        ],
+        "undone": [asdict(batch) for batch in status.undone],
         "open": [
             {"transaction": each.transaction, "state": each.state, "since": each.since, "expires_at": each.expires_at}
             for each in status.open

@@ -32,9 +32,9 @@ class TaskTransaction:
 
     partition: int
     rows: int
-    token: str
     state: TokenState
     expires_at: int | None
+    token: str
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _unfinished(session: SinkSession, claim: Any) -> UnfinishedBatch:
     parts = []
     for part in claim.data.get("parts", ()):
         status = session.bridge.status(part["token"])
-        parts.append(TaskTransaction(part["partition"], part["rows"], part["token"], status.state, status.expires_at))
+        parts.append(TaskTransaction(part["partition"], part["rows"], status.state, status.expires_at, part["token"]))
     return UnfinishedBatch(batch, attempt, claim.decision, claim.data.get("rows", 0), tuple(parts))
 
 
