@@ -109,8 +109,8 @@ def acknowledge(
 
 
 def connection_of(side: wire.PulsarProducer | wire.PulsarConsumer) -> BrokerConnection:
-    assert side.connection is not None
-    return side.connection
+    assert side._connection is not None
+    return side._connection
 
 
 def cut(side: wire.PulsarProducer | wire.PulsarConsumer) -> None:

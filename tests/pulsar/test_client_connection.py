@@ -581,7 +581,7 @@ def test_a_topic_that_is_not_ready_is_asked_for_again_until_it_is(broker, client
 
 def test_lanes_have_connections_of_their_own(broker, client):
     producers = [client.create_producer("t", timeout=SOON, connection_key=key) for key in ("", "", "a", "b")]
-    assert len({id(producer.connection) for producer in producers}) == 3
+    assert len({id(producer._connection) for producer in producers}) == 3
 
 
 def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else(broker, client):
@@ -631,7 +631,7 @@ def test_unconfirmed_sends_keep_their_order_also_when_they_are_lost_while_they_a
     client.hang_up("")
     for after in (4, 2, 5):
         producer.reopen(SOON)
-        connection = producer.connection
+        connection = producer._connection
         assert connection is not None
         write = connection.write
         written: list[bytes] = []

@@ -133,10 +133,6 @@ class PulsarConsumer:
         return self._lost
 
     @property
-    def connection(self) -> BrokerConnection | None:
-        return self._connection
-
-    @property
     def all_taken(self) -> bool:
         """Return whether the caller has taken all entries of this consumer that have arrived in the inbox."""
         return self._taken == self.arrived

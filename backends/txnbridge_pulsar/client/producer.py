@@ -99,10 +99,6 @@ class PulsarProducer:
         return self._epoch
 
     @property
-    def connection(self) -> BrokerConnection | None:
-        return self._connection
-
-    @property
     def unconfirmed(self) -> list[Send]:
         """Return the sends that had no receipt when the connection was lost, in order: each may be stored or not."""
         with self._state:

@@ -69,7 +69,7 @@ class QueueReader:
         self._pulls: deque[QueuePull] = deque()
         self._ready: deque[MessageExt] = deque()
         self._bytes = 0
-        self._read = self._delivered_end = 0
+        self._read = self.delivered_end = 0  # `delivered_end` is the offset after the last message handed out
         self._end = 0  # the end of the queue in the last response
         self._pull_size = read_requests.PULL_MOST  # estimated number of messages that fit into one response
         self._full_answers = 0
@@ -94,11 +94,6 @@ class QueueReader:
         if self.target is not None:
             return self.target.at
         return self._ready[0].queue_offset if self._ready else self._read
-
-    @property
-    def delivered_end(self) -> int:
-        """The offset after the last message that was handed out."""
-        return self._delivered_end
 
     def position_at(self, end: int) -> VerifiableOffset:
         """Return the position of the offset `end`, to acknowledge it; the message before is its reference record."""
@@ -131,7 +126,7 @@ class QueueReader:
         self._pulls.clear()
         self._ready.clear()
         self._bytes = 0
-        self._read = self._delivered_end = at
+        self._read = self.delivered_end = at
         self._paused_until = 0.0
         self._gap_since = self._missing_since = None
         self.reference, self._last, self._check = position.reference, None, None
@@ -300,11 +295,11 @@ class QueueReader:
             return None
         self._ready.popleft()
         self._bytes -= len(record.body)
-        self._delivered_end = record.queue_offset + 1
+        self.delivered_end = record.queue_offset + 1
         self._note_reference(record)
         if record.queue_offset < self._highest:
             return message._replace(deliveries=self._count(record.queue_offset))
-        self._highest = self._delivered_end
+        self._highest = self.delivered_end
         return message
 
     def _note_reference(self, record: MessageExt) -> None:

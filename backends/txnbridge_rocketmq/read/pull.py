@@ -44,13 +44,8 @@ class QueuePull:
         self._timing = timing
         request = read_requests.pull(queue.topic, queue.queue, at, GROUP, count, wait)
         self._call = submit(queue.broker, request, wait + _RESPONSE_SECONDS)
-        self._records: list[MessageExt] = []
+        self.records: list[MessageExt] = []  # from the requested offset on, in order and without a gap
         self._lookups: list[_KeyLookUp] = []
-
-    @property
-    def records(self) -> list[MessageExt]:
-        """The records from the requested offset on, in order and without a gap."""
-        return self._records
 
     def is_done(self, duplicates: DuplicateFilter) -> bool:
         """Return whether the pull and all look-ups have responses. Raise the client's errors, or `NotIndexed`."""
@@ -58,15 +53,15 @@ class QueuePull:
             if not self._call.done():
                 return False
             self.pulled = self._call.result()
-            self._records = _consecutive(self.at, self.pulled.records)
-            suspects = duplicates.suspects(self._records, self.pulled.min_offset)
+            self.records = _consecutive(self.at, self.pulled.records)
+            suspects = duplicates.suspects(self.records, self.pulled.min_offset)
             self._lookups = [_KeyLookUp(self._submit, self._queue, suspect, self._timing) for suspect in suspects]
         is_done = [lookup.is_done() for lookup in self._lookups]  # call all of them: `is_done` also repeats look-ups
         return all(is_done)
 
     def without_duplicates(self, duplicates: DuplicateFilter) -> list[MessageExt]:
         """Return the records without duplicates, once `is_done`."""
-        return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.copies for lookup in self._lookups})
+        return duplicates.sift(self.records, {lookup.record.queue_offset: lookup.copies for lookup in self._lookups})
 
 
 class SameQueueCheck:

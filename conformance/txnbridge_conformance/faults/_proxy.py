@@ -116,8 +116,8 @@ class Proxy:
         self._holds: dict[str, list[Hold]] = {"requests": [], "answers": []}
         self._bytes_left: dict[str, int | None] = {"requests": None, "answers": None}
         self._connections: list[_Connection] = []
-        self._closing = threading.Event()
-        self._half_open = False
+        self.closing = threading.Event()
+        self.is_half_open = False
         self._delay = 0.0
         self._listeners: list[socket.socket] = []
         try:
@@ -190,13 +190,13 @@ class Proxy:
 
     def half_open(self, on: bool = True) -> None:
         """Keep a side's connection open after the other side has disconnected, until `cut` or `close`."""
-        self._half_open = on
+        self.is_half_open = on
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Cut all connections, discard the held frames, and stop listening."""
-        self._closing.set()
+        self.closing.set()
         self._close_listeners()
         with self._lock:
             holds = [*self._holds["requests"], *self._holds["answers"]]
@@ -224,7 +224,7 @@ class Proxy:
     # --- for its connections ------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket, upstream: int) -> None:
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             try:
                 client, _ = listener.accept()
             except OSError:
@@ -241,14 +241,6 @@ class Proxy:
         with self._lock:
             self._connections = [each for each in self._connections if not each.ended]
             self._connections.append(_Connection(self, client, broker, conversation))
-
-    @property
-    def closing(self) -> threading.Event:
-        return self._closing
-
-    @property
-    def is_half_open(self) -> bool:
-        return self._half_open
 
     def forward_time(self) -> float:
         """Return the time at which to forward bytes that arrive now, as `delay` has set it."""
