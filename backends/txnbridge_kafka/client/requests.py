@@ -374,24 +374,17 @@ class Requests:
         return self._runner.repeat(deadline, "asking for producers", attempt) if left else producers
 
     def write_markers(
-        self,
-        pid: int,
-        epoch: int,
-        commit: bool,
-        partitions: Sequence[Partition],
-        deadline: Deadline,
-        coordinator_epoch: int | None = None,
+        self, pid: int, epoch: int, commit: bool, partitions: Sequence[Partition], deadline: Deadline
     ) -> None:
         """Write the control markers that end a transaction in these partitions, in place of its coordinator.
 
-        A leader refuses a coordinator epoch that is older than the last one it has seen. Without `coordinator_epoch`
-        the leaders are first asked for the last epoch that they have seen. The request needs a right to the cluster
-        resource. Raise `Fenced` if a partition has a newer producer epoch.
+        A leader refuses a coordinator epoch that is older than the last one it has seen. So the leaders are first asked
+        for the last epoch that they have seen. The request needs a right to the cluster resource. Raise `Fenced` if a
+        partition has a newer producer epoch.
         """
         left = set(partitions)
-        if coordinator_epoch is None:
-            known = [each for led in self.producers(partitions, deadline).values() for each in led]
-            coordinator_epoch = max([0, *(each.coordinator_epoch for each in known if each.pid == pid)])
+        known = [each for led in self.producers(partitions, deadline).values() for each in led]
+        coordinator_epoch = max([0, *(each.coordinator_epoch for each in known if each.pid == pid)])
 
         def attempt(connections: Connections) -> None:
             for node, led in connections.leaders(left).items():

@@ -358,11 +358,9 @@ class PulsarPartition:
                     " comes again"
                 )
 
-    def give_back(self, positions: Sequence[Position]) -> Sequence[Position]:
-        """Mark messages as no longer outstanding; return the positions of those that were."""
-        held = [(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1]
-        self.release(held)
-        return held
+    def give_back(self, positions: Sequence[Position]) -> None:
+        """Mark messages as no longer outstanding, if they are."""
+        self.release([(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1])
 
     def give_up(self, entry_ids: Iterable[_EntryId], delivered_again: bool) -> list[wire.MessageId]:
         """Forget all messages of entries, also ones that `poll` has not returned; return the affected entries' ids.

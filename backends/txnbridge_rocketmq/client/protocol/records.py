@@ -48,10 +48,6 @@ class OffsetId:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         return (socket.inet_pton(family, self.host) + struct.pack(">iq", self.port, self.log_offset)).hex().upper()
 
-    @property
-    def address(self) -> str:
-        return f"{self.host}:{self.port}"
-
 
 @dataclass(frozen=True)
 class MessageExt:
