@@ -222,7 +222,7 @@ class RocketMQHalfStore(HalfStore):
         was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
         broker = checks[0].broker or self._cluster.topics.home
-        prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin, deadline)
+        prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin.log, deadline)
         if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         if self._is_over(transaction, claim, prepared, deadline):
@@ -278,7 +278,7 @@ class RocketMQHalfStore(HalfStore):
             return None
         prepared = prepared_by(record, parked.halves[0].broker)
         if prepared is None:
-            prepared = prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
+            prepared = prepare_record(self._ledger_in(parked.name, origin), parked.name, origin.log, deadline)
         if prepared is None:
             return None
         return self._as_half(group, parked.name, record, origin, prepared, deadline)

@@ -117,11 +117,8 @@ class BarrierTable:
             with lock_timeout(connection, _LOCK_SECONDS):
                 try:
                     connection.execute(row)
-                except exc.IntegrityError:
-                    connection.rollback()
-                    return False
-                except exc.OperationalError as error:
-                    if not is_locked(error):
+                except (exc.IntegrityError, exc.OperationalError) as error:
+                    if isinstance(error, exc.OperationalError) and not is_locked(error):
                         raise
                     connection.rollback()
                     return False

@@ -208,7 +208,7 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
         claim = ledger.decided(name, deadline, log=origin.log)
         if claim is not None:
             return _decided(cluster, listed, claim, deadline)
-        prepared = prepared_by(halves[0].record, halves[0].broker) or prepare_record(ledger, name, origin, deadline)
+        prepared = prepared_by(halves[0].record, halves[0].broker) or prepare_record(ledger, name, origin.log, deadline)
     except EvidenceLost:
         return replace(listed, state="lost")
     except (OutcomeUnknown, InvalidToken):  # the decision log cannot be read now, or is in another store

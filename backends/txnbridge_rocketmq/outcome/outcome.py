@@ -18,7 +18,7 @@ from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, PublishedMessageMissing
 from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
-from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of
+from txnbridge_rocketmq.write.transaction_properties import is_over, origin_of
 
 # The assumed difference of clocks, where a larger one only makes a message come twice for other clients.
 _BORN_TIME_SKEW_SECONDS = 1.0
@@ -60,9 +60,11 @@ class PrepareRecord:
             raise errors.InvalidToken("the prepare record of this transaction cannot be read") from error
 
 
-def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
+def prepare_record(
+    ledger: Ledger, transaction: str, log: Mapping[str, Any], deadline: Deadline
+) -> PrepareRecord | None:
     """Return a transaction's prepare record, which is written once all halves are stored; None if it has none."""
-    for entry in ledger.find(transaction, deadline, log=origin.log):
+    for entry in ledger.find(transaction, deadline, log=log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
     return None
@@ -287,9 +289,7 @@ def _commit_with_acks(
 def _ack_now(ack: Ack, ledger: Ledger, deadline: Deadline) -> Ack:
     try:
         positions, read_up_to = ledger.positions(ack.group, deadline)
-    except (
-        errors.EvidenceLost
-    ):  # what is known of the log since the transaction began can still show that nobody came between
+    except errors.EvidenceLost:  # what is known since the transaction began can still show that nobody came between
         return ack
     if (at := positions.get(ack.partition)) is None or VerifiableOffset.of(at).next != ack.first[0]:
         raise errors.Conflict(f"group {ack.group!r} was moved in {ack.partition[0]}[{ack.partition[1]}]")
@@ -310,14 +310,12 @@ def _whole(token: Token) -> PrepareRecord | None:
 
 
 def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
-    if (whole := _whole(token)) is not None:
-        return whole
-    for entry in ledger.find(token.transaction, deadline, log=_log_of(token)):
-        if entry.kind == PREPARE:
-            return PrepareRecord.from_json(entry.data)
-    raise errors.InvalidToken(
-        "this token's transaction was never prepared: a newer owner opened its transactional id before"
-    )
+    prepared = _whole(token) or prepare_record(ledger, token.transaction, _log_of(token), deadline)
+    if prepared is None:
+        raise errors.InvalidToken(
+            "this token's transaction was never prepared: a newer owner opened its transactional id before"
+        )
+    return prepared
 
 
 # --- status -------------------------------------------------------------------------------------------------------
