@@ -116,14 +116,6 @@ def test_a_half_that_nobody_answers_for_is_asked_about_again_and_parked_in_the_e
     assert [half.checks for half in halves.checks("g", 10, Deadline(5))] == [1]
 
 
-def test_undecided_asks_again_later(opened):
-    broker = opened(half_check_seconds=0.001)
-    halves = put(broker)
-    halves.checks("g", 10, Deadline(5))
-    assert halves.end(half_of(), Decision.UNDECIDED, Deadline(5)) is Outcome.UNKNOWN
-    wait_until(lambda: halves.checks("g", 10, Deadline(5)))
-
-
 def test_a_parked_half_can_still_be_ended(opened):
     broker = opened(half_check_seconds=0.001, half_checks=1)
     halves = put(broker)

@@ -473,17 +473,6 @@ def test_an_open_transaction_is_listed_with_its_times_and_partitions(bridge, kaf
     assert wait_until(lambda: listed(bridge, owner) == [], LONG)
 
 
-def test_another_programs_transaction_is_listed_under_its_own_name(bridge, kafka_broker, topic, unique):
-    id = unique("foreign")
-    producer = producer_of(kafka_broker, id)
-    write(producer, topic, b"open")
-    (found,) = listed(bridge, id)
-    assert (found.transaction, found.state) == (id, "open")
-    assert bridge.admin.abort(id) is Outcome.ABORTED
-    with pytest.raises(KafkaException):
-        producer.commit_transaction(LONG)
-
-
 def test_a_prepared_transaction_is_listed_with_the_token_that_was_given_out(bridge, topic, owner):
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"one")
@@ -531,12 +520,17 @@ def test_the_outcome_of_a_prepared_transaction_is_known_after_its_id_served_anot
     assert bridge.admin.abort(second.id) is Outcome.ABORTED
 
 
-def test_an_open_transaction_can_only_be_aborted(bridge, kafka_broker, topic, owner):
-    producer = producer_of(kafka_broker, f"{owner}.77")
+def test_another_programs_transaction_is_listed_under_its_own_name_and_can_only_be_aborted(
+    bridge, kafka_broker, topic, unique
+):
+    id = unique("foreign")
+    producer = producer_of(kafka_broker, id)
     write(producer, topic, b"open")
+    (found,) = listed(bridge, id)
+    assert (found.transaction, found.state) == (id, "open")
     with pytest.raises(InvalidState, match="only its writer can commit"):
-        bridge.admin.commit(f"{owner}.77")
-    assert bridge.admin.abort(f"{owner}.77") is Outcome.ABORTED
+        bridge.admin.commit(id)
+    assert bridge.admin.abort(id) is Outcome.ABORTED
     with pytest.raises(KafkaException):
         producer.commit_transaction(LONG)
     commit_one(kafka_broker, topic, b"marker")
