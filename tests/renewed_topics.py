@@ -1,4 +1,4 @@
-"""A topic that is made anew again and again while it is copied."""
+"""A topic that is made anew, once or again and again while it is copied."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import random
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 
-from txnbridge_conformance.observing import eventually, seen, send, values
+import pytest
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 
 import txnbridge
 from tests import chaos
-from txnbridge import Bridge, InvalidState, PositionLost, TxnBridgeError
+from txnbridge import Bridge, InvalidState, Message, PositionLost, TxnBridgeError
+
+FEW = [b"old %d" % number for number in range(10)]
+MORE = [b"new %d" % number for number in range(60)]
 
 
 def delete_topic(bridge: Bridge, topic: str) -> None:
@@ -25,6 +30,38 @@ def delete_topic(bridge: Bridge, topic: str) -> None:
         return False
 
     eventually(is_deleted, "the topic is deleted")
+
+
+@pytest.fixture
+def renew(bridge: Bridge) -> Callable[[str], None]:
+    """Delete a topic and make it anew, with more messages than it had."""
+
+    def renew(topic: str) -> None:
+        delete_topic(bridge, topic)
+        eventually(lambda: topic not in [each.name for each in bridge.admin.topics()], "the topic is gone")
+        bridge.admin.create_topic(topic, 1)
+        send(bridge, topic, *MORE)
+
+    return renew
+
+
+def read_on_where_told(bridge: Bridge, topic: str, group: str | None, renew: Callable[[str], None]) -> list[Message]:
+    """Check that a reader reads on in a topic that is made anew only where it is told; return what it then reads."""
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, group) as consumer:
+        old = take(consumer, 5)
+        if group is not None:
+            with bridge.transaction() as txn:
+                txn.ack(old)
+        assert values(take(consumer, 5)) == FEW[5:]
+        renew(topic)
+        for _ in range(2):
+            with pytest.raises(PositionLost, match="created again"):
+                take(consumer, 1)
+        consumer.seek({(topic, 0): (0,)})
+        new = take(consumer, len(MORE))
+    assert values(new) == MORE
+    return new
 
 
 class Renewal:

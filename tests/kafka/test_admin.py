@@ -72,18 +72,8 @@ MakeAdmin = Callable[..., Administrator]
 
 
 @pytest.fixture
-def unique() -> Callable[[str], str]:
-    return lambda stem: f"admin-{stem}-{next(_numbers)}"
-
-
-@pytest.fixture
 def connect(kafka_broker: brokers.Broker) -> Iterator[Connect]:
     yield from keeping(lambda broker=kafka_broker, **options: txnbridge.connect(broker.url, **options))
-
-
-@pytest.fixture
-def owner(unique: Callable[[str], str]) -> str:
-    return unique("owner")
 
 
 @pytest.fixture

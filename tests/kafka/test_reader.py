@@ -259,11 +259,6 @@ def cluster(kafka_broker):
 
 
 @pytest.fixture
-def group():
-    return f"group-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
 def join(cluster):
     """Let members join, which leave at the end."""
     yield from keeping(lambda *args, **options: Member(options.pop("cluster", cluster), *args, **options))

@@ -6,46 +6,19 @@ from collections.abc import Callable
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from txnbridge_conformance.observing import eventually, seen, send, take, values
+from txnbridge_conformance.observing import seen, send, take, values
 from txnbridge_conformance.plugin import NewTopic
 
-from tests.renewed_topics import made_anew_again_and_again
+from tests.renewed_topics import *  # noqa: F403
+from tests.renewed_topics import FEW, MORE, made_anew_again_and_again, read_on_where_told
 from txnbridge import Bridge, Outcome, PositionLost
-
-FEW = [b"old %d" % number for number in range(10)]
-MORE = [b"new %d" % number for number in range(60)]
-
-
-@pytest.fixture
-def renew(bridge: Bridge) -> Callable[[str], None]:
-    """Delete a topic and make it anew, with more messages than it had."""
-
-    def renew(topic: str) -> None:
-        bridge.admin.delete_topic(topic)
-        eventually(lambda: topic not in [each.name for each in bridge.admin.topics()], "the topic is gone")
-        bridge.admin.create_topic(topic)
-        send(bridge, topic, *MORE)
-
-    return renew
 
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["in a group", "alone"])
 def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_told_where(
     bridge: Bridge, topic: str, group: str, renew: Callable[[str], None], grouped: bool
 ) -> None:
-    send(bridge, topic, *FEW)
-    with bridge.consumer(topic, group if grouped else None) as consumer:
-        old = take(consumer, 5)
-        if grouped:
-            with bridge.transaction() as txn:
-                txn.ack(old)
-        assert values(take(consumer, 5)) == FEW[5:]
-        renew(topic)
-        for _ in range(2):
-            with pytest.raises(PositionLost, match="created again"):
-                take(consumer, 1)
-        consumer.seek({(topic, 0): (0,)})
-        assert values(take(consumer, len(MORE))) == MORE
+    read_on_where_told(bridge, topic, group if grouped else None, renew)
 
 
 def test_messages_read_before_a_topic_was_recreated_are_not_acknowledged_in_the_new_one(

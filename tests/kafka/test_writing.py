@@ -21,13 +21,6 @@ def bridge(kafka_broker):
         yield bridge
 
 
-@pytest.fixture
-def topic(bridge):
-    name = f"writing-{uuid.uuid4().hex[:12]}"
-    bridge.admin.create_topic(name)
-    return name
-
-
 def values(bridge, topic):
     return [message.value for message in bridge.read(topic, 10_000)]
 

@@ -39,11 +39,6 @@ def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
 
 
 @pytest.fixture
-def group() -> str:
-    return unique("group")
-
-
-@pytest.fixture
 def join(bridge: Bridge) -> Iterator[Callable[..., Member]]:
     """Return a function that opens members, which are closed after the test."""
     with ExitStack() as stack:

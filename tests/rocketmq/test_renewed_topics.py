@@ -15,13 +15,11 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.client.protocol.requests import RpcRequest, fields, nothing
 
 from tests.core.reading_kit import SOON
-from tests.renewed_topics import delete_topic, made_anew_again_and_again
+from tests.renewed_topics import *  # noqa: F403
+from tests.renewed_topics import FEW, MORE, made_anew_again_and_again, read_on_where_told
 from tests.rocketmq.kit import BROKER, LONG, read_all
 from tests.rocketmq.reading_kit import connect_to, unique
 from txnbridge import Bridge, Consumer, NotFound, Outcome, PositionLost
-
-FEW = [b"old %d" % number for number in range(10)]
-MORE = [b"new %d" % number for number in range(60)]
 
 Renew = Callable[[str], None]
 
@@ -39,23 +37,6 @@ def topic(bridge: Bridge) -> str:
     return name
 
 
-@pytest.fixture
-def group() -> str:
-    return unique("group")
-
-
-@pytest.fixture
-def renew(bridge: Bridge) -> Renew:
-    """Delete a topic and create it again, with more messages than it had."""
-
-    def renew(topic: str) -> None:
-        delete_topic(bridge, topic)
-        bridge.admin.create_topic(topic, 1)
-        send(bridge, topic, *MORE)
-
-    return renew
-
-
 def is_told(consumer: Consumer, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(PositionLost, match="created again"):
@@ -66,19 +47,8 @@ def is_told(consumer: Consumer, times: int = 1) -> None:
 def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_told_where(
     bridge: Bridge, topic: str, group: str, renew: Renew, grouped: bool
 ) -> None:
-    send(bridge, topic, *FEW)
-    with bridge.consumer(topic, group if grouped else None) as consumer:
-        old = take(consumer, 5)
-        if grouped:
-            with bridge.transaction() as txn:
-                txn.ack(old)
-        assert values(take(consumer, 5)) == FEW[5:]
-        renew(topic)
-        is_told(consumer, times=2)
-        consumer.seek({(topic, 0): (0,)})
-        new = take(consumer, len(MORE))
-        assert values(new) == MORE
-        assert [message.deliveries for message in new] == [1] * len(MORE)
+    new = read_on_where_told(bridge, topic, group if grouped else None, renew)
+    assert [message.deliveries for message in new] == [1] * len(MORE)
 
 
 def test_a_reader_that_waits_for_what_comes_next_is_told_too(bridge: Bridge, topic: str, renew: Renew) -> None:
