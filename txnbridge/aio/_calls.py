@@ -16,7 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial, wraps
 from types import TracebackType
@@ -359,17 +359,7 @@ def delegated(
     return call
 
 
-class Block(Protocol):
-    """An object that has `async with`, as a transaction or a consumer has."""
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None: ...
-
-
-B = TypeVar("B", bound=Block)
+B = TypeVar("B", bound=AbstractAsyncContextManager[Any])
 
 
 class ClosedByBlock:
