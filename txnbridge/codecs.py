@@ -101,7 +101,11 @@ class pydantic(Generic[_T]):
             decoded: _T = self._adapter.validate_json(data)
         except self._invalid as error:
             # The names of fields tell nothing of the message, as keys of its mappings and pydantic's own text would.
-            wrong = [e["loc"][0] for e in error.errors(include_url=False) if e["loc"] and e["loc"][0] in self._fields]
+            wrong = [
+                builtins.str(e["loc"][0])
+                for e in error.errors(include_url=False)
+                if e["loc"] and e["loc"][0] in self._fields
+            ]
             raise TypeError(f"invalid: {', '.join(dict.fromkeys(wrong)) or 'the value'}") from error
         return decoded
 

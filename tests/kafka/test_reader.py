@@ -134,7 +134,8 @@ class Member(reading_kit.Polling):
 
     def passes(self, topic, offset):
         """Poll until the client has passed over what is no message."""
-        self.until(lambda: self.reader._assignment.client.position([TopicPartition(topic, 0)])[0].offset == offset)
+        client = self.reader._assignment.client  # type: ignore[attr-defined]
+        self.until(lambda: client.position([TopicPartition(topic, 0)])[0].offset == offset)
 
     def lag(self):
         return self.reader.lag(Deadline(10))

@@ -109,8 +109,9 @@ def acknowledge(
 
 
 def connection_of(side: wire.PulsarProducer | wire.PulsarConsumer) -> BrokerConnection:
-    assert side._connection is not None
-    return side._connection
+    connection = side._connection
+    assert connection is not None
+    return connection
 
 
 def cut(side: wire.PulsarProducer | wire.PulsarConsumer) -> None:

@@ -33,7 +33,7 @@ from txnbridge_pulsar.write.fence import Fence
 from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
-from tests.pulsar.client_kit import acknowledge
+from tests.pulsar.client_kit import acknowledge, connection_of
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
 from txnbridge.spi import Deadline
 
@@ -160,7 +160,8 @@ def test_lanes_that_were_hung_up_leave_no_connection_behind(broker, client):
     for number in range(10):
         client.read("persistent://a/b/t", timeout=SOON, connection_key=f"reader {number}")
         client.hang_up(f"reader {number}")
-    assert [key for _, key in [*client._pool._connections, *client._pool._opening]] == [""]
+    pool = client._pool
+    assert [key for _, key in [*pool._connections, *pool._opening]] == [""]
 
 
 def test_an_error_with_the_code_0_is_an_error():
@@ -581,7 +582,7 @@ def test_a_topic_that_is_not_ready_is_asked_for_again_until_it_is(broker, client
 
 def test_lanes_have_connections_of_their_own(broker, client):
     producers = [client.create_producer("t", timeout=SOON, connection_key=key) for key in ("", "", "a", "b")]
-    assert len({id(producer._connection) for producer in producers}) == 3
+    assert len({id(connection_of(producer)) for producer in producers}) == 3
 
 
 def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else(broker, client):
@@ -631,7 +632,7 @@ def test_unconfirmed_sends_keep_their_order_also_when_they_are_lost_while_they_a
     client.hang_up("")
     for after in (4, 2, 5):
         producer.reopen(SOON)
-        connection = producer._connection
+        connection = connection_of(producer)
         assert connection is not None
         write = connection.write
         written: list[bytes] = []

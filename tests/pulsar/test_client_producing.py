@@ -45,7 +45,7 @@ def test_packed_messages_are_read(client, topic, kind):
 
 def test_the_largest_message_is_stored_and_a_larger_one_not_sent(client, topic):
     producer = client.create_producer(topic, timeout=SOON)
-    limit = producer._connection.max_message_size
+    limit = connection_of(producer).max_message_size
     with pytest.raises(wire.MessageTooLarge):
         producer.send(wire.Single(bytes(limit)), timeout=SOON)
     producer.send(wire.Single(bytes(limit - 1024)), timeout=SOON).result(SOON)

@@ -243,6 +243,9 @@ def test_a_message_is_decoded_again_after_its_codecs_registry_was_down(room: Roo
     class Registry:
         answers = iter([b"1", ConnectionError(), ConnectionError(), b"2", b"3"])
 
+        def encode(self, obj: object, context: object) -> bytes:
+            raise NotImplementedError
+
         def decode(self, data: bytes, context: object) -> object:
             if isinstance(answer := next(self.answers), Exception):
                 raise answer
@@ -282,10 +285,10 @@ def test_places_that_no_partition_has_are_refused_and_the_consumer_goes_on(room:
     for partitions in ("t", ["t"], 5):
         for call in (room.consumer.pause, room.consumer.resume):
             with pytest.raises(InvalidOption, match="list of"):
-                call(partitions)
+                call(partitions)  # type: ignore[arg-type]
     for position in ((1 << 63,), 5, "5", (True,)):
         with pytest.raises(InvalidOption, match="positions"):
-            room.consumer.seek({P: position})
+            room.consumer.seek({P: position})  # type: ignore[dict-item]
     assert len(room.consumer.poll()) == 5
 
 
