@@ -643,7 +643,7 @@ def test_unconfirmed_sends_keep_their_order_also_when_they_are_lost_while_they_a
             written.append(frame)
             write(frame, deadline)
 
-        connection.write = breaks
+        connection.write = breaks  # type: ignore[method-assign]
         with pytest.raises(wire.BrokerConnectionLost):
             producer.resend(SOON)
         client.hang_up("")  # the loss is told to the producer only now

@@ -158,7 +158,7 @@ class PulsarConsumer:
             self._chunks.clear()
             self.active = self._lost = None
             self._subscribed = False
-        connection.add_consumer(self._id, ConsumerCallbacks(self, self.generation))
+        connection.add_consumer(self._id, _GenerationCallbacks(self, self.generation))
         try:
             connection.ask("subscribe", deadline, **self._subscribe_fields())
         except BaseException as error:
@@ -494,7 +494,7 @@ class PulsarConsumer:
         self.inbox.leave(self)
 
 
-class ConsumerCallbacks:
+class _GenerationCallbacks:
     """A consumer's callbacks from one `reopen` to the next. They pass on `generation`, which each `reopen` raises,
     so that the consumer recognizes late callbacks from before its last `reopen`.
     """
