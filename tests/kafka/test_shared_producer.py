@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,3 +91,20 @@ def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client
 def test_a_record_that_the_client_refuses_has_its_error_at_once(client: Client) -> None:
     report = SharedProducer({}).send("log", b"refused", Deadline(60))
     assert report is not None and report[0] is not None and report[0].code() == KafkaError._QUEUE_FULL
+
+
+def test_what_a_client_says_again_and_again_is_logged_once_a_minute(caplog, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("txnbridge_kafka.client.librdkafka.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    log = logging.getLogger("txnbridge.kafka.client")
+    with caplog.at_level(logging.INFO):
+        for number in range(500):
+            log.log(20, "%s [%s] refused (after %dms in state CONNECT)", "FAIL", "consumer-1", number)
+            log.log(20, "%s [%s] refused (after %dms in state CONNECT)", "FAIL", "consumer-2", number)
+        clock[0] += 60
+        log.log(20, "%s [%s] refused (after %dms in state CONNECT)", "FAIL", "consumer-1", 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "FAIL [consumer-1] refused (after 0ms in state CONNECT)",
+        "FAIL [consumer-2] refused (after 0ms in state CONNECT)",
+        "FAIL [consumer-1] refused (after 0ms in state CONNECT) (499 more like it)",
+    ]

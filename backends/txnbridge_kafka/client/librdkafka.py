@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import struct
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,36 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 from txnbridge.errors import BackendMissing, DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
 from txnbridge_kafka.settings import KafkaSettings
+
+# A client repeats what it has to say of a broker that is away many times a second; each line is logged so often.
+_AGAIN_SECONDS = 60.0
+_MOST_LINES = 1000
+
+
+class RepeatedLines(logging.Filter):
+    """Lets a client's line pass once a minute, with the number of those that were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, tuple[float, int]] = {}  # when a line was logged, and how many like it came since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line, now = record.getMessage(), time.monotonic()
+        kind = line.partition(" (after ")[0]  # how long it took differs
+        at, left_out = self._seen.get(kind, (-_AGAIN_SECONDS, 0))
+        if now - at < _AGAIN_SECONDS:
+            self._seen[kind] = at, left_out + 1
+            return False
+        if len(self._seen) >= _MOST_LINES:
+            self._seen.clear()
+        self._seen[kind] = now, 0
+        if left_out:
+            record.msg, record.args = f"{line} ({left_out} more like it)", None
+        return True
+
+
+logging.getLogger("txnbridge.kafka.client").addFilter(RepeatedLines())
+logging.getLogger("txnbridge.kafka.client.publisher").addFilter(RepeatedLines())
 
 # Without a handler Python would print the clients' log lines in a program that configures no logging.
 logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
