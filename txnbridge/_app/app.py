@@ -283,7 +283,7 @@ class App(Router):
         """Return a function's state and event loop, open until `stack` ends; `states` has plain lifespans' states."""
         if not handler.is_async:
             return states.get(lifespan), None
-        loop = EventLoop()
+        loop = EventLoop(side_by_side=handler.settings.get("concurrency", 1) != 1)
         stack.callback(loop.close)
         if lifespan is not None and lifespan.is_async:
             return stack.enter_context(loop.opened(lifespan.open(self))), loop

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from threading import Thread
 from typing import Any, TypeVar, cast
 
 from txnbridge.errors import TransactionAborted
@@ -28,73 +30,105 @@ async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, Excepti
 
 
 class EventLoop:
-    """An event loop of one handler: it runs while a call of the handler runs."""
+    """An event loop of one handler.
 
-    def __init__(self) -> None:
+    It runs while a call of the handler runs, in the calling thread. With `side_by_side` many threads call at once, and
+    it runs in a thread of its own until it is closed.
+    """
+
+    def __init__(self, side_by_side: bool = False) -> None:
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[Any] | None = None
+        self._calls: set[asyncio.Task[Any] | Future[Any]] = set()
         self._cancelled = False
+        self._thread: Thread | None = None
+        if side_by_side:
+            self._thread = Thread(target=self._loop.run_forever, name="txnbridge event loop", daemon=True)
+            self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine to its end. Raise `TransactionAborted` if a stop has cancelled it."""
-        task = self._task = self._loop.create_task(_outcome(coroutine))
+        call: asyncio.Task[Any] | Future[Any]
+        if self._thread is None:
+            call = self._loop.create_task(_outcome(coroutine))
+        else:
+            call = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._loop)
+        self._calls.add(call)
         try:
-            result, error = self._loop.run_until_complete(task)
-        except asyncio.CancelledError:
+            result, error = call.result() if isinstance(call, Future) else self._loop.run_until_complete(call)
+        except (asyncio.CancelledError, CancelledError):
             if not self._cancelled:
                 raise RuntimeError("a task that the handler awaited was cancelled") from None
         finally:
-            self._task = None
+            self._calls.discard(call)
         if self._cancelled:  # also if the coroutine has caught the cancellation and returned
             raise TransactionAborted("the handler was cancelled: it did not end in the time of the stop")
         if error is not None:
             raise error
         return cast(R, result)
 
+    def _complete(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        if self._thread is None:
+            return self._loop.run_until_complete(coroutine)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
     @contextmanager
     def opened(self, block: AbstractAsyncContextManager[R]) -> Iterator[R]:
         """Enter an async context manager on the loop, and leave it at the end of the `with` block, in the same task."""
-        value: asyncio.Future[R] = self._loop.create_future()
-        ended = asyncio.Event()
 
-        async def hold() -> None:
-            async with block as entered:
-                value.set_result(entered)
-                await ended.wait()
+        async def begin() -> tuple[asyncio.Task[None], asyncio.Event, R]:
+            entered: asyncio.Future[R] = self._loop.create_future()
+            ended = asyncio.Event()
 
-        task = self._loop.create_task(hold())
-        waits: list[asyncio.Future[Any]] = [value, task]
-        self._loop.run_until_complete(asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED))
-        if task.done():
-            task.result()  # raises the error of the block's beginning
+            async def hold() -> None:
+                async with block as value:
+                    entered.set_result(value)
+                    await ended.wait()
+
+            task = self._loop.create_task(hold())
+            waits: list[asyncio.Future[Any]] = [entered, task]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()  # raises the error of the block's beginning
+            return task, ended, entered.result()
+
+        async def end() -> None:
+            ended.set()
+            await task
+
+        task, ended, value = self._complete(begin())
         try:
-            yield value.result()
+            yield value
         finally:
-            if self._loop.is_running():
+            if self._calls:
                 _log.warning("a lifespan is not closed, because its handler still runs")
             else:
-                ended.set()
-                self._loop.run_until_complete(task)
+                self._complete(end())
 
     def cancel_at(self, at: float) -> None:
-        """Cancel the call that runs at the time `at` of `time.monotonic`. Any thread may call this."""
+        """Cancel the calls that run at the time `at` of `time.monotonic`. Any thread may call this."""
         with suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(
                 lambda: self._loop.call_later(max(0.0, at - time.monotonic()), self._cancel)
             )
 
     def _cancel(self) -> None:
-        if self._task is not None:
-            self._cancelled = self._task.cancel()
+        for call in list(self._calls):
+            self._cancelled |= call.cancel()
 
     def close(self) -> None:
         """Cancel tasks that are left, and close the loop; leave it as it is if a handler that hangs still runs."""
-        if self._loop.is_running():
+        if self._calls:
             return
-        tasks = asyncio.all_tasks(self._loop)
+        self._complete(self._end())
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CLOSE_SECONDS))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+        await self._loop.shutdown_asyncgens()

@@ -39,6 +39,7 @@ from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
 from txnbridge._process.retries import Retries
+from txnbridge._process.side_by_side import SideBySide, check_side_by_side
 from txnbridge._read.consumer import topic_list
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.capabilities import Capability
@@ -112,6 +113,8 @@ class HandlerSettings(TypedDict, total=False):
     max_wait: float
     timeout: float | None
     max_dead_letters_in_a_row: int | None
+    concurrency: int
+    order: str
     backoff: tuple[float, float]
     retry_for: float | None
     start: str | int | datetime
@@ -145,6 +148,9 @@ class Processor(ConnectionUser):
       poison. Messages behind it overtake it.
     - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
     - `timeout`: the timeout of each transaction; by default the bridge's.
+    - `concurrency`: how many messages of a poll are handled at once, each in a thread. What they send is sent in the
+      order of the messages. `order`: "key" handles the messages of one key one after another, "partition" those of one
+      partition, "none" as they come. Not with `batch` or `db`.
     - `backoff`: the first and the longest wait, in seconds, before a failed poll or batch is tried again;
       `retry_for`: after so many seconds in which each attempt failed and nothing was committed, the loop stops with the
       error (None: no limit).
@@ -179,6 +185,8 @@ class Processor(ConnectionUser):
         timeout: float | None = None,
         stop_timeout: float = 30.0,
         max_dead_letters_in_a_row: int | None = 10,
+        concurrency: int = 1,
+        order: str = "key",
         backoff: tuple[float, float] = (0.1, 30.0),
         retry_for: float | None = None,
         start: str | int | datetime = "earliest",
@@ -214,6 +222,10 @@ class Processor(ConnectionUser):
         self._retry_for = retry_for
         self._start = start
         self._check_settings()
+        check_side_by_side(concurrency, order, plain=batch is None and db is None)
+        self._side_by_side = None
+        if concurrency > 1 and self._each is not None:
+            self._side_by_side = SideBySide(self._each, concurrency, order, group)
 
         if db is not None:
             self._use_database(db, outbox)
@@ -430,6 +442,8 @@ class Processor(ConnectionUser):
             _log.warning("%r could not leave its group: %s", self, error)
         if self._database is not None:
             self._database.close()
+        if self._side_by_side is not None:
+            self._side_by_side.close()
 
     # --- by force -------------------------------------------------------------------------------------------------
 
@@ -546,6 +560,8 @@ class Processor(ConnectionUser):
         if self._retries.topics:
             items.originals = [self._original(items, index) for index in range(len(delivered))]
             items.messages = items.originals
+        if self._side_by_side is not None:
+            self._side_by_side.keep(delivered)
         if inputs.decodes:
             items.messages = [self._decode(inputs, items, index) for index in range(len(delivered))]
         return items
@@ -647,10 +663,18 @@ class Processor(ConnectionUser):
         """
         now = time.monotonic()
         half_time = now + txn.deadline / 2
+        messages = items.messages
+        if (side_by_side := self._side_by_side) is not None:
+            self._called_at = now
+            makers = self._connection.header_makers
+            done = side_by_side.handle(items, txn, makers, self._if_slow, lambda: self._stop.asked)
+            each, messages = side_by_side.send, items.delivered[:done]
+            now = time.monotonic()
+            half_time = now + txn.deadline / 2  # of the sends
         known = items.marked
         found = succeeded = False
         done = 0
-        for index, message in enumerate(items.messages):
+        for index, message in enumerate(messages):
             done += 1
             if index not in known:
                 self._called_at, failure = now, None
@@ -670,7 +694,7 @@ class Processor(ConnectionUser):
             if found and (self._database is not None or txn.state is not State.OPEN):
                 break
             # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.
-            if self._stop.asked or now > half_time:
+            if (self._stop.asked and side_by_side is None) or now > half_time:
                 break
         if found:
             raise _Found
@@ -692,6 +716,8 @@ class Processor(ConnectionUser):
         may_pass = self._policy.may_pass(error, txn)
         if may_pass and not first:
             raise _FailedBehind(index)
+        if self._side_by_side is not None:
+            self._side_by_side.drop(items.delivered[index])
         self._policy.raise_unless_set_aside(error, txn, (items.delivered[index],))
         self._mark(items, index, error)
         if may_pass:

@@ -9,6 +9,7 @@ import txnbridge
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.service_stop import leaving_seconds
 from txnbridge._process.processor import ProcessorStats
+from txnbridge._process.side_by_side import RecordedSends
 from txnbridge.aio._calls import Call, Threads
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import LoopService
@@ -64,7 +65,9 @@ class Processor(LoopService):
         """Return a synchronous handler, for the processor's thread, which runs `handler` on the event loop."""
         require_async(setting, handler)
 
-        def handle(input: Any, sync: txnbridge.Transaction) -> object:
+        def handle(input: Any, sync: txnbridge.Transaction | RecordedSends) -> object:
+            if isinstance(sync, RecordedSends):
+                return self._functions.call(_handler_cancelled, handler, input, _LoopSends(sync))
             if self._lent is None or self._lent._sync is not sync:
                 self._lent = Transaction(sync, self._threads)
             return self._functions.call(_handler_cancelled, handler, input, self._lent)
@@ -114,6 +117,22 @@ class Processor(LoopService):
 
     def __repr__(self) -> str:
         return repr(self._sync)
+
+
+class _LoopSends:
+    """The messages that one of several calls at once sends; it takes the place of the transaction."""
+
+    def __init__(self, sends: RecordedSends) -> None:
+        self._sends = sends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sends, name)
+
+    async def send(self, *message: Any, **named: Any) -> None:
+        self._sends.send(*message, **named)
+
+    async def send_many(self, topic: Any, items: Any) -> None:
+        self._sends.send_many(topic, items)
 
 
 def _handler_cancelled() -> TransactionAborted:

@@ -1,0 +1,197 @@
+"""Many messages of a poll are handled at once: each is sent once, in order, and a failure is its message's alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import txnbridge
+from tests.core.processor_kit import Fresh, numbers, url_of, values
+from tests.in_time import wait_until
+from txnbridge import App, Bridge, InvalidOption, Message, Poison, Transaction
+
+KEYS = 7
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return url_of(tmp_path, lease_seconds=10)
+
+
+@pytest.fixture
+def bridge(url: str) -> Iterator[Bridge]:
+    with txnbridge.connect(url, create_topics=2) as opened:
+        yield opened
+
+
+def feed(bridge: Bridge, count: int) -> None:
+    with bridge.transaction() as txn:
+        for number in range(count):
+            txn.send("in", b"%d" % number, key=b"k%d" % (number % KEYS))
+
+
+class Meeting:
+    """A handler whose calls wait for each other: it returns once `size` of them run at the same time."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.seen: dict[Any, list[int]] = defaultdict(list)
+
+    def __call__(self, message: Message, txn: Transaction) -> None:
+        self.barrier.wait(60)
+        self.seen[message.key].append(int(message.value))
+        txn.send_many("out", [(message.value, message.key)])
+
+
+def test_messages_of_several_keys_are_handled_at_once_and_those_of_one_key_in_order(bridge):
+    feed(bridge, 5 * KEYS)
+    handler = Meeting(KEYS)
+    processor = bridge.processor("in", group="g", each=handler, concurrency=20)
+    processor.run(until_idle=True)
+    assert all(seen == sorted(seen) and len(seen) == 5 for seen in handler.seen.values())
+    sent = bridge.read("out", 100)
+    assert processor.stats.transactions == 1 and len(sent) == 5 * KEYS
+    for key in handler.seen:
+        assert [int(m.value) for m in sent if m.key == key] == handler.seen[key]
+
+
+@pytest.mark.parametrize(("order", "at_once"), [("partition", 2), ("none", 14)])
+def test_the_order_that_is_kept_is_chosen(bridge, order, at_once):
+    with bridge.transaction() as txn:
+        for number in range(14):
+            txn.send("in", b"%d" % number, key=b"k", partition=number % 2)
+    bridge.processor("in", group="g", each=Meeting(at_once), concurrency=14, order=order).run(until_idle=True)
+    assert sorted(map(int, values(bridge, "out"))) == list(range(14))
+
+
+def test_a_failure_is_its_messages_and_nothing_else_is_handled_twice(bridge):
+    feed(bridge, 3 * KEYS)
+    calls: dict[bytes, int] = defaultdict(int)
+
+    def fail(message: Message, txn: Transaction) -> None:
+        calls[message.value] += 1
+        txn.send("out", message.value)
+        if message.value == b"4":
+            raise Poison("no")
+        if message.value == b"8" or (message.value == b"9" and calls[b"9"] < 3):
+            raise KeyError
+
+    settings: Any = {"max_attempts": 3, "dead_letter": "dead", "backoff": (0.01, 0.01)}
+    bridge.processor("in", group="g", each=fail, concurrency=KEYS, **settings).run(until_idle=True)
+    assert sorted(values(bridge, "dead")) == [b"4", b"8"]
+    assert sorted(map(int, values(bridge, "out"))) == sorted({*range(3 * KEYS)} - {4, 8})
+    assert {value for value, count in calls.items() if count > 1} == {b"8", b"9"}
+
+
+def test_calls_that_take_longer_than_a_transaction_are_committed_in_parts(bridge):
+    feed(bridge, 4 * KEYS)
+
+    def slow(message: Message, txn: Transaction) -> None:
+        assert txn.deadline <= 2
+        time.sleep(0.1)
+        txn.send("out", message.value)
+
+    processor = bridge.processor("in", group="g", each=slow, concurrency=2, order="none", timeout=2)
+    processor.run(until_idle=True)
+    assert sorted(map(int, values(bridge, "out"))) == list(range(4 * KEYS))
+    assert processor.stats.transactions > 1 and processor.stats.retries == 0
+
+
+def test_a_stop_commits_what_has_ended_and_begins_no_further_call(bridge):
+    feed(bridge, 10)
+    inside, go = threading.Semaphore(0), threading.Event()
+
+    def wait(message: Message, txn: Transaction) -> None:
+        inside.release()
+        assert go.wait(60)
+        txn.send("out", message.value)
+
+    with bridge.processor("in", group="g", each=wait, concurrency=3, order="none") as processor:
+        for _ in range(3):
+            inside.acquire()
+        processor.stop()
+        go.set()
+    assert 1 <= len(values(bridge, "out")) == processor.stats.messages <= 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("txnbridge g ") and not wait_ended(t)]
+
+
+def wait_ended(thread: threading.Thread) -> bool:
+    thread.join(60)
+    return not thread.is_alive()
+
+
+def test_an_asynchronous_function_keeps_its_loop_and_what_it_has_opened(url, bridge):
+    feed(bridge, 60)
+    loops, states = set(), []
+
+    async def lifespan(app: App):
+        states.append(asyncio.create_task(asyncio.sleep(3600)))  # such as a pool of connections
+        yield states[0]
+
+    app = App(url, lifespan=lifespan)
+
+    @app.process("in", group="g", to="out", concurrency=30, order="none", max_messages=30)
+    async def ship(value: bytes, state: Any) -> bytes:
+        loops.add(asyncio.get_running_loop())
+        meeting.append(value)
+        while len(meeting) % 30:
+            await asyncio.sleep(0.01)
+        assert not state.done()
+        return value
+
+    meeting: list[bytes] = []
+    app.run(until_idle=True)
+    assert len(loops) == 1 and sorted(map(int, values(bridge, "out"))) == list(range(60))
+
+
+def test_a_stop_cancels_asynchronous_calls_that_hang(url, bridge):
+    feed(bridge, 5)
+    waiting = []
+
+    async def hang(value: bytes) -> None:
+        waiting.append(value)
+        await asyncio.sleep(3600)
+
+    app = App(url, stop_timeout=1)
+    app.process("in", group="g", concurrency=5, order="none")(hang)
+    with app:
+        wait_until(lambda: len(waiting) == 5)
+    with txnbridge.connect(url) as other, other.consumer("in", "g") as consumer:
+        assert len(consumer.poll(10)) == 5
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"concurrency": 0}, {"concurrency": True}, {"order": "some"}, {"concurrency": 2, "batch": print}]
+)
+def test_settings_that_do_not_fit_are_refused(bridge, wrong):
+    handler = {} if "batch" in wrong else {"each": lambda message, txn: None}
+    with pytest.raises(InvalidOption, match=r"concurrency=|order="):
+        bridge.processor("in", group="g", **handler, **wrong)
+
+
+def run_program(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        each = lambda message, txn: txn.send("out", message.value)  # noqa: E731
+        bridge.processor("in", group="g", each=each, concurrency=4, max_messages=3).run(until_idle=True)
+
+
+def check_program(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        assert sorted(values(bridge, "out")) == numbers(5)
+
+
+def feed_program(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        feed(bridge, 5)
+
+
+@pytest.mark.timeout(240)
+def test_a_processor_killed_at_any_event_and_run_again_sends_each_once(tmp_path, kill_walk):
+    kill_walk(run_program, check_program, Fresh(tmp_path, feed_program), least={"ack/after", "commit/after"})
