@@ -17,7 +17,7 @@ from benchmarks._harness import machine, make_parser, opened
 BROKERS = {
     "none": "overhead checker",
     "embedded": "write read commit group_commit aio memory processes large_file telemetry",
-    "kafka": "write read process group_commit aio half_messages small tokens telemetry outbox processor_db "
+    "kafka": "write read process waiting group_commit aio half_messages small tokens telemetry outbox processor_db "
     "spark_write spark_read spark_recover",
     "pulsar": "write read process commit group_commit half_messages memory spark_write",
     "rocketmq": "write read group_commit recover",
@@ -26,7 +26,7 @@ BROKERS = {
 MODULES = {
     "databases": "outbox processor_db",
     "overhead": "overhead telemetry",
-    "process": "process small",
+    "process": "process small waiting",
     "recovery": "tokens recover",
     "small_transactions": "commit group_commit aio",
     "spark": "spark_write spark_read spark_recover",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from benchmarks._harness import Lap, Report, Settings, alternate, at_least, contender, in_turn, unique
 from benchmarks._ours import fill, passing_on
-from txnbridge import connect
+from txnbridge import Message, Transaction, connect
+from txnbridge._process.processor import HandlerSettings
 
 BATCH = 10_000
 SIZE = 100
@@ -101,3 +103,46 @@ def small(settings: Settings, broker: str) -> None:
         report.ratio("ours / loop by hand", found["ours"], found["by hand"], at_least(1.0))
         report.rate("ours, transactions a second", found["ours"], at_least(80))
         report.rate("loop by hand, transactions a second", found["by hand"])
+
+
+WAIT = 0.1
+AT_ONCE = 50
+
+
+@contender
+def passing_on_late(url: str, source: str, target: str, at_once: int, count: int) -> Iterator[Lap]:
+    """Pass messages on by a handler that waits, such as for the answer of a service."""
+
+    def each(message: Message, txn: Transaction) -> None:
+        time.sleep(WAIT)
+        txn.send(target, message.value)
+
+    with connect(url) as bridge:
+        settings: HandlerSettings = {"concurrency": at_once, "order": "none", "max_messages": count}
+        with bridge.processor(source, group=unique("ours"), each=each, **settings) as processor:
+
+            def lap() -> int:
+                until = processor.stats.messages + count
+                with bridge.transaction() as txn:
+                    txn.send_many(source, [b"x" * SIZE] * count)
+                while processor.stats.messages < until:
+                    time.sleep(0.001)
+                return count
+
+            yield lap
+
+
+def waiting(settings: Settings, broker: str) -> None:
+    """Measure handlers that wait 100 ms: 50 at once, beside one after another."""
+    from benchmarks import _kafka as kafka
+
+    with kafka.broker(settings) as url:
+        contenders = {
+            f"{at_once} at once": passing_on_late(url, kafka.new_topic(url), kafka.new_topic(url), at_once, count)
+            for at_once, count in ((AT_ONCE, 20 * AT_ONCE), (1, 20))
+        }
+        found = alternate(settings, contenders)
+        report = Report(settings, "Kafka: a handler that waits 100 ms")
+        many, one = found.values()
+        report.ratio(f"{AT_ONCE} at once / one after another", many, one, at_least(40))
+        report.each(found)
