@@ -240,6 +240,7 @@ class Processor(ConnectionUser):
         self._poll_by = 0.0  # when the rest of a batch is left to the next poll, by `time.monotonic`
         self._lag: int | None = None
         self._lag_at = 0.0
+        self._failed: Message | None = None  # the message for which the handler has failed last, if it is known
         self._called_at: float | None = None  # when the handler was called; None between two calls
         self._asked_at: float | None = None  # when the broker was asked for the lag; None once it has answered
         self._since: float | None = None  # begin of the attempts since the last success; None while it does not run
@@ -475,7 +476,8 @@ class Processor(ConnectionUser):
         if not self._policy.is_of_handler(error):
             return loggable(error)
         _log.debug("the handler of %r failed", self, exc_info=error)
-        return f"the handler failed: {handler_location(error, __file__)}"
+        message = f" for {self._failed!r}" if self._failed is not None else ""
+        return f"the handler failed{message}: {handler_location(error, __file__)}"
 
     def _count_failure(self, error: BaseException) -> None:
         self._failures += 1
@@ -713,6 +715,7 @@ class Processor(ConnectionUser):
 
         `first`: whether the handler was called for no message before it in this transaction.
         """
+        self._failed = items.originals[index]
         may_pass = self._policy.may_pass(error, txn)
         if may_pass and not first:
             raise _FailedBehind(index)
@@ -763,6 +766,7 @@ class Processor(ConnectionUser):
         Then raise `_Found` if this message is known, and otherwise `_Hidden`.
         """
         good = items.good()
+        self._failed = items.originals[good[0]] if len(good) == 1 else None
         if not good:
             raise error  # the database refuses what is set aside
         self._policy.raise_unless_set_aside(error, txn, [items.delivered[index] for index in good])
