@@ -11,6 +11,7 @@ handler that processes it belongs to the same trace, on whatever broker and in w
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from txnbridge import _metrics as metrics
 from txnbridge._base.events import Event
 from txnbridge._base.messages import Headers, Message
 from txnbridge._base.plugins import hookimpl, plugins
+from txnbridge.spi import RawHeaders
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
@@ -44,6 +46,9 @@ _STEPS = {
     "half.check": "check back",
     "database.commit": "commit to database",
 }
+# The steps that end a processor's transaction.
+_ENDS = ("commit", "abort", "database.commit")
+_MOST_LINKS = 128  # the limit of OpenTelemetry's own
 
 
 def instrument(
@@ -93,14 +98,19 @@ class Tracing:
         self._running = threading.local()  # the spans of the running steps of each thread
 
     @hookimpl
-    def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str]:
-        """Make the span of a `send`, and return the headers with its context."""
+    def txnbridge_headers(self, topic: str, key: bytes | None, headers: RawHeaders) -> Mapping[str, str]:
+        """Make the span of a `send`, and return the headers with its context.
+
+        It is a child of the span in `headers`, which a message has that goes to another topic unchanged: as a dead
+        letter, to a retry topic, or from an outbox.
+        """
         found: dict[str, str] = {}
         if not self._send_spans:
             propagate.inject(found)
             return found
         attributes = {"messaging.operation.type": "send", "messaging.destination.name": topic}
-        span = self._tracer.start_span(f"send {topic}", kind=SpanKind.PRODUCER, attributes=attributes)
+        parent = propagate.extract(Headers(headers), getter=_GETTER) if headers else None
+        span = self._tracer.start_span(f"send {topic}", parent, SpanKind.PRODUCER, attributes)
         propagate.inject(found, trace.set_span_in_context(span))
         span.end()
         return found
@@ -118,25 +128,32 @@ class Tracing:
             "messaging.consumer.group.name": group,
         }
         parents = [propagate.extract(message.headers, getter=_GETTER) for message in messages]
+        spans = [trace.get_current_span(each).get_span_context() for each in parents]
+        sources = [trace.Link(each) for each in spans if each.is_valid]
+        self._running.__dict__.setdefault("sources", deque(maxlen=_MOST_LINKS)).extend(sources)
         links, parent = [], parents[0]
         if len(messages) > 1:
             attributes["messaging.batch.message_count"] = len(messages)
-            contexts = (trace.get_current_span(each).get_span_context() for each in parents)
-            links, parent = [trace.Link(each) for each in contexts if each.is_valid], context.get_current()
+            links, parent = sources, context.get_current()
         return self._tracer.start_as_current_span(
             f"process {','.join(topics)}", parent, SpanKind.CONSUMER, attributes, links
         )
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
-        """Start a span at the begin of a step, and end it at the step's end, which comes on the same thread."""
+        """Start a span at the begin of a step, and end it at the step's end, which comes on the same thread.
+
+        The end of a processor's transaction has a link to the `send` of each message that was handled in it.
+        """
         stack: list[Span] = self._running.__dict__.setdefault("spans", [])
         if event.phase == "before":
             backend = event.bridge.rpartition("-")[0]
             attributes = {"messaging.system": _SYSTEMS.get(backend, f"txnbridge_{backend}")}
             if event.transaction is not None:
                 attributes["txnbridge.transaction"] = event.transaction
-            stack.append(self._tracer.start_span(_STEPS[event.name], kind=SpanKind.CLIENT, attributes=attributes))
+            links = self._running.__dict__.pop("sources", ()) if event.name in _ENDS else ()
+            name = _STEPS[event.name]
+            stack.append(self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes, links=links))
         elif stack:
             span = stack.pop()
             if event.phase == "failed":

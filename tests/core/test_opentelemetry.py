@@ -77,6 +77,7 @@ def test_one_trace_leads_from_a_request_through_the_broker_to_what_its_handler_s
     commits = traced.spans("commit")
     assert commits[0].parent.span_id == request.context.span_id
     assert commits[0].attributes["txnbridge.transaction"] == txn.id
+    assert [link.context.span_id for link in commits[1].links] == [sent.context.span_id]
     (message,) = traced.bridge.read("shipments", 1)
     expected = f"00-{shipped.context.trace_id:032x}-{shipped.context.span_id:016x}-"
     assert message.headers["traceparent"].startswith(expected)
@@ -113,6 +114,7 @@ def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keep
     failed = traced.span("process orders")
     assert failed.status.status_code is StatusCode.ERROR and failed.events[0].name == "exception"
     (dead,) = traced.bridge.read("dead", 1)
+    assert traced.span("send dead").parent.span_id == failed.parent.span_id
     (parent,) = dead.headers.all("traceparent")
     assert parent.startswith(f"00-{failed.context.trace_id:032x}-{failed.parent.span_id:016x}-")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from txnbridge._base.events import Event, Listener
     from txnbridge._base.messages import Message
     from txnbridge._process.handler import MakeContext
-    from txnbridge.spi import Backend
+    from txnbridge.spi import Backend, RawHeaders
 
 GROUP = "txnbridge"  # the entry point group, and the hooks' prefix
 
@@ -53,8 +53,8 @@ class Hooks:
         also gets an event for each message sent, which makes sending many messages slower.
         """
 
-    def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str] | None:
-        """Return headers to add to a message before it is sent, for example for tracing."""
+    def txnbridge_headers(self, topic: str, key: bytes | None, headers: RawHeaders) -> Mapping[str, str] | None:
+        """Return headers to add to a message before it is sent, for example for tracing; `headers` has it already."""
 
     def txnbridge_processing(self, messages: Sequence[Message], group: str) -> AbstractContextManager[object]:  # type: ignore[empty-body]
         """Return a context manager, inside which a processor calls its handler for these messages."""
@@ -134,7 +134,11 @@ class Plugins:
         return [(listener, names) for listener, names in found if names is not None]
 
     def header_makers(self) -> list[Any]:
-        return self._functions("txnbridge_headers")
+        """Return the functions that make headers; each takes topic, key and headers, also if its hook takes fewer."""
+        return [
+            impl.function if "headers" in impl.argnames else _without_headers(impl.function)
+            for impl in self._implementations("txnbridge_headers")
+        ]
 
     def context_makers(self) -> list[MakeContext]:
         """Return the functions that make the context managers inside which processors call their handlers."""
@@ -162,6 +166,10 @@ class Plugins:
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
         return list(getattr(self.manager.hook, hook).get_hookimpls())
+
+
+def _without_headers(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda topic, key, headers: make(topic=topic, key=key)
 
 
 def _event_names(implementation: pluggy.HookImpl) -> Collection[str] | None:

@@ -119,7 +119,7 @@ def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, maker
     data = target.encode_value(value, Headers(pairs))
     key_data = target.encode_key(key)
     for maker in makers:
-        if made := maker(topic=target.name, key=key_data):
+        if made := maker(topic=target.name, key=key_data, headers=pairs):
             names = {name for name, _ in pairs}
             pairs += tuple(pair for pair in encode_headers(made) if pair[0] not in names)
     return Encoded(target.name, data, key_data, pairs)
