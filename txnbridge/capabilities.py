@@ -107,6 +107,21 @@ def absent(why: str, link: str | None = None) -> Support:
     return Support(Level.ABSENT, why, link)
 
 
+_TRANSACTIONAL = (
+    Capability.ATOMIC_TOPICS,
+    Capability.ATOMIC_ACK,
+    Capability.FENCING,
+    Capability.PREPARE,
+    Capability.RESOLVE_ANYWHERE,
+    Capability.STATUS_LOOKUP,
+    Capability.DEADLINE,
+    Capability.LIST_OPEN,
+    Capability.END_OPEN,
+    Capability.CONFLICT,
+    Capability.HALF_MESSAGES,
+)
+
+
 class Capabilities(Mapping[Capability, Support]):
     """A backend's complete declaration: one `Support` for every `Capability`.
 
@@ -135,6 +150,10 @@ class Capabilities(Mapping[Capability, Support]):
         if not support:
             see = f" (see {support.link})" if support.link else ""
             raise NotSupported(f"{self.broker} has no {capability.value}: {support.note}{see}")
+
+    def without_transactions(self, why: str) -> Capabilities:
+        """Return a copy without what needs the broker's transactions, for a cluster where they are off."""
+        return self.but(dict.fromkeys(_TRANSACTIONAL, absent(why)))
 
     def but(self, changes: Mapping[Capability, Support]) -> Capabilities:
         """Return a copy with some entries replaced, for a cluster whose settings or rights forbid a capability."""

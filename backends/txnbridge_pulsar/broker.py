@@ -32,9 +32,9 @@ from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.capabilities import (
     CAPABILITIES,
     LIMITS,
+    TRANSACTIONS_ARE_OFF,
     WITHOUT_DEDUPLICATION,
     WITHOUT_REST,
-    WITHOUT_TRANSACTIONS,
 )
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
@@ -96,7 +96,7 @@ class PulsarBroker(Broker):
                 with needing("consume", COORDINATORS):
                     self._client.transactions.connect(deadline.left())
             except wire.NotAllowed:
-                self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
+                self.capabilities = self.capabilities.without_transactions(TRANSACTIONS_ARE_OFF)
 
         retry_translated(load, lambda error: translate(error, what), deadline)
 

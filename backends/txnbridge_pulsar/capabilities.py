@@ -69,20 +69,4 @@ WITHOUT_DEDUPLICATION: Mapping[Capability, Support] = {
         " brokerDeduplicationEnabled, or pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE"
     )
 }
-_OFF = "transactions are off in this cluster (transactionCoordinatorEnabled)"
-WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(
-    (
-        Capability.ATOMIC_TOPICS,
-        Capability.ATOMIC_ACK,
-        Capability.FENCING,
-        Capability.PREPARE,
-        Capability.RESOLVE_ANYWHERE,
-        Capability.STATUS_LOOKUP,
-        Capability.DEADLINE,
-        Capability.HALF_MESSAGES,
-        Capability.LIST_OPEN,
-        Capability.END_OPEN,
-        Capability.CONFLICT,
-    ),
-    absent(_OFF),
-)
+TRANSACTIONS_ARE_OFF = "transactions are off in this cluster (transactionCoordinatorEnabled)"

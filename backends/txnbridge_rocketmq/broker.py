@@ -30,7 +30,7 @@ from txnbridge.spi import (
     TopicRules,
     Writer,
 )
-from txnbridge_rocketmq.capabilities import CAPABILITIES, LIMITS, WITH_ROCKSDB, WITHOUT_TRANSACTIONS
+from txnbridge_rocketmq.capabilities import CAPABILITIES, LIMITS, REJECTED, WITH_ROCKSDB
 from txnbridge_rocketmq.client.protocol.codes import ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.cluster import open_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
@@ -72,7 +72,7 @@ class RocketMQBroker(Broker):
         if home.half_topic == ROCKSDB_HALF_TOPIC:
             self.capabilities = self.capabilities.but(WITH_ROCKSDB)
         if home.is_on("rejectTransactionMessage"):
-            self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
+            self.capabilities = self.capabilities.without_transactions(REJECTED)
         self.limits = replace(
             LIMITS, message_bytes=home.message_bytes, prepared_seconds=min(home.longest_transaction, home.retention)
         )

@@ -78,23 +78,7 @@ CAPABILITIES = Capabilities(
 
 _IN_ROCKSDB = absent("the broker keeps halves in RocksDB (transRocksDBEnable), where other processes cannot list them")
 WITH_ROCKSDB: Mapping[Capability, Support] = dict.fromkeys((Capability.LIST_OPEN, Capability.END_OPEN), _IN_ROCKSDB)
-_REJECTED = absent("the broker with txnbridge's own topics accepts no transactions (rejectTransactionMessage)")
-WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(
-    (
-        Capability.ATOMIC_TOPICS,
-        Capability.ATOMIC_ACK,
-        Capability.FENCING,
-        Capability.PREPARE,
-        Capability.RESOLVE_ANYWHERE,
-        Capability.STATUS_LOOKUP,
-        Capability.DEADLINE,
-        Capability.LIST_OPEN,
-        Capability.END_OPEN,
-        Capability.CONFLICT,
-        Capability.HALF_MESSAGES,
-    ),
-    _REJECTED,
-)
+REJECTED = "the broker with txnbridge's own topics accepts no transactions (rejectTransactionMessage)"
 
 # Brokers accept bodies of 4 MiB by default. A process keeps all halves of a transaction in memory until the last has
 # ended.

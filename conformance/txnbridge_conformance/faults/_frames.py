@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 # The most unanswered requests that are kept for one connection, beyond which the oldest are dropped. No real client
 # sends so many without reading an answer.
@@ -95,25 +96,22 @@ class FrameSplitter:
             yield StreamPiece(start)
 
 
-class Conversation(Protocol):
+class Conversation(ABC):
     """Matches answers with requests on one connection, by the first bytes (head) of each frame, given in order."""
 
     kinds: ClassVar[Mapping[str, int]]
     """The kinds of requests that a test can hold by name."""
-    rewritten_kinds: ClassVar[Collection[int]]
+    rewritten_kinds: ClassVar[Collection[int]] = ()
     """The kinds of requests whose answers have brokers' real addresses; the proxy replaces them by its own."""
+    request_head: ClassVar[int | None] = None
+    answer_head: ClassVar[int | None] = None
+    """The size in bytes of a request's or an answer's head; None if its first bytes tell it (see `FrameSplitter`)."""
 
-    @property
-    def request_head(self) -> int | None:
-        """Return the size in bytes of a request's head; None if its first bytes tell the size (see `FrameSplitter`)."""
-
-    @property
-    def answer_head(self) -> int | None:
-        """Return the size in bytes of an answer's head; None if its first bytes tell the size (see `FrameSplitter`)."""
-
+    @abstractmethod
     def request(self, head: bytes) -> Request:
         """Return the request whose frame has this head."""
 
+    @abstractmethod
     def answer(self, head: bytes) -> Request | None:
         """Return the request that an answer's frame, by its head, belongs to; None if it is not known.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
-from txnbridge_conformance.faults._frames import MOST_PENDING, Request
+from txnbridge_conformance.faults._frames import MOST_PENDING, Conversation, Request
 
 
-class KafkaConversation:
+class KafkaConversation(Conversation):
     """Matches answers on a Kafka connection: they come in the order of requests; some requests have no answer."""
 
     # The requests that a test can hold by name; it can hold others by their API key.
@@ -41,7 +41,6 @@ class KafkaConversation:
         "ListTransactions": 66,
         "ConsumerGroupHeartbeat": 68,
     }
-    rewritten_kinds: ClassVar[Collection[int]] = ()
     request_head = 8
     answer_head = 4
 

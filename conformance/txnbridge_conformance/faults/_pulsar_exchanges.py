@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from txnbridge_conformance._protobuf import decode
-from txnbridge_conformance.faults._frames import MOST_PENDING, Request
+from txnbridge_conformance.faults._frames import MOST_PENDING, Conversation, Request
 
 _CONNECT, _CONNECTED, _SEND, _SEND_RECEIPT, _SEND_ERROR, _PING, _PONG = 2, 3, 6, 7, 8, 18, 19
 
@@ -42,7 +42,7 @@ _MOST_REPEATS = 100
 _Key = tuple[int, ...]
 
 
-class PulsarConversation:
+class PulsarConversation(Conversation):
     """Matches answers on a Pulsar connection: by request id, or by producer id and sequence id.
 
     A head is a whole command. A message is identified by its sequence id, and a batch by its last sequence id. A
@@ -88,9 +88,6 @@ class PulsarConversation:
         "WATCH_TOPIC_LIST_CLOSE": 67,
         "TOPIC_MIGRATED": 68,
     }
-    rewritten_kinds: ClassVar[Collection[int]] = ()
-    request_head = None
-    answer_head = None
 
     def __init__(self, most_pending: int = MOST_PENDING) -> None:
         self._most_pending = most_pending

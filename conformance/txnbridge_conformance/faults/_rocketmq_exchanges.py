@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
-from txnbridge_conformance.faults._frames import MOST_PENDING, Request
+from txnbridge_conformance.faults._frames import MOST_PENDING, Conversation, Request
 
 _ANSWER, _ONE_WAY = 1, 2  # bits of a header's flag
 # The kind of a frame that cannot be decoded, and of a client's answer to a request of the broker.
 _UNKNOWN_KIND = -1
 
 
-class RocketMQConversation:
+class RocketMQConversation(Conversation):
     """Matches answers on a RocketMQ connection by the request's number (opaque); answers come in any order.
 
     A frame's head is its JSON header. A request that the broker sends, such as a check-back, counts as an answered one.
@@ -56,9 +56,7 @@ class RocketMQConversation:
         "GET_TOPIC_CONFIG": 351,
         "GET_SUBSCRIPTION_GROUP_CONFIG": 352,
     }
-    rewritten_kinds: ClassVar[Collection[int]] = (105, 106)
-    request_head = None
-    answer_head = None
+    rewritten_kinds = (105, 106)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
