@@ -594,7 +594,7 @@ class Bridge:
             self.capabilities.require(Capability.RESUME_SEQUENCE)
         connection = self._connection
         with connection.call():
-            return Publisher(connection, connection.broker.publisher(name, connection.deadline()))
+            return Publisher(connection, connection.broker.publisher(name, connection.deadline()), name)
 
     def decisions(self, name: str | None = None) -> Decisions:
         """Open the decision log `name`, by default this application's; the first claim on an id counts."""

@@ -430,17 +430,17 @@ class Publisher(ABC):
     ) -> None:
         """Take one message; ignore it if its `sequence` is not above the last stored one of this name and topic.
 
-        Raise `DeliveryFailed` if an earlier message could not be stored; no later message of the same partition was
-        stored either.
+        Only a publisher with a name gets sequences. Raise `DeliveryFailed` if an earlier message could not be stored;
+        no later message of the same partition was stored either.
         """
 
     @abstractmethod
     def flush(self, deadline: Deadline) -> None:
         """Wait until all messages are stored. Raise `DeliveryFailed` if one could not be stored."""
 
-    @abstractmethod
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
         """Return the highest sequence that is stored under this publisher's name in a topic; None if there is none."""
+        raise NotImplementedError("declare resume-sequence absent, or provide this")
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:

@@ -61,8 +61,6 @@ def test_a_message_that_cannot_be_sent_is_refused_at_once_and_the_others_go_on(o
         publish(publisher, "nowhere", b"")
     with pytest.raises(NotFound):
         publish(publisher, "orders", b"", partition=1)
-    with pytest.raises(InvalidOption, match="publisher with a name"):
-        publish(publisher, "orders", b"", sequence=1)
     publish(publisher, "orders", b"2")
     publisher.flush(Deadline(5))
     assert values(broker, "orders") == [b"1", b"2"]

@@ -22,7 +22,6 @@ from txnbridge.errors import (
     DeliveryFailed,
     InvalidOption,
     NotFound,
-    NotSupported,
 )
 from txnbridge.spi import Deadline
 
@@ -116,13 +115,6 @@ def test_a_key_goes_to_the_partition_that_the_java_client_picks(kafka_broker, pu
         keys = [message.key() for message in stored(kafka_broker.url, topic, partition)]
         assert keys
         assert {partition_of(key, 4) for key in keys} == {partition}
-
-
-def test_sequences_are_refused(publisher, topic):
-    with pytest.raises(NotSupported, match="sequence"):
-        send(publisher, topic, b"1", sequence=1)
-    with pytest.raises(NotSupported, match="sequence"):
-        publisher.last_sequence(topic, Deadline(30))
 
 
 # --- refused at once ------------------------------------------------------------------------------------------------

@@ -187,10 +187,8 @@ def test_sequences_count_over_all_partitions(publisher, new_topic, client, name)
     assert sorted(found) == list(range(35))
 
 
-def test_a_sequence_needs_a_name_and_a_rest_interface(publisher, new_topic, name):
+def test_a_sequence_needs_a_rest_interface(publisher, new_topic, name):
     topic = new_topic()
-    with pytest.raises(errors.InvalidOption, match="name"):
-        send(publisher(), topic, b"0", sequence=0)
     with pytest.raises(errors.NotSupported, match="admin_url"):
         send(publisher(name, admin_url=""), topic, b"0", sequence=0)
 

@@ -225,11 +225,3 @@ def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, t
     largest = b"x" * 4194304
     send_all(plain, topic, [largest])
     assert bodies(client, topic) == [largest]
-
-
-def test_a_sequence_is_refused(publisher, topic):
-    plain = publisher()
-    with pytest.raises(errors.NotSupported, match="sequence"):
-        send(plain, topic, b"0", sequence=0)
-    with pytest.raises(errors.NotSupported, match="sequence"):
-        plain.last_sequence(topic, Deadline(LONG))

@@ -11,6 +11,7 @@ from txnbridge import spi
 from txnbridge._base.connection import Connection, ConnectionUser
 from txnbridge._base.messages import check_place
 from txnbridge._base.topic import Topic, as_topic, encode_message
+from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, InvalidState
 
 
@@ -22,9 +23,10 @@ class Publisher(ConnectionUser):
     exactly once. New messages need increasing sequences above `last_sequence(topic)`.
     """
 
-    def __init__(self, connection: Connection, publisher: spi.Publisher) -> None:
+    def __init__(self, connection: Connection, publisher: spi.Publisher, name: str | None) -> None:
         self._connection = connection
         self._publisher = publisher
+        self._name = name
         self._lock = threading.Lock()  # keeps messages of several threads in the order of their sequences
         self._closed = False
         self._marks: dict[str, int] = {}  # by topic: the highest sequence that was stored before the first send
@@ -72,6 +74,7 @@ class Publisher(ConnectionUser):
                 self._last[name] = sequence
 
     def _check_sequence(self, topic: str, sequence: int) -> None:
+        self._check_named()
         last = self._last.get(topic)
         if last is not None and sequence <= last:
             raise InvalidOption(
@@ -81,6 +84,11 @@ class Publisher(ConnectionUser):
         if topic not in self._marks:
             stored = self._publisher.last_sequence(topic, self._connection.deadline())
             self._marks[topic] = -1 if stored is None else stored
+
+    def _check_named(self) -> None:
+        if self._name is None:
+            self._connection.capabilities.require(Capability.RESUME_SEQUENCE)
+            raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
 
     def flush(self) -> None:
         """Wait until all messages sent so far are stored.
@@ -96,6 +104,7 @@ class Publisher(ConnectionUser):
         """Return the highest sequence stored under this publisher's name in a topic; None if there is none."""
         with self._lock:
             self._check()
+            self._check_named()
             return self._publisher.last_sequence(as_topic(topic).name, self._connection.deadline())
 
     def close(self) -> None:

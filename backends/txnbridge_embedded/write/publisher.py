@@ -77,8 +77,6 @@ class EmbeddedPublisher(Publisher):
         sequence: int | None,
         deadline: Deadline,
     ) -> None:
-        if sequence is not None and self._name is None:
-            raise errors.InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
         with self._state:
             self._call = deadline
             self._wait(lambda: self._outgoing.bytes < self._most_bytes, "memory for a message", deadline)

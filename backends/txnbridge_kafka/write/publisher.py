@@ -8,7 +8,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidState, NotSupported
+from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidState
 from txnbridge.spi import Deadline, Publisher, RawHeaders
 from txnbridge_kafka.client.librdkafka import (
     ConfluentProducer,
@@ -32,7 +32,6 @@ _SERVE_AFTER = 1000
 _LONGEST_CALL = 0.1
 _RETRY_SECONDS = 0.01
 _UNKNOWN = {KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
-_NO_SEQUENCE = "Kafka keeps no sequence of a publisher beyond its session, so it cannot skip messages stored before"
 
 
 class KafkaPublisher(Publisher):
@@ -61,8 +60,6 @@ class KafkaPublisher(Publisher):
         sequence: int | None,
         deadline: Deadline,
     ) -> None:
-        if sequence is not None:
-            raise NotSupported(_NO_SEQUENCE)
         producer = self._usable_producer()
         if not self._partitions:
             warm_up(producer, topic, deadline)
@@ -157,9 +154,6 @@ class KafkaPublisher(Publisher):
         if self._producer is None:
             raise InvalidState("this publisher is closed")
         return self._producer
-
-    def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
-        raise NotSupported(_NO_SEQUENCE)
 
     def close(self, deadline: Deadline) -> None:
         """Flush, and free the producer. If `flush` raises an error, the messages that are not stored are dropped."""

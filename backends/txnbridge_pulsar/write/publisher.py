@@ -76,8 +76,7 @@ class PulsarPublisher(Publisher):
         return producer
 
     def _sequenced_topic(self, topic: str, deadline: Deadline) -> _SequencedTopic:
-        if self._name is None:
-            raise errors.InvalidOption("sequences need a publisher with a name: bridge.publisher(name)")
+        assert self._name is not None
         sequenced = self._sequenced.get(topic)
         if sequenced is None:
             full = self._cluster.settings.namespace.full_name(topic)

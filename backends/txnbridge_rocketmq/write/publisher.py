@@ -75,8 +75,6 @@ class RocketMQPublisher(Publisher):
         sequence: int | None,
         deadline: Deadline,
     ) -> None:
-        if sequence is not None:
-            raise _no_sequences()
         self._check()
         queues = self._cluster.topics.require(topic, partition, deadline)
         most = self._cluster.brokers.config(queues[0].broker, deadline).message_bytes
@@ -134,9 +132,6 @@ class RocketMQPublisher(Publisher):
                 f"{self._messages} messages were not stored within {deadline.seconds:g} s; they may yet be"
             )
         self._check()
-
-    def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
-        raise _no_sequences()
 
     def close(self, deadline: Deadline) -> None:
         """Flush and close the publisher. Raise the errors of `flush`. Drop messages not stored by the deadline."""
@@ -264,7 +259,3 @@ class _PublishFailure(Exception):
     def __init__(self, cause: RemotingError, action: str) -> None:
         super().__init__(action)
         self.cause = cause
-
-
-def _no_sequences() -> errors.NotSupported:
-    return errors.NotSupported("RocketMQ keeps no sequence numbers of publishers; leave out sequence=")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from txnbridge import Bridge, InvalidOption, connect
+from txnbridge.errors import UsageError
 
 
 @pytest.fixture
@@ -42,6 +43,19 @@ def test_messages_sent_again_after_resuming_are_skipped_until_the_first_new_one(
         with pytest.raises(InvalidOption, match="comes after 7"):
             publisher.send("rows", b"6", sequence=6)
     assert values(bridge) == [b"5", b"7"]
+
+
+@pytest.mark.parametrize(
+    ("like", "refused"),
+    [("", "a publisher with a name"), ("?like=kafka", "resume-sequence")],
+    ids=["embedded", "kafka"],
+)
+def test_without_a_name_there_are_no_sequences(tmp_path: Path, like: str, refused: str) -> None:
+    with connect(f"embedded:{tmp_path}/broker.db{like}") as bridge, bridge.publisher() as publisher:
+        with pytest.raises(UsageError, match=refused):
+            publisher.send("rows", b"", sequence=1)
+        with pytest.raises(UsageError, match=refused):
+            publisher.last_sequence("rows")
 
 
 @pytest.mark.parametrize(
