@@ -31,6 +31,7 @@ from txnbridge._base.messages import (
     Message,
     MessageColumns,
     Position,
+    as_offset,
     columns_of,
     encode_headers,
     encode_item,
@@ -96,6 +97,7 @@ __all__ = [
     "Url",
     "Writer",
     "absent",
+    "as_offset",
     "emulated",
     "encode_headers",
     "encode_item",
@@ -371,12 +373,12 @@ class Writer(ABC):
         transaction acknowledged one of them or their assignment has ended; a broker may report this only at the commit.
         """
 
-    @abstractmethod
     def prepare(self, deadline: Deadline) -> None:
         """Make the transaction durable and independent of this writer, so that any process can end it.
 
-        Raise the errors of `commit`.
+        Only a writer of `prepare_writer` is asked to. Raise the errors of `commit`.
         """
+        raise NotImplementedError("a plain writer never prepares")
 
     def store(self, deadline: Deadline) -> None:
         """Wait until the messages are stored, if the broker may refuse one only then; otherwise do nothing.

@@ -146,8 +146,6 @@ class PulsarTopics:
         Raise `NotSupported` for several partitions without an `admin_url`, `InvalidOption` if a value is invalid.
         """
         full = self._settings.namespace.full_name(topic)
-        if partitions < 1:
-            raise InvalidOption(f"a topic has at least one partition, not {partitions}")
         if self.existing(topic, deadline):
             return False
         if self._rest is None:

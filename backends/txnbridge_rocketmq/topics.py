@@ -150,9 +150,7 @@ class RocketMQTopics:
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
-        """Create a topic. Return False if a topic of this name exists. Raise `InvalidOption` for invalid values."""
-        if partitions < 1:
-            raise errors.InvalidOption(f"a topic has at least one partition, not {partitions}")
+        """Create a topic. Return False if a topic of this name exists."""
         if self.existing_queues(topic, deadline):
             return False
         created = create_topic_on(self._client, self.home, topic, partitions, _USER_TOPIC_TYPE, deadline)

@@ -27,6 +27,14 @@ _MILLISECOND = timedelta(milliseconds=1)
 Position = tuple[int, ...]  # a message's position in its partition: ordered as tuples, otherwise opaque to users
 
 
+def as_offset(position: Position) -> int:
+    """Return the one number of a position of a broker that numbers messages. Raise `InvalidOption` for any other."""
+    match position:
+        case (int(offset),) if offset >= 0:
+            return offset
+    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")
+
+
 class Headers(Mapping[str, str]):
     """A message's header names and values in their order; a name may occur more than once.
 

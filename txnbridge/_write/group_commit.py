@@ -385,9 +385,6 @@ class Member(TakenWriter, Writer):
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
         self._promoted().ack(context, positions)
 
-    def prepare(self, deadline: Deadline) -> None:
-        raise errors.InvalidState("a gathered transaction is never prepared")
-
     def evidence(self) -> Evidence:
         assert self.writer is not None
         return self.writer.evidence()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from txnbridge import errors
-from txnbridge.spi import Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge.spi import Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, as_offset
 from txnbridge_embedded.client.change_notification import ChangeNotification
 from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
@@ -233,7 +233,7 @@ class PollingReader(Reader):
         return {partition: (cursor.position,) for partition, cursor in self._cursors.items()}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
+        offsets = {self._cursor(partition): as_offset(position) for partition, position in positions.items()}
         self._seek(offsets, Deadline(SHORT_CALL_SECONDS))
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
@@ -284,10 +284,3 @@ class PollingReader(Reader):
             self._store.writing(connection or self._connection, deadline, step) as writing,
         ):
             yield writing
-
-
-def _offset(position: Position) -> int:
-    match position:
-        case (int(offset),) if offset >= 0:
-            return offset
-    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

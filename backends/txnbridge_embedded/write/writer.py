@@ -253,9 +253,6 @@ class PlainWriter(EmbeddedWriter):
         self.instance.in_token = True
         return Evidence(self._how, self._outgoing.count, self._expires_at)
 
-    def prepare(self, deadline: Deadline) -> None:
-        raise errors.InvalidState("a plain writer cannot prepare; take one from prepare_writer")
-
     def commit(self, deadline: Deadline) -> None:
         try:
             with (

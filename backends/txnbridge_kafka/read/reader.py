@@ -23,6 +23,7 @@ from txnbridge.spi import (
     Reader,
     ReaderListener,
     Subscription,
+    as_offset,
 )
 from txnbridge_kafka.client.librdkafka import warm_up
 from txnbridge_kafka.client.offsets import is_another_topic
@@ -264,7 +265,7 @@ class KafkaReader(Reader):
         return {partition: (each.next,) for partition, each in partitions.items() if each.next is not None}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        offsets = {self._assignment.get(partition): _offset(position) for partition, position in positions.items()}
+        offsets = {self._assignment.get(partition): as_offset(position) for partition, position in positions.items()}
         # A seek after an abort, to an offset that was just handed out, needs no request to the broker.
         elsewhere = {each.partition: offset for each, offset in offsets.items() if not each.was_handed_out(offset)}
         for partition, begin in self._requests.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
@@ -274,7 +275,7 @@ class KafkaReader(Reader):
         self._lookup.request({each: SeekRequest(target=offset) for each, offset in offsets.items()})
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
-        offsets = {self._assignment.get(partition): _offset(position) for partition, position in positions.items()}
+        offsets = {self._assignment.get(partition): as_offset(position) for partition, position in positions.items()}
         self._lookup.request({p: SeekRequest(target=offset, topic_id=p.topic_id) for p, offset in offsets.items()})
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
@@ -282,7 +283,7 @@ class KafkaReader(Reader):
         self._lookup.request(self._lookup.starts.at_time(known, timestamp, deadline))
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        lowest = {partition: min(map(_offset, given)) for partition, given in positions.items() if given}
+        lowest = {partition: min(map(as_offset, given)) for partition, given in positions.items() if given}
         # The messages of a revoked partition are delivered again to the member that has it now.
         here = {p: lowest[key] for key, p in self._assignment.partitions.items() if key in lowest}
         targets = {p: at if p.next is None else min(at, p.next) for p, at in here.items()}
@@ -328,10 +329,3 @@ class KafkaReader(Reader):
             )
         closing.finish()
         self._assignment.log_for_group("left")
-
-
-def _offset(position: Position) -> int:
-    match position:
-        case (int(offset),) if offset >= 0:
-            return offset
-    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

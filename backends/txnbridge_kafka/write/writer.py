@@ -317,9 +317,6 @@ class KafkaWriter(Writer):
             how["opening"] = self._owner.opening
         return Evidence(how, self.messages, log=self._log)
 
-    def prepare(self, deadline: Deadline) -> None:
-        raise NotImplementedError("a plain writer never prepares")
-
     def commit(self, deadline: Deadline) -> None:
         session, producer = self.session, self._producer()
         self._store(deadline)

@@ -337,9 +337,6 @@ class PulsarWriter(Writer):
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, deadline: Deadline) -> None:
-        raise NotImplementedError("a plain writer is never asked to prepare")
-
     def commit(self, deadline: Deadline) -> None:
         self._store_or_abort(deadline)
         participants = self._participants(deadline)

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge import errors
-from txnbridge.spi import BackgroundTask, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge.spi import (
+    BackgroundTask,
+    Deadline,
+    Message,
+    Partition,
+    Position,
+    Reader,
+    ReaderListener,
+    Subscription,
+    as_offset,
+)
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.requests import RpcRequest
@@ -58,8 +68,6 @@ class RocketMQReader(Reader):
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
     ) -> None:
-        if subscription.sharing != "partition":
-            raise errors.NotSupported("each queue of RocketMQ is read by one member of a group: sharing='partition'")
         self._cluster = cluster = ender.cluster
         self._subscription = subscription
         self._listener = listener
@@ -274,7 +282,7 @@ class RocketMQReader(Reader):
         return {partition: (reader.next,) for partition, reader in self._readers.items()}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        wanted = {self._reader(partition): _offset_of(position) for partition, position in positions.items()}
+        wanted = {self._reader(partition): as_offset(position) for partition, position in positions.items()}
         if self._group is not None:  # this sends no request, so that a seek after an abort cannot fail
             for reader, at in wanted.items():
                 reader.unsettle(SeekTarget(at, chosen=True))
@@ -289,7 +297,7 @@ class RocketMQReader(Reader):
             reader.continue_at(position)
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
-        self._go_back({self._reader(partition): _offset_of(position) for partition, position in positions.items()})
+        self._go_back({self._reader(partition): as_offset(position) for partition, position in positions.items()})
 
     def _go_back(self, wanted: Mapping[QueueReader, int]) -> None:
         for reader, at in wanted.items():
@@ -311,7 +319,7 @@ class RocketMQReader(Reader):
         for partition, given in positions.items():
             reader = self._readers.get(partition)
             if reader is not None and given:  # the next reader of a lost partition delivers its messages again anyway
-                self._go_back({reader: min(reader.next, *map(_offset_of, given))})
+                self._go_back({reader: min(reader.next, *map(as_offset, given))})
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         for reader in [self._reader(partition) for partition in partitions]:
@@ -372,10 +380,3 @@ class RocketMQReader(Reader):
             self._rebalancer.close(deadline)
         else:
             self._client.close(deadline.left())
-
-
-def _offset_of(position: Position) -> int:
-    match position:
-        case (int(offset),) if offset >= 0:
-            return offset
-    raise errors.InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

@@ -172,9 +172,6 @@ class RocketMQWriter(Writer):
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, deadline: Deadline) -> None:
-        raise NotImplementedError("a plain writer is never asked to prepare")
-
     def commit(self, deadline: Deadline) -> None:
         self._store(deadline)
         if not (self.messages or self._acks):
