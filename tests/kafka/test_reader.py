@@ -115,6 +115,8 @@ TENS = Timing(converted_at_once=10)
 class Member(reading_kit.Polling):
     """A reader with its listener."""
 
+    reader: KafkaReader
+
     def __init__(self, cluster, topics, group, kind=COOPERATIVE, start="earliest", timing=TIMING, **client):
         self.listener, self.group = Listener(), group
         self.settings = cluster.settings(**kind, consumer=client, timing=timing)
