@@ -156,10 +156,9 @@ class PulsarTopics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions until the topic has `partitions`.
+        """Add partitions until the topic has `partitions`, with an `admin_url`.
 
-        Raise `NotFound`, `NotSupported` without an `admin_url`, or `InvalidOption` if the topic has more partitions
-        already.
+        Raise `NotFound`, or `InvalidOption` if the topic has more partitions already.
         """
         names = self.existing(topic, deadline)
         if not names:
@@ -171,8 +170,6 @@ class PulsarTopics:
         full = self._settings.namespace.full_name(topic)
         if names == (full,):
             raise NotSupported(f"topic {topic!r} was created without partitions, and Pulsar cannot add any")
-        if self._rest is None:
-            raise NotSupported(f"partitions cannot be added to topic {topic!r}: {NEEDS_REST}")
         self._changed("POST", full, partitions, deadline, f"growing topic {topic!r}")
         self._known.pop(topic, None)
 
@@ -187,15 +184,14 @@ class PulsarTopics:
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Delete a topic, with `force` also one that is in use. Raise `NotFound`.
+        """Delete a topic, with an `admin_url`; with `force` also one that is in use.
 
-        Raise `NotSupported` without an `admin_url`, and, without `force`, `InvalidState` if the topic is in use.
+        Raise `NotFound`, and without `force` `InvalidState` if the topic is in use.
         """
         names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
-        if self._rest is None:
-            raise NotSupported(f"topic {topic!r} cannot be deleted: {NEEDS_REST}")
+        assert self._rest is not None
         full = self._settings.namespace.full_name(topic)
         kind = "" if names == (full,) else "/partitions"
         try:

@@ -114,19 +114,12 @@ def test_a_topic_that_others_made_without_partitions_counts_as_one_partition(adm
     assert not named(admin, name)
 
 
-def test_without_rest_a_topic_has_one_partition_and_stays(without_rest, name):
+def test_without_rest_a_topic_has_one_partition(without_rest, name):
     with pytest.raises(NotSupported, match="admin_url"):
         without_rest.create_topic(name, 2, soon())
     assert without_rest.create_topic(name, 1, soon()) is True
     assert named(without_rest, name)[0].partitions == 1
     assert without_rest.bounds([name], soon()).keys() == {(name, 0)}
-    for call in (
-        lambda: without_rest.delete_topic(name, soon()),
-        lambda: without_rest.grow_topic(name, 2, soon()),
-        lambda: without_rest.transactions(soon()),
-    ):
-        with pytest.raises(NotSupported):
-            call()
     assert [advice.subject for advice in without_rest.check(soon())] == ["rest"]
 
 

@@ -84,14 +84,12 @@ class PulsarAdmin(Admin):
         return count
 
     def _set_retention(self, topic: str, policy: dict[str, int], deadline: Deadline) -> None:
-        what = f"setting the retention of topic {topic!r}"
-        if self._cluster.rest is None:
-            raise NotSupported(f"{what}: {NEEDS_REST}")
+        assert self._cluster.rest is not None
         full = self._settings.namespace.full_name(topic)
         try:
             self._cluster.rest.ask("POST", f"/admin/v2/persistent/{path_of(full)}/retention", deadline, policy)
         except RestRefused as refused:
-            raise unavailable(refused, what) from refused
+            raise unavailable(refused, f"setting the retention of topic {topic!r}") from refused
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         partitions_of = self._topics.all(deadline)
@@ -122,7 +120,7 @@ class PulsarAdmin(Admin):
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         concrete = set(self._topics.existing(name, deadline))
-        if concrete and self._cluster.rest is not None:
+        if concrete:
             for listed in list_open(self._cluster, deadline):
                 if concrete.intersection(listed.topics):
                     raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end it first")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, NotSupported, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Outcome, Token
 from txnbridge_pulsar.admin.rest import RestRefused, unavailable
 from txnbridge_pulsar.client import TxnId
@@ -21,7 +21,6 @@ from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, end, outcome_by_proof
 from txnbridge_pulsar.outcome.proof import last_presence, proof_prefix
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, decoded, encoded
-from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.fence import fence_prefix, last_fence_record
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
@@ -74,9 +73,9 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """Return the open transactions of all programs in the cluster.
+    """Return the open transactions of all programs in the cluster, with an `admin_url`.
 
-    Raise `NotSupported` without an `admin_url`, `ListingBlocked` if the coordinators list none.
+    Raise `ListingBlocked` if the coordinators list none.
     """
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {transaction.owner for transaction in listed if transaction.owner}
@@ -86,8 +85,7 @@ def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransact
 
 def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
     rest = cluster.rest
-    if rest is None:
-        raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
+    assert rest is not None
     with translated("loading the coordinators"):  # else coordinators do not answer, and no transaction times out
         cluster.client.transactions.connect(deadline.left())
     patience = Deadline(min(cluster.settings.timing.listing_seconds, deadline.left()))
