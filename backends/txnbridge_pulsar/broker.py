@@ -109,7 +109,6 @@ class PulsarBroker(Broker):
         return list(self._owner_of(identity).open_writers(count, deadline))
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
-        self.capabilities.require(Capability.PREPARE)
         return self._owner_of(identity).prepare_writer(deadline)
 
     def _owner_of(self, identity: Identity) -> PulsarOwner:

@@ -84,7 +84,6 @@ class RocketMQBroker(Broker):
         return list(self._owner_of(identity, ledger).open_writers(count, deadline))
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
-        self.capabilities.require(Capability.PREPARE)
         return self._owner_of(identity, ledger).prepare_writer(deadline)
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> RocketMQOwner:
