@@ -13,7 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,8 +42,7 @@ class Recorder:
         self._file = open(path, "xb", buffering=0)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        host = socket.gethostname()
-        self.write(history=VERSION, process=process, client=client, host=host, pid=os.getpid(), **_now())
+        self.write(history=VERSION, process=process, client=client, host=host(), pid=os.getpid(), **_now())
 
     def start(self, what: str, **fields: Any) -> RecordedCall:
         """Record that a call begins, and return an object that records what the call does and returns.
@@ -102,6 +102,14 @@ class RecordedCall:
         self._recorder.write(end=self.number, result=result, **fields, **_now())
 
 
+def host() -> str:
+    """Return the name of this host and, on Linux, the id of its boot, because each boot has a clock of its own."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return name
+
+
 def _now() -> dict[str, int]:
     return {"mono": time.monotonic_ns(), "wall": time.time_ns()}
 
@@ -113,11 +121,13 @@ def _now() -> dict[str, int]:
 class Operation:
     """One call of a history, from its start line to its end line.
 
-    `start` and `end` are monotonic nanoseconds on the clock of the process's host. `end` is None without an end line.
+    `start` and `end` are monotonic nanoseconds on `clock`: the process's host, or a part of the process's history if
+    its clock went back. `end` is None without an end line.
     `order` is the index in `History.operations`. The operations of one process are in the order of their begins.
     """
 
     order: int
+    clock: str
     process: int
     number: int
     what: str
@@ -139,10 +149,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """A process of a history, described by the first line of its file.
-
-    Monotonic times of two processes can be compared if both have the same `host`.
-    """
+    """A process of a history, described by the first line of its file."""
 
     name: str
     client: str
@@ -160,6 +167,7 @@ class Fault:
     phase: str
     process: int
     mono: int
+    clock: str  # as of `Operation`
 
 
 @dataclass
@@ -175,6 +183,9 @@ class History:
     assigned: list[tuple[int, int, frozenset[Key]]] = field(default_factory=list)  # with the number of earlier polls
     acks: list[tuple[int, str, Sequence[str]]] = field(default_factory=list)  # with the group
     senders: dict[str, int] = field(default_factory=dict)  # by value: the order of the operation that sends it
+    turned_back: set[str] = field(
+        default_factory=set
+    )  # hosts whose clock went back, so that it orders no two processes
 
     def add(self, lines: Iterable[bytes], name: str) -> None:
         """Add the lines of one process. Raise `HistoryError` for a line that is not of this format.
@@ -211,6 +222,8 @@ class _Lines:
         self._name = name
         self._process = len(history.processes)
         self._open: dict[int, Operation] = {}
+        self._clock = ""
+        self._latest = -(2**63)  # the latest time of a line
 
     def read(self, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, 1):
@@ -218,10 +231,12 @@ class _Lines:
                 return
             try:
                 self._take(json.loads(line))
-            except (ValueError, TypeError, KeyError, IndexError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise HistoryError(f"{self._name}, line {number}: {_reason(error)}") from error
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _take(self, line: Any) -> None:
+        if type(line) is not dict or not line:
+            raise ValueError("a line is an object with fields")
         kind = next(iter(line))
         if kind not in _TAKERS:
             raise ValueError(f"a line begins with one of {', '.join(_TAKERS)}, not {kind!r}")
@@ -232,17 +247,30 @@ class _Lines:
     def _head(self, line: dict[str, Any]) -> None:
         if line["history"] != VERSION:
             raise ValueError(f"this is format {line['history']}; this version of txnbridge reads format {VERSION}")
-        process, client, host = (_text(line[name]) for name in ("process", "client", "host"))
-        head = RecordedProcess(process, client, host, _number(line["pid"]), self._name)
+        process, client, self._clock = (_text(line[name]) for name in ("process", "client", "host"))
+        head = RecordedProcess(process, client, self._clock, _number(line["pid"]), self._name)
         self._history.processes.append(head)
 
+    def _time(self, line: dict[str, Any]) -> int:
+        """Return the time of a line. If it is far before an earlier line's, the clock went back: begin a new clock."""
+        time = _number(line.pop("mono"))
+        if time < self._latest - _BACK:
+            self._history.turned_back.add(self._history.processes[self._process].host)
+            self._clock, self._latest = f"{self._name} after {self._latest} and {time}", time
+            for operation in self._open.values():
+                operation.clock = f"{self._clock} in {operation.number}"
+        self._latest = max(self._latest, time)
+        return time
+
     def _start(self, line: dict[str, Any]) -> None:
-        number, what, start = _number(line.pop("start")), _text(line.pop("what")), _number(line.pop("mono"))
+        number, what, start = _number(line.pop("start")), _text(line.pop("what")), self._time(line)
         for name in _NEEDED.get(what, ()):
             if name not in line:
                 raise ValueError(f"the call {what!r} needs the field {name!r}")
+        if number in self._open:
+            raise ValueError(f"call {number} begins, and has not ended since it began before")
         order = len(self._history.operations)
-        operation = Operation(order, self._process, number, what, start, None, "unknown", _fields(line))
+        operation = Operation(order, self._clock, self._process, number, what, start, None, "unknown", _fields(line))
         self._history.operations.append(operation)
         self._open[number] = operation
 
@@ -280,14 +308,16 @@ class _Lines:
 
     def _end(self, line: dict[str, Any]) -> None:
         operation = self._open.pop(line.pop("end"))
-        operation.result, operation.end = line.pop("result"), _number(line.pop("mono"))
+        operation.result, operation.end = line.pop("result"), self._time(line)
+        if operation.clock != self._clock:
+            operation.end = operation.start  # nobody knows how long it took
         if operation.result not in ("ok", "fail", "unknown"):
             raise ValueError(f"a result is ok, fail or unknown, not {operation.result!r}")
         operation.fields.update(_fields(line))
 
     def _fault(self, line: dict[str, Any]) -> None:
         kind, target, phase = (_text(line[name]) for name in ("fault", "target", "phase"))
-        self._history.faults.append(Fault(kind, target, phase, self._process, _number(line["mono"])))
+        self._history.faults.append(Fault(kind, target, phase, self._process, self._time(line), self._clock))
 
 
 _TAKERS = {
@@ -304,6 +334,10 @@ _TAKERS = {
 }
 
 
+# A clock that is read so much earlier than in the line before, in nanoseconds, went back: threads may write their lines
+# in another order than they read the clock, but not by seconds.
+_BACK = 5 * 10**9
+
 # The fields without which a call says nothing.
 _NEEDED = {
     "read": ("topics",),
@@ -318,17 +352,9 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
 
     Only the types of fields that a check reads are verified.
     """
-    for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
-        if line.get(name) is not None:
-            _text(line[name])
-    for name in ("topics", "absent", "values", "settings", "workloads"):
-        if name in line:
-            _texts(line[name])
-    for name in ("deadline", "hold"):
-        if name in line and type(line[name]) not in (int, float):
-            raise ValueError(f"{name} is a number of seconds, not {line[name]!r}")
-    if type(line.get("thread", 0)) is not int:
-        raise ValueError(f"thread is the number of a thread, not {line['thread']!r}")
+    for name, value in line.items():
+        if verify := _TYPES.get(name):
+            verify(value)
     if line.get("session") is not None and line.get("owner") is None:
         raise ValueError("a session needs the transactional id of its owner")
     return line
@@ -357,6 +383,21 @@ def _text(value: Any) -> str:
     return value
 
 
+def _text_or_none(value: Any) -> None:
+    if value is not None:
+        _text(value)
+
+
+def _outcome(value: Any) -> None:
+    if value not in (None, "committed", "aborted", "prepared", "unknown"):
+        raise ValueError(f"an outcome is committed, aborted, prepared or unknown, not {value!r}")
+
+
+def _seconds(value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < 2**63:
+        raise ValueError(f"a number of seconds was expected, not {value!r}")
+
+
 def _position(value: Any) -> Position:
     if type(value) is not list:
         raise ValueError(f"a position is a list of numbers, not {value!r}")
@@ -373,3 +414,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return "not JSON"
     return f"{error.args[0]!r} is missing, or its call has no start line" if isinstance(error, KeyError) else str(error)
+
+
+_TYPES: dict[str, Callable[[Any], object]] = {
+    **dict.fromkeys(("transaction", "error", "group", "session", "owner", "wish"), _text_or_none),
+    **dict.fromkeys(("topics", "absent", "values", "settings", "workloads"), _texts),
+    **dict.fromkeys(("deadline", "hold"), _seconds),
+    **dict.fromkeys(("begun", "ending", "thread"), _number),
+    "outcome": _outcome,
+}

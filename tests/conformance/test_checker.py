@@ -22,18 +22,24 @@ T0, T1 = ("t", 0), ("t", 1)
 
 
 class Story:
-    """Builds a history: time passes by one with each line, and positions are given in the order of `commit`."""
+    """Builds a history: time passes by `tick` with each line, and positions are given in the order of `commit`.
 
-    def __init__(self) -> None:
+    `ahead` are processes on other hosts, with the time by which the clocks there are ahead.
+    """
+
+    def __init__(self, tick: int = 1, **ahead: int) -> None:
         self._lines: dict[str, list[dict[str, Any]]] = {}
-        self._now = itertools.count(1)
+        self._now = itertools.count(tick, tick)
+        self._ahead = ahead
         self._numbers = itertools.count()
 
     def write(self, process: str, **line: Any) -> None:
         if process not in self._lines:
             client = "c" if process == "official" else "txnbridge 1"
-            head = {"history": 1, "process": process, "client": client, "host": "h", "pid": 1, "mono": 0, "wall": 0}
-            self._lines[process] = [head]
+            head = {"history": 1, "process": process, "client": client, "pid": 1, "mono": 0, "wall": 0}
+            self._lines[process] = [{**head, "host": f"h{self._ahead.get(process, '')}"}]
+        if process in self._ahead and "mono" in line:
+            line["mono"] += self._ahead[process]
         self._lines[process].append(line)
 
     def begin(self, process: str, what: str = "transaction", **fields: Any) -> int:
@@ -135,6 +141,62 @@ def test_an_unknown_transaction_must_be_whole_too():
     assert story.found() == ["torn-transaction"]
     story.read("1", p1="2")  # in another reading the whole of it is there
     assert story.found() == ["torn-transaction"]
+
+
+def killed_member(read: Sequence[str], again: bool = False, **fields: Any) -> list[str]:
+    """Return the findings if a member is killed in its commit, the group has read all, and `read` is its output."""
+    story = Story().txn("feed", "1")
+    for process in "ab" if again else "a":
+        call = story.begin(process, **fields)
+        story.send(process, call, f"{process}2", to=("out", 0))
+        story.ack(process, call, "1")
+        if process == "b":
+            story.end("b", call)
+    call = story.drained().begin("run", "read", topics=["t", "out"])
+    story.poll("run", call, "1")
+    story.poll("run", call, *read, to=("out", 0))
+    story.end("run", call)
+    return story.found()
+
+
+def test_a_killed_members_output_says_whether_its_acknowledgements_have_taken_effect():
+    assert killed_member(["a2"]) == killed_member(["b2"], again=True) == []
+    assert killed_member(["a2", "b2"], again=True) == ["replay-duplicate"]  # the group's position was lost
+    assert killed_member([]) == ["half-ack"]  # the group's position was moved
+    assert killed_member([], prepare=True) == []  # an undecided acknowledgement may hold its message
+
+
+def test_a_transaction_is_whole_over_the_calls_that_read_a_topic_each():
+    for right, found in (((), ["torn-transaction"]), (("2",), [])):
+        story = Story()
+        call = story.begin("a")
+        story.send("a", call, "1")
+        story.send("a", call, "2", to=("right", 0))
+        for topic, log in (("t", ("1",)), ("right", right)):
+            call = story.begin("run", "read", topics=[topic])
+            story.poll("run", call, *log, to=(topic, 0))
+            story.end("run", call)
+        assert story.found() == found
+
+
+def test_a_reader_in_the_middle_may_miss_what_is_committed_meanwhile_and_no_other_message():
+    for committed_before in (True, False):
+        story = Story()
+        call = story.begin("a")
+        story.send("a", call, "1")
+        story.send("a", call, "2", to=T1)
+        if committed_before:
+            story.txn("feed", "x").end("a", call)
+            story.read("1", "x")
+        else:
+            story.txn("feed", "x", acks=["x"]).read("x").drained().end("a", call)
+        found = story.read(*(("1", "x") if committed_before else ("x", "1")), p1="2").found()
+        assert found == (["unseen", "torn-transaction"] if committed_before else [])
+
+
+def test_a_message_that_was_read_once_and_is_absent_later_was_of_an_aborted_transaction():
+    story = Story().txn("a", "1", result=None).txn("b", what="poll", polls=["1"])
+    assert story.read().found() == ["G1a"]
 
 
 def test_a_message_at_two_positions_is_a_duplicate_and_two_messages_at_one_are_inconsistent():
@@ -421,6 +483,17 @@ def test_an_owner_that_asks_for_the_end_behind_a_newer_opening_is_a_zombie_also_
         assert story.found() == found
 
 
+def test_a_killed_owner_is_a_zombie_if_its_commit_is_there_also_before_the_newer_owner_commits():
+    for ending, log, found in ((5, ("1",), ["zombie-write"]), (5, (), []), (1, ("1",), [])):
+        story = Story().txn("a", what="open", owner="x", session="a")
+        story.txn("b", what="open", owner="x", session="b")
+        story.txn("a", "1", owner="x", session="a", ending=ending, result=None)
+        assert story.txn("b", "2", owner="x", session="b").read(*log, "2").found() == found
+    story = Story().txn("a", what="open", owner="x", session="a").txn("b", what="open", owner="x", session="b")
+    story.txn("a", owner="x", session="a").txn("b", owner="x", session="b")
+    assert story.found() == ["zombie-write"]
+
+
 def prepared_story() -> Story:
     return Story().txn("a", "1", transaction="x", hold=60, outcome="prepared")
 
@@ -432,6 +505,41 @@ def test_a_prepared_message_that_is_read_before_anybody_commits_it_is_an_early_r
     for step in reversed(steps) if early else steps:
         step()
     assert story.found() == (["early-read"] if early else [])
+
+
+@pytest.mark.parametrize("what", ["transaction", "half"])
+def test_a_message_that_is_read_before_its_commit_is_asked_for_is_an_early_read(what):
+    for ending, found in ((99, ["early-read"]), (1, []), (None, ["early-read"])):
+        story = Story().txn("a", what=what, transaction="x", ending=1)
+        call = story.begin("a", what, transaction="y")
+        story.send("a", call, "1")
+        story.txn("b", what="poll", polls=["1"])
+        if ending:
+            story.end("a", call, ending=ending)  # the others are killed before
+        assert story.found() == found
+
+
+def test_a_half_message_may_be_read_as_soon_as_a_check_back_can_have_committed_it():
+    for checked, found in ((True, []), (False, ["early-read"])):
+        story = Story().txn("a", what="half", ending=1)
+        call = story.begin("a", "half", transaction="y")
+        story.send("a", call, "1")
+        if checked:
+            story.txn("c", what="check", transaction="y", values=["1"])
+        assert story.txn("b", what="poll", polls=["1"]).found() == found
+
+
+@pytest.mark.parametrize("ahead", [10**15, -(10**15)])
+def test_clocks_of_two_hosts_are_compared_by_the_messages_between_them(ahead):
+    for lost, found in ((False, []), (True, ["lost-write", "int-poll-skip", "outcome-lie"])):
+        story = Story(tick=10**10, b=ahead).txn("a", "1", transaction="x", hold=60, outcome="prepared")
+        story.txn("a", what="finish", transaction="x", outcome="committed").txn("a", "2").txn("a", "3", stored=("3", 2))
+        story.txn("b", what="poll", polls=["1", "2", "3"])
+        last = story.begin("a")
+        story.send("a", last, "4")
+        story.read("1", *("-" if lost else "2"), "3", by="b")
+        story.end("a", last)
+        assert story.found() == found
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ and processes. `findings` has the names of findings and their meanings.
 from __future__ import annotations
 
 from txnbridge_conformance.checker import _acks, _call_order, _cycles, _hangs_and_crashes, _messages, _order
+from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, fates
 from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
@@ -22,14 +23,16 @@ def check(history: History) -> Findings:
     findings, tables = Findings(), Tables(history)
     fate = fates(history.operations, findings)
     _messages.check_positions(tables, findings)
-    _messages.check_reads(tables, fate, findings)
-    for read in _messages.full_reads(tables, findings):
-        _messages.check_full_read(tables, fate, read, findings)
-    _call_order.check_owners(tables, findings)
+    time = RealTime(tables, fate)
+    refined, absent = _messages.refine(tables, fate, time)
+    _messages.check_reads(tables, refined, time, findings)
+    for read in _messages.full_reads(tables):
+        _messages.check_full_read(tables, fate, time, read, findings)
+    _call_order.check_owners(tables, refined, findings)
     _call_order.check_check_backs(tables, findings)
-    _call_order.check_prepared(tables, fate, findings)
+    _call_order.check_prepared(tables, fate, time, findings)
     _hangs_and_crashes.check_hangs_and_crashes(tables, findings)
-    _acks.check_acks(tables, fate, findings)
+    _acks.check_acks(tables, refined, absent, time, findings)
     rank = _order.ranks(tables, fate)
     _order.check_order(tables, fate, rank, findings)
     _cycles.check_cycles(tables, fate, rank, findings)

@@ -1,55 +1,67 @@
 """Checks of owners, of check-backs, and of prepared transactions, by the order of calls in real time.
 
-Only calls of processes on one host are compared, because monotonic clocks of two hosts are unrelated.
+Calls of two hosts are compared only where messages between them have shown their order.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
-from txnbridge_conformance.checker._fates import ABORTED
-from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
+from txnbridge_conformance.checker._clocks import RealTime
+from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
+from txnbridge_conformance.checker._tables import Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 
 # The longest time, in nanoseconds, between the call that prepares a transaction and an administrator's abort of the
 # transaction by a list that was made before it was prepared.
 _LISTED_BEFORE = 5 * 10**9
+# How many seconds after its hold and its deadline a prepared transaction may still be there: brokers look for such
+# transactions at times only.
+_LATE_SECONDS = 30.0
 
 
 @dataclass
 class _Session:
-    """One opening of a transactional id: the earliest and latest time of its effect, and the transactions under it."""
+    """One opening of a transactional id: when it began, by when it had ended, and the transactions under it."""
 
-    opened_after: int  # the begin of its opening
-    opened_before: int | None  # the end of its first transaction that took effect; None if none did
+    opened_after: int
+    opened_before: float  # infinite if no transaction shows that the id was opened
     transactions: list[Operation]
 
 
-def check_owners(tables: Tables, findings: Findings) -> None:
+def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
     """Find transactions that took effect although a newer owner had opened their id before their end was requested.
 
     A history that does not tell when the end was requested shows only transactions that began after the opening.
+    `fate` is that by full reads, which show what a killed owner did.
     """
-    for owner, sessions in _sessions(tables).items():
+    for (owner, _), sessions in _sessions(tables, fate).items():
+        starts = [session.opened_after for session in sessions]
+        # For each session: the one that had opened the id first, among this one and those that began to open it later.
+        firsts = list(itertools.accumulate(reversed(sessions), lambda a, b: min(b, a, key=_opened_before)))[::-1]
         for session in sessions:
-            for transaction in session.transactions:
-                newer = [
-                    other
-                    for other in sessions
-                    if session.opened_before is not None
-                    and other.opened_before is not None
-                    and session.opened_before < other.opened_after
-                    and other.opened_before < transaction.fields.get("ending", transaction.start)
-                ]
-                if newer and transaction.result == "ok":
-                    first = newer[0].transactions[0]
+            newer = bisect_right(starts, session.opened_before)
+            for transaction in session.transactions if newer < len(sessions) else ():
+                ending = transaction.fields.get("ending", transaction.start)
+                if firsts[newer].opened_before < ending and _took_effect(transaction, fate):
                     name = tables.name(transaction.order)
-                    text = f"{name} took effect, although a newer owner had opened {owner[0]} before"
-                    findings.add("zombie-write", text, [transaction.order, first.order])
+                    text = f"{name} took effect, although a newer owner had opened {owner} before"
+                    findings.add("zombie-write", text, [transaction.order, firsts[newer].transactions[0].order])
+
+
+def _opened_before(session: _Session) -> float:
+    return session.opened_before
+
+
+def _took_effect(transaction: Operation, fate: Numbers) -> bool:
+    return transaction.result == "ok" or bool(fate[transaction.order] == COMMITTED)
 
 
 def check_check_backs(tables: Tables, findings: Findings) -> None:
@@ -66,73 +78,101 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
             findings.add("checkback-lie", text, [half, operation.order])
 
 
-def _sessions(tables: Tables) -> dict[tuple[str, str], list[_Session]]:
-    """Return the sessions (see `_Session`) of each transactional id, by the id and the host of the owner."""
-    sessions: dict[tuple[str, str], dict[str, _Session]] = defaultdict(dict)
+def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:
+    """Return the sessions of each transactional id by their begins. The key is the id and the clock of the owner."""
+    sessions: dict[tuple[str, int], dict[str, _Session]] = defaultdict(dict)
+    opened: dict[str, int] = {}  # by session: the end of its opening
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:
             continue
-        key = (operation.fields["owner"], tables.history.processes[operation.process].host)
+        found = sessions[operation.fields["owner"], int(tables.clock[operation.order])]
         if operation.what == "open":
-            sessions[key][name] = _Session(operation.start, None, [])
-        elif operation.what == "transaction" and name in sessions[key]:
-            session = sessions[key][name]
-            session.transactions.append(operation)
-            if operation.result == "ok" and session.opened_before is None:
-                session.opened_before = operation.end
-    return {key: list(found.values()) for key, found in sessions.items()}
+            found[name] = _Session(operation.start, math.inf, [])
+            if operation.end is not None and operation.result == "ok":
+                opened[name] = operation.end
+        elif operation.what == "transaction" and name in found:
+            found[name].transactions.append(operation)
+            if _took_effect(operation, fate):
+                ended = math.inf if operation.end is None else operation.end
+                found[name].opened_before = min(found[name].opened_before, opened.get(name, ended))
+    return {key: sorted(found.values(), key=lambda each: each.opened_after) for key, found in sessions.items()}
 
 
-def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
-    """Find prepared transactions that were read before any call for a commit, or aborted without a call for that."""
+def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
+    """Find prepared transactions that were aborted without a call for that, or committed long after their hold.
+
+    Find also calls that returned that a transaction is prepared after its outcome had been returned.
+    """
     asked: dict[str, list[Operation]] = defaultdict(list)
     for operation in tables.operations:
         if operation.transaction and operation.what in ("finish", "status"):
             asked[operation.transaction].append(operation)
-    prepared = [each for each in tables.operations if each.outcome == "prepared" and each.transaction]
-    _check_early_reads(tables, prepared, asked, findings)
-    by_admin = [(fault.target, fault.mono) for fault in tables.history.faults if fault.kind.startswith("administrator")]
-    named = {target for target, _ in by_admin}
-    # Before a transaction is prepared, an administrator may know it by another name than its process does. On Kafka the
-    # name of one with a made-up transactional id is this id, also after it is prepared.
-    transactions = {operation.transaction for operation in tables.operations}
-    unknown = [(target, at) for target, at in by_admin if target not in transactions]
-    for operation in prepared:
-        calls = asked[operation.transaction or ""]
-        answers = [call for call in calls if call.outcome == "aborted" and call.end is not None]
-        if fate[operation.order] != ABORTED or not answers or operation.end is None or operation.transaction in named:
+    _check_statuses(tables, time, asked, findings)
+    aborts = _AdminAborts(tables)
+    for operation in tables.operations:
+        if operation.outcome != "prepared" or not operation.transaction or operation.end is None:
             continue
-        known = min(call.end for call in answers if call.end is not None)
-        if any(call.fields.get("wish") == "abort" and call.start < known for call in calls):
-            continue  # a call for an abort that began later changed nothing
-        owner = (operation.transaction or "").partition("/")[0]
-        if any(
-            operation.start < at < (known if target.startswith(owner) else operation.end + _LISTED_BEFORE)
-            for target, at in unknown
-        ):
-            continue
-        if min(call.start for call in answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
-            text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
-            findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
+        calls, clock = asked[operation.transaction], tables.clock[operation.order]
+        here = [call for call in calls if tables.clock[call.order] == clock]
+        hold = operation.fields.get("hold", 0) * 1e9
+        if fate[operation.order] == ABORTED:
+            answers = [call for call in here if call.outcome == "aborted" and call.end is not None]
+            known = min((call.end for call in answers if call.end is not None), default=0)
+            # A call for an abort that began later changed nothing.
+            wanted = any(
+                call.fields.get("wish") == "abort" and (call.start < known or tables.clock[call.order] != clock)
+                for call in calls
+            )
+            begun = min((call.start for call in answers), default=math.inf)
+            if begun < operation.end + hold and not wanted and not aborts.explain(operation, known):
+                text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
+                findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
+        elif fate[operation.order] == COMMITTED and "hold" in operation.fields and len(here) == len(calls):
+            commits = [call for call in calls if call.what == "finish" and call.fields.get("wish") != "abort"]
+            latest = operation.end + hold + (operation.fields.get("deadline", 0) + _LATE_SECONDS) * 1e9
+            first = min(commits, key=lambda call: call.start, default=None)
+            if first is not None and first.start > latest:
+                behind = (first.start - operation.end) / 1e9
+                text = f"{tables.name(operation.order)} was committed {behind:.0f} s after it was prepared"
+                findings.add("hang", f"{text}, its hold is {hold / 1e9:g} s", [operation.order, first.order])
 
 
-def _check_early_reads(
-    tables: Tables, prepared: list[Operation], asked: dict[str, list[Operation]], findings: Findings
-) -> None:
-    never = np.iinfo(np.int64).max
-    commits_at = np.full(len(tables.operations), NONE, np.int64)
-    for operation in prepared:
-        calls = asked[operation.transaction or ""]
-        starts = [call.start for call in calls if call.what == "finish" and call.fields.get("wish") != "abort"]
-        commits_at[operation.order] = min(starts, default=never)
-    ends = np.array([never if each.end is None else each.end for each in tables.operations], np.int64)
-    writer = np.where(tables.reads.value == NONE, NONE, tables.writer[np.maximum(tables.reads.value, 0)])
-    rows = np.flatnonzero(writer != NONE)
-    rows = rows[(commits_at[writer[rows]] != NONE) & (ends[tables.reads.operation[rows]] < commits_at[writer[rows]])]
-    for row in rows:
-        order, reader = int(writer[row]), int(tables.reads.operation[row])
-        value = tables.value(tables.reads.value[row])
-        text = (
-            f"{tables.name(reader)} read {value} before any call could have committed the prepared {tables.name(order)}"
-        )
-        findings.add("early-read", text, [order, reader], [value])
+def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
+    """Find calls that returned that a transaction is prepared after another call had returned its outcome."""
+    for calls in asked.values():
+        finals = [call.order for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
+        for status in [call for call in calls if call.outcome == "prepared"] if finals else ():
+            before = time.ended_before(np.array(finals), np.full(len(finals), status.order))
+            if np.any(before):
+                text = f"{tables.name(status.order)} returned that it is prepared, after its outcome had been returned"
+                findings.add("stale-status", text, [finals[int(np.argmax(before))], status.order])
+
+
+class _AdminAborts:
+    """The aborts by an administrator in a history, which explain the aborts of prepared transactions."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        aborts = [fault for fault in tables.history.faults if fault.kind.startswith("administrator")]
+        self._targets = {fault.target for fault in aborts}
+        # Before a transaction is prepared, an administrator may know it by another name than its process does. On Kafka
+        # the name of one with a made-up transactional id is this id, also after it is prepared.
+        transactions = {operation.transaction for operation in tables.operations}
+        unknown = [fault for fault in aborts if fault.target not in transactions]
+        self._clocks = {tables.clock_of(fault) for fault in unknown}
+        self._unknown = sorted((fault.mono, tables.clock_of(fault), fault.target) for fault in unknown)
+
+    def explain(self, prepared: Operation, known: int) -> bool:
+        """Return whether an administrator may have aborted this transaction, by the time `known` at the latest."""
+        if prepared.transaction in self._targets:
+            return True
+        assert prepared.transaction is not None and prepared.end is not None
+        owner, clock = prepared.transaction.partition("/")[0], self._tables.clock[prepared.order]
+        listed = prepared.end + _LISTED_BEFORE
+        first = bisect_right(self._unknown, (prepared.start, len(self._tables.clocks)))
+        return any(
+            at < (known if target.startswith(owner) else listed) and of == clock
+            for at, of, target in itertools.islice(
+                self._unknown, first, bisect_left(self._unknown, (max(known, listed),))
+            )
+        ) or not self._clocks <= {clock}

@@ -55,9 +55,9 @@ def _in_order(tables: Tables, committed: Numbers, rank: Numbers) -> Numbers:
 def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> None:
     """Find messages stored before those of a transaction that had ended when their own transaction began."""
     found: set[tuple[int, int]] = set()
-    latest: dict[tuple[int, str], int] = {}  # by partition and host: the value whose transaction began last
+    latest: dict[tuple[int, int], int] = {}  # by partition and clock: the value whose transaction began last
     for value in ordered.tolist():
-        later = latest.setdefault((tables.home[value], _host(tables, tables.writer[value])), value)
+        later = latest.setdefault((tables.home[value], int(tables.clock[tables.writer[value]])), value)
         pair = int(tables.writer[value]), int(tables.writer[later])
         first, second = (tables.operations[order] for order in pair)
         ended = _committed_by(first)
@@ -66,7 +66,7 @@ def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> No
             text = f"{tables.name(pair[1])} began after {tables.name(pair[0])} had ended, and wrote before it"
             findings.add("G0-realtime", text, sorted(pair), [tables.value(value), tables.value(later)])
         elif first.start >= second.start:
-            latest[tables.home[value], _host(tables, pair[0])] = value
+            latest[tables.home[value], int(tables.clock[pair[0]])] = value
 
 
 def _committed_by(operation: Operation) -> int | None:
@@ -75,10 +75,6 @@ def _committed_by(operation: Operation) -> int | None:
     Messages of a transaction whose call prepared it, or ended with an unknown result, may be stored later.
     """
     return operation.end if operation.result == "ok" and operation.outcome != "prepared" else None
-
-
-def _host(tables: Tables, order: int) -> str:
-    return tables.history.processes[tables.operations[order].process].host
 
 
 def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Iterator[_Edge]:
@@ -104,18 +100,18 @@ def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
     """Return the edges of real time among these transactions.
 
     The ends of transactions are further nodes, in a chain, so that few edges lead from every earlier transaction to
-    every later one. Only transactions of one host are compared, because monotonic clocks of two hosts are unrelated.
+    every later one. Only transactions of one clock are compared.
     """
     edges: list[_Edge] = []
     extra = len(tables.operations)
-    hosts: dict[str, list[tuple[int, int, int]]] = {}
+    clocks: dict[int, list[tuple[int, int, int]]] = {}
     for order in map(int, np.flatnonzero(committed)):
         operation = tables.operations[order]
-        events = hosts.setdefault(_host(tables, order), [])
+        events = clocks.setdefault(int(tables.clock[order]), [])
         events.append((operation.start, 1, order))
         if (end := _committed_by(operation)) is not None:
             events.append((end, 0, order))
-    for events in hosts.values():
+    for events in clocks.values():
         last = NONE
         for _, is_start, order in sorted(events):
             if is_start and last != NONE:
@@ -133,15 +129,15 @@ def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str)
     graph: rustworkx.PyDiGraph[None, str] = rustworkx.PyDiGraph()
     graph.add_nodes_from([None] * max([nodes, *(max(a, b) + 1 for a, b, _ in real_time)]))
     graph.add_edges_from([*edges, *real_time])
-    for part in rustworkx.strongly_connected_components(graph):
-        if len(part) > 1:
-            inside = set(part)
-            for first, second, kind in edges:
-                if kind == needed and first in inside and second in inside:
-                    path = rustworkx.digraph_dijkstra_shortest_paths(graph, second, first, lambda _: 1.0)[first]
-                    cycle = [first, *path]
-                    yield list(_named(graph, cycle, nodes))
-                    break
+    parts = enumerate(rustworkx.strongly_connected_components(graph))
+    part_of = {node: number for number, part in parts if len(part) > 1 for node in part}
+    named: set[int] = set()
+    for first, second, kind in edges:
+        part = part_of.get(first)
+        if kind == needed and part is not None and part == part_of.get(second) and part not in named:
+            named.add(part)
+            path = rustworkx.digraph_dijkstra_shortest_paths(graph, second, first, lambda _: 1.0)[first]
+            yield list(_named(graph, [first, *path], nodes))
 
 
 def _named(graph: rustworkx.PyDiGraph[None, str], cycle: Iterable[int], nodes: int) -> Iterator[tuple[int, str]]:

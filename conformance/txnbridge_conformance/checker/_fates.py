@@ -25,7 +25,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
     fate = np.zeros(len(operations), np.int64)
     told: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for operation in operations:
-        for outcome in _told_by(operation):
+        for outcome in told_by(operation):
             if operation.transaction is None:
                 fate[operation.order] = outcome
             else:
@@ -43,7 +43,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
     return fate
 
 
-def _told_by(operation: Operation) -> Iterator[int]:
+def told_by(operation: Operation) -> Iterator[int]:
     """Yield the fate, COMMITTED or ABORTED, that the operation returned; nothing if it returned neither."""
     if operation.outcome in _OUTCOMES:
         yield _OUTCOMES[operation.outcome]

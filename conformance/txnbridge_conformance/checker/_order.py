@@ -117,8 +117,7 @@ def _skips_unprocessed(tables: Tables, rank: Numbers, steps: _Steps, rows: Numbe
 
 def _precedes(tables: Tables, one: Operation, other: Operation) -> bool:
     """Return whether an operation may have begun before another one."""
-    hosts = {tables.history.processes[each.process].host for each in (one, other)}
-    return len(hosts) > 1 or one.start < other.start
+    return bool(tables.clock[one.order] != tables.clock[other.order]) or one.start < other.start
 
 
 def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from txnbridge_conformance.history import History, Key, Operation
+from txnbridge_conformance.history import Fault, History, Key, Operation
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+Times = NDArray[np.float64]  # nanoseconds
 
 NONE = -1
 
@@ -82,6 +83,27 @@ class Tables:
         self.writer[:sent][self.sends.value] = self.sends.operation
         self.home[:sent][self.sends.value] = self.sends.key
         self.dropped = self._dropped()
+        rows = np.flatnonzero(self.reads.value != NONE)
+        self.of_senders = rows[self.writer[self.reads.value[rows]] != NONE]  # rows of `reads` whose sender is known
+        self.clocks = Names()  # times are comparable within each
+        self.clock = _numbers(map(self.clock_of, self.operations))
+        self.starts: Times = np.array([each.start for each in self.operations], np.float64)
+        self.ends: Times = np.array([np.inf if each.end is None else each.end for each in self.operations], np.float64)
+        self.last = self._last_signs()
+
+    def clock_of(self, event: Operation | Fault) -> int:
+        """Return the number of an event's clock. A host whose clock went back has a clock for each process."""
+        turned_back = event.clock in self.history.turned_back
+        return self.clocks.number((event.clock, event.process if turned_back else NONE))
+
+    def _last_signs(self) -> Times:
+        """Return, for each operation, its end, or without one the last time that its process recorded."""
+        latest: dict[tuple[int, str], int] = {}
+        for each in self.operations:
+            sign = each.start if each.end is None else each.end
+            latest[each.process, each.clock] = max(sign, latest.get((each.process, each.clock), sign))
+        ends = (latest[each.process, each.clock] if each.end is None else each.end for each in self.operations)
+        return np.fromiter(ends, np.float64, len(self.operations))
 
     def _sends(self) -> Sends:
         operations: list[int] = []

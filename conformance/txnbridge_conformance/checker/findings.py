@@ -20,7 +20,7 @@ MEANINGS = {
     "G1a": "a message of an aborted transaction was read",
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
     "zombie-write": "a transaction of a fenced owner took effect",
-    "early-read": "a message of a prepared transaction was read before any call could have committed it",
+    "early-read": "a message was read before any call could have committed its transaction",
     "precommitted-read": "a transaction read a message that it had sent itself",
     # about acknowledgements
     "replay-duplicate": "a group processed one message in two committed transactions",
@@ -41,6 +41,7 @@ MEANINGS = {
     "G1c-realtime": "reads and writes that contradict the order in which transactions ended and began",
     # about outcomes
     "split-decision": "two calls returned different outcomes of one transaction",
+    "stale-status": "a transaction was said to be prepared after its outcome had been returned",
     "lost-prepare": "a prepared transaction was aborted before its hold had passed, and nobody asked for that",
     "outcome-lie": "a transaction's returned outcome is contradicted by what readers read",
     "orphan-half": "a half message whose local work succeeded was not published",

@@ -168,9 +168,8 @@ class Client:
         `ack` is a group, and the messages to acknowledge for the group. The transaction pauses for `pause` seconds
         before one of its steps or before its end. `thread` is the number of the calling thread, if there are several.
         """
-        call = self.start_transaction(
-            **({"deadline": timeout} if timeout else {}), **({"thread": thread} if thread else {})
-        )
+        more = {"deadline": timeout, "thread": thread, "prepare": prepare}
+        call = self.start_transaction(**{name: value for name, value in more.items() if value})
         if ack is not None:
             call.poll([read_of(message) for message in ack[1]], ack[0])
         steps: list[Callable[[Transaction], None]] = [

@@ -274,6 +274,7 @@ def sell(client: Client) -> None:
         if txn.deadline <= _DISPUTED_DEADLINE:
             sales.decide(txn.id, Decision.UNDECIDED)
             client.stop.wait(_DISPUTED_DEADLINE + client.random.uniform(0.2, 1.2))
+            call.note(ending=time.monotonic_ns())
             return Decision.COMMIT
         if chance() < 0.1:
             raise RuntimeError("the local work failed")
@@ -282,6 +283,7 @@ def sell(client: Client) -> None:
         decision = sales.decide(txn.id, Decision.COMMIT if chance() < 0.7 else Decision.ABORT)
         if chance() < 0.1:
             raise RuntimeError("the process failed after the local work")
+        call.note(ending=time.monotonic_ns())
         return Decision.UNDECIDED if chance() < 0.1 else decision
 
     def check(transaction: str, messages: Sequence[Message]) -> Decision:

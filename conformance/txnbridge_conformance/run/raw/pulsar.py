@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import zlib
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from txnbridge_conformance.brokers import java_with_pulsar
+from txnbridge_conformance.history import host
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 _PROGRAM = Path(__file__).with_name("RawPulsar.java")
@@ -21,5 +21,5 @@ def become_java(plan: Plan, process: str) -> NoReturn:
     history = Path(plan.folder) / f"{process}.jsonl"
     address = f"pulsar://{urlsplit(plan.url).netloc}"
     seed = str(zlib.crc32(f"{plan.seed} {process}".encode()))
-    arguments = [str(history), process, address, str(int(plan.timeout * 1000)), seed, socket.gethostname()]
+    arguments = [str(history), process, address, str(int(plan.timeout * 1000)), seed, host()]
     os.execvp(command[0], [*command, *arguments, str(PARTITIONS), plan.topic("left"), plan.topic("right")])

@@ -1,0 +1,137 @@
+"""Real time: which of two moments was certainly the earlier one, also on hosts whose monotonic clocks are unrelated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from txnbridge_conformance.checker._fates import COMMITTED, WRITES, told_by
+from txnbridge_conformance.checker._tables import Flags, Numbers, Tables, Times
+from txnbridge_conformance.history import Operation
+
+# The calls that send messages or end a transaction.
+WORKS = WRITES | {"finish", "check"}
+# How far two clocks drift apart in a run, in nanoseconds.
+_DRIFT = 10**9
+
+
+class Moments:
+    """Moments of operations: for each operation the earliest one on each clock, or the `latest`."""
+
+    def __init__(self, tables: Tables, shift: Times, latest: bool = False) -> None:
+        self._tables, self._shift, self._latest = tables, shift, latest
+        self._never = -np.inf if latest else np.inf
+        self._by_clock: dict[int, Times] = {}
+
+    def add(self, operations: Numbers, clocks: Numbers, times: Times) -> None:
+        """Add a moment of each of these operations."""
+        for clock in map(int, np.unique(clocks)):
+            known = self._by_clock.setdefault(clock, np.full(len(self._tables.operations), self._never))
+            rows = clocks == clock
+            (np.maximum if self._latest else np.minimum).at(known, operations[rows], times[rows])
+
+    def precede(self, operations: Numbers, others: Numbers) -> Flags:
+        """Return whether a moment of each operation (the latest on every clock) was before the other one began."""
+        found = np.full(len(operations), self._latest)
+        starts, clocks = self._tables.starts[others], self._tables.clock[others]
+        for clock, times in self._by_clock.items():
+            before = times[operations] + self._shift[clock, clocks] < starts
+            found = found & (before | (times[operations] == self._never)) if self._latest else found | before
+        return found
+
+    def follow(self, operations: Numbers, others: Numbers) -> Flags:
+        """Return whether all moments of each operation were after the other operation had ended."""
+        found = np.ones(len(operations), bool)
+        ends, clocks = self._tables.ends[others], self._tables.clock[others]
+        for clock, times in self._by_clock.items():
+            found &= (times[operations] == self._never) | (ends + self._shift[clocks, clock] < times[operations])
+        return found
+
+
+class RealTime:
+    """What is known about the times of each operation that sends messages.
+
+    `committed`: when a call had returned that it is committed; `visible`: when that or one of its messages had been
+    received; `asked`: when each call that may have committed it began; `at_rest`: when the last call for it had ended.
+    """
+
+    def __init__(self, tables: Tables, fate: Numbers) -> None:
+        self._tables = tables
+        rows = tables.of_senders
+        reader, writer = tables.reads.operation[rows], tables.writer[tables.reads.value[rows]]
+        # What added to a time of one clock is the latest time of another clock at which that moment may have been. A
+        # message that goes from one host to another is received after the begin of the call that sends it.
+        self.shift = np.full((len(tables.clocks), len(tables.clocks)), np.inf)
+        longest = tables.ends[reader] - tables.starts[writer] + _DRIFT
+        np.minimum.at(self.shift, (tables.clock[writer], tables.clock[reader]), longest)
+        np.fill_diagonal(self.shift, 0)
+        self.writes: dict[str, list[int]] = defaultdict(list)  # by transaction
+        for operation in tables.operations:
+            if operation.what in WRITES and operation.transaction is not None:
+                self.writes[operation.transaction].append(operation.order)
+        self.committed, self.visible = self._moments(), self._moments()
+        for moments in (self.committed, self.visible):
+            self._add_answers(moments, fate)
+        self.visible.add(writer, tables.clock[reader], tables.ends[reader])
+        self.asked, self.at_rest = self._moments(), self._moments(latest=True)
+        self._add_requests(self.asked)
+        self._add_work(self.at_rest)
+
+    def ended_before(self, operations: Numbers, others: Numbers) -> Flags:
+        """Return whether each operation had certainly ended before the other one began."""
+        shift = self.shift[self._tables.clock[operations], self._tables.clock[others]]
+        ended: Flags = self._tables.ends[operations] + shift < self._tables.starts[others]
+        return ended
+
+    def _moments(self, latest: bool = False) -> Moments:
+        return Moments(self._tables, self.shift, latest)
+
+    def _about(self, operation: Operation) -> list[int]:
+        return [operation.order] if operation.transaction is None else self.writes[operation.transaction]
+
+    def _add_answers(self, moments: Moments, fate: Numbers) -> None:
+        pairs = [
+            (write, operation.order)
+            for operation in self._tables.operations
+            if operation.end is not None and COMMITTED in told_by(operation)
+            for write in self._about(operation)
+            if fate[write] == COMMITTED
+        ]
+        self._add(moments, pairs, self._tables.ends)
+
+    def _add_work(self, moments: Moments) -> None:
+        """Add the end of each call for a transaction, or the last sign of its process if it has none."""
+        pairs = [
+            (write, operation.order)
+            for operation in self._tables.operations
+            if operation.what in WORKS
+            for write in self._about(operation)
+        ]
+        self._add(moments, pairs, self._tables.last)
+
+    def _add_requests(self, moments: Moments) -> None:
+        """Add the begins of requests for a commit, as far as known, or else of the call itself.
+
+        A process that tells `ending` for some of its calls tells it for all that it asked to commit.
+        """
+        operations = self._tables.operations
+        times = self._tables.starts.copy()
+        tell = {(each.process, each.what) for each in operations if "ending" in each.fields}
+        pairs = []
+        for each in operations:
+            own = each.what in ("transaction", "half") and each.outcome != "prepared"
+            if "ending" in each.fields:
+                times[each.order] = each.fields["ending"]
+            elif (each.process, each.what) in tell and each.transaction is not None:
+                own = own and (each.outcome == "committed" if each.what == "half" else each.end is not None)
+            if own:
+                pairs.append((each.order, each.order))
+            elif each.what == "check" or (each.what == "finish" and each.fields.get("wish") != "abort"):
+                pairs += [(write, each.order) for write in self._about(each)]
+        self._add(moments, pairs, times)
+
+    def _add(self, moments: Moments, pairs: list[tuple[int, int]], times: Times) -> None:
+        """Add for the first operation of each pair the time of the second one."""
+        write, call = np.array(pairs, np.int64).reshape(-1, 2).T
+        moments.add(write, self._tables.clock[call], times[call])
