@@ -230,7 +230,10 @@ class _Lines:
             if not line.endswith(b"\n"):
                 return
             try:
-                self._take(json.loads(line))
+                fields = json.loads(line)
+                if b"\\u" in line:
+                    json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair cannot be shown
+                self._take(fields)
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise HistoryError(f"{self._name}, line {number}: {_reason(error)}") from error
 

@@ -437,6 +437,45 @@ def test_an_anomaly_of_a_capability_declared_absent_is_reported_and_breaks_no_pr
     assert judge(history, findings, {"committed": 2}).verdict is Verdict.THIN
 
 
+def verdict_without(absent: str, story: Story) -> Verdict:
+    return judge(story.txn("run", what="declares", absent=[absent]).history(), check(story.history()), {}).verdict
+
+
+def test_an_excuse_covers_only_what_it_explains():
+    for kill, verdict in ((0, Verdict.BROKEN), (9, Verdict.KEPT)):
+        story = Story().txn("a", "1").read()
+        story.write("run", fault="broker kill", target="node 1", phase="begin", mono=kill, wall=0)
+        assert verdict_without("survives-broker-kill", story) is verdict
+    for seconds, verdict in ((20, Verdict.KEPT), (None, Verdict.BROKEN)):
+        story = Story()
+        story.write("a", start=0, what="transaction", mono=0, wall=0, deadline=1)
+        if seconds:
+            story.write("a", end=0, result="ok", mono=seconds * 10**9, wall=0)
+        else:
+            story.write("a", start=1, what="poll", mono=20 * 10**9, wall=0)
+        assert verdict_without("deadline", story) is verdict
+    assert verdict_without("atomic-topics", Story().txn("a", "1", p1="2", result=None).read("1")) is Verdict.KEPT
+    assert verdict_without("atomic-topics", Story().txn("a", "1", "2", result=None).read("1")) is Verdict.BROKEN
+
+
+def test_one_cause_is_named_once_and_its_consequences_are_told():
+    history = Story().txn("a", "1", "2").read("1").history()
+    judgement = judge(history, check(history), {})
+    assert judgement.sentence.startswith("Broken: torn-transaction, in")
+    assert (judgement.broken, judgement.causes) == (
+        ("unseen", "torn-transaction"),
+        {"unseen": frozenset({"torn-transaction"})},
+    )
+    story = Story().txn("a", "1", "2").read("1", "2", "1", by="official")
+    assert judge(story.history(), check(story.history()), {}).sentence.startswith("Broken: duplicate, in")
+
+
+def test_nothing_is_wrong_is_not_said_above_findings_that_break_no_promise():
+    history = Story().txn("a", "1", "3").txn("b", "2", result="unknown").read("1", "2", "3").history()
+    sentence = judge(history, check(history), {}).sentence
+    assert sentence.startswith("Kept: nothing is wrong but int-send-skip (breaks no promise) in 1 committed")
+
+
 def test_each_workload_has_a_floor_of_what_it_does():
     for workload, missing in (
         ("half-messages", {"published": 5, "read": 100, "faults": 3}),
@@ -671,6 +710,12 @@ def broken_lines() -> Iterator[tuple[list[bytes], str]]:
     yield [head, b'{"end":0,"result":"ok","mono":1}\n'], "line 2: 0 is missing, or its call has no start line"
     yield [head, b'{"what":1}\n'], "a line begins with one of history, start"
     yield [head, head], "line 2: the first line, and no other"
+    begin = b'{"start":0,"what":"x","mono":1}\n'
+    for line in (b"{}", b"[]", b"1", b"[" * 100_000, b'{"end":0,"result":"ok","mono":1,"outcome":"COMMITTED"}'):
+        yield [head, begin, line + b"\n"], "a, line 3: "
+    for more in (b'"deadline":"1"', b'"hold":1e400', b'"ending":"now"', b'"what":null', b'"error":"\\ud800"'):
+        yield [head, begin[:-2].replace(b"0", b"1") + b"," + more + b"}\n"], "a, line 2: "
+    yield [head, begin, begin], "line 3: call 0 begins, and has not ended"
 
 
 @pytest.mark.parametrize(("lines", "text"), list(broken_lines()))

@@ -29,9 +29,10 @@ def check_positions(tables: Tables, findings: Findings) -> None:
         text = f"one position of {tables.key(by_place[rows[0], 0])} holds {_list(values)}"
         findings.add("inconsistent-offsets", text, (), values)
     by_value = by_place[np.lexsort((by_place[:, 1], by_place[:, 0], by_place[:, 2]))]
-    for rows in _repeated(by_value[:, [2, 0]]):
-        key_number, _, number = by_value[rows[0]]
-        text = f"{tables.value(number)} is at {len(rows)} positions of {tables.key(key_number)}"
+    for rows in _repeated(by_value[:, 2:]):
+        number = by_value[rows[0], 2]
+        keys = " and ".join(tables.key(key) for key in np.unique(by_value[rows, 0]))
+        text = f"{tables.value(number)} is at {len(rows)} positions of {keys}"
         findings.add("duplicate", text, _known(tables.writer[number]), [tables.value(number)])
     for row in np.flatnonzero(tables.dropped):
         reader, number = int(tables.reads.operation[row]), int(tables.reads.value[row])

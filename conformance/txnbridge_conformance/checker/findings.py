@@ -5,14 +5,15 @@ A name that Jepsen's checkers of queues use, too, has Jepsen's meaning. docs/con
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 MEANINGS = {
     # about messages
     "lost-write": "a committed message was not read, although a later position of its partition was",
     "unseen": "a committed message was not read by a reader that read everything",
-    "duplicate": "one message is at two or more positions of its partition",
+    "duplicate": "one message is at two or more positions",
     "foreign-duplicate": "a reader of another client received a copy of a message that txnbridge's readers drop",
     "inconsistent-offsets": "one position of a partition holds two or more messages",
     "phantom-message": "a message was read that no process of the history sent",
@@ -53,7 +54,33 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
+# By name: the names of findings that a finding about the same call or message is a consequence of.
+CAUSES = {
+    "lost-write": ("torn-transaction",),
+    "unseen": ("torn-transaction",),
+    "duplicate": ("wrong-partition",),
+    "inconsistent-offsets": ("duplicate", "wrong-partition"),
+    "G1a": ("zombie-write", "phantom-commit"),
+    "torn-transaction": ("G1a", "wrong-partition"),
+    "early-read": ("zombie-write",),
+    "phantom-commit": ("zombie-write",),
+    "orphan-half": ("torn-transaction",),
+    "outcome-lie": ("zombie-write", "G1a", "lost-write", "unseen"),
+    "half-ack": ("group-skip",),
+    "replay-duplicate": ("zombie-write",),
+    "lost-prepare": ("split-decision",),
+    "stale-status": ("split-decision",),
+    "int-poll-skip": ("lost-write", "unseen"),
+    "poll-skip": ("lost-write", "unseen"),
+    **dict.fromkeys(("int-nonmonotonic-poll", "nonmonotonic-poll"), ("duplicate", "wrong-partition", "early-read")),
+    **dict.fromkeys(
+        ("int-send-skip", "int-nonmonotonic-send", "nonmonotonic-send", "G0", "G0-realtime"),
+        ("duplicate", "wrong-partition", "zombie-write"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One case of a violation: the violation's name, a sentence, and the operations and values that show the case."""
 
@@ -62,23 +89,51 @@ class Finding:
     operations: tuple[int, ...] = ()  # by `Operation.order`
     values: tuple[str, ...] = ()
 
+    @property
+    def subjects(self) -> Iterator[object]:
+        """The call or calls and the messages that the finding is about."""
+        every = self.name in ("lost-write", "unseen", "G0", "G0-realtime")
+        yield from self.operations if every else self.operations[:1]
+        yield from self.values
+
 
 @dataclass
 class Findings:
-    """The findings of one history. All cases are counted, and the first `most` cases of each name are kept."""
+    """The findings of one history. All cases are counted, and `cases` are the first `most` of each name."""
 
     most: int = 20
-    cases: list[Finding] = field(default_factory=list)
+    all: list[Finding] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, text: str, operations: Iterable[int] = (), values: Iterable[str] = ()) -> None:
         """Add a case of a finding; its name must be one of `MEANINGS`."""
         assert name in MEANINGS, name
         self.counts[name] = self.counts.get(name, 0) + 1
-        if self.counts[name] <= self.most:
-            self.cases.append(Finding(name, text, tuple(operations), tuple(values)))
+        self.all.append(Finding(name, text, tuple(operations), tuple(values)))
+
+    @property
+    def cases(self) -> list[Finding]:
+        return [case for name in self.names for case in itertools.islice(self._of(name), self.most)]
 
     @property
     def names(self) -> list[str]:
         """The names that have at least one case, in the order of `MEANINGS`."""
         return [name for name in MEANINGS if name in self.counts]
+
+    def _of(self, name: str) -> Iterator[Finding]:
+        return (case for case in self.all if case.name == name)
+
+    def causes(self) -> dict[int, int]:
+        """Return, for each case that is a consequence of another one, that one. Both are indexes in `all`."""
+        wanted = {name for names in CAUSES.values() for name in names}
+        known: dict[tuple[str, object], int] = {}
+        for at, case in enumerate(self.all):
+            if case.name in wanted:
+                for subject in case.subjects:
+                    known.setdefault((case.name, subject), at)
+        found = {}
+        for at, case in enumerate(self.all):
+            keys = ((name, subject) for name in CAUSES.get(case.name, ()) for subject in case.subjects)
+            if (cause := next((known[key] for key in keys if key in known), None)) is not None:
+                found[at] = cause
+        return found

@@ -60,15 +60,22 @@ class Report:
         untested = [row.promise.name for row in self._rows() if row.verdict == "not tested"]
         if untested:
             yield f"Not tested: {', '.join(untested)}."
-        for name in self.findings.names:
+        causes = self.judgement.causes
+        for name in self._names():
             promised = "" if name in self.judgement.broken else " (no promise excludes it)"
+            promised += f" (a consequence of {', '.join(sorted(causes[name]))})" if name in causes else ""
             yield f"\n{name}, {self.findings.counts[name]:,} times: {MEANINGS[name]}{promised}"
             for case in self._cases(name)[:5]:
                 yield f"  {case.text}"
                 yield from (f"    {self._call(order)}" for order in case.operations[:4])
 
     def _rows(self) -> list[Row]:
-        return rows(self.findings, self.judgement.counts, declared_absent(self.history))
+        return rows(self.findings, self.judgement, declared_absent(self.history))
+
+    def _names(self) -> list[str]:
+        """Return the names of findings: those that break a promise first, and causes before consequences."""
+        judgement = self.judgement
+        return sorted(self.findings.names, key=lambda name: (name not in judgement.broken, name in judgement.causes))
 
     def _cases(self, name: str) -> list[Finding]:
         return [case for case in self.findings.cases if case.name == name]
@@ -106,6 +113,7 @@ class Report:
                     "meaning": MEANINGS[name],
                     "times": self.findings.counts[name],
                     "breaks a promise": name in self.judgement.broken,
+                    "consequence of": sorted(self.judgement.causes.get(name, ())),
                     "cases": [
                         {
                             "text": case.text,
@@ -117,7 +125,7 @@ class Report:
                         for case in self._cases(name)
                     ],
                 }
-                for name in self.findings.names
+                for name in self._names()
             ],
             "python": platform.python_version(),
             "senders": self._senders(),

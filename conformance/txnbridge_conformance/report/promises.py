@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from txnbridge_conformance.checker import Findings
+from txnbridge_conformance.run.verdict import Judgement
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ PROMISES = (
     Promise(
         "resolvable",
         "Any process ends a prepared transaction by its token, and all are told one outcome.",
-        ("split-decision", "lost-prepare"),
+        ("split-decision", "lost-prepare", "stale-status"),
         ("prepared", "finished"),
         "resolve-anywhere",
     ),
@@ -114,15 +115,14 @@ class Row:
     evidence: str
 
 
-def rows(findings: Findings, counts: Mapping[str, int], absent: Collection[str]) -> list[Row]:
+def rows(findings: Findings, judgement: Judgement, absent: Collection[str]) -> list[Row]:
     """Return the verdict on each promise. `absent` are the capabilities that the broker declares absent."""
-    return [Row(promise, *_judged(promise, findings, counts, absent)) for promise in PROMISES]
+    return [Row(promise, *_judged(promise, findings, judgement, absent)) for promise in PROMISES]
 
 
-def _judged(
-    promise: Promise, findings: Findings, counts: Mapping[str, int], absent: Collection[str]
-) -> tuple[str, str]:
-    broken = [name for name in promise.findings if name in findings.counts]
+def _judged(promise: Promise, findings: Findings, judgement: Judgement, absent: Collection[str]) -> tuple[str, str]:
+    counts = judgement.counts
+    broken = [name for name in promise.findings if name in judgement.broken]
     missing = [name for name in promise.needs if not counts[name]]
     times = ", ".join(f"{findings.counts[name]:,} {name}" for name in broken)
     if promise.capability in absent:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
-from txnbridge_conformance.checker import ABORTED, COMMITTED, Findings, fates
-from txnbridge_conformance.history import History
+from txnbridge_conformance.checker import ABORTED, COMMITTED, Finding, Findings, fates
+from txnbridge_conformance.history import History, Key
 from txnbridge_conformance.run.plan import WORKLOADS, floor_of
 
 # Findings that a broker does not promise to avoid if it declares one of these capabilities absent.
@@ -20,8 +21,9 @@ EXCUSED_BY = {
     "precommitted-read": ("isolation",),
     "wrong-partition": ("choose-partition",),
     "zombie-write": ("fencing",),
-    "early-read": ("prepare",),
+    "early-read": ("prepare", "isolation"),
     "lost-prepare": ("prepare",),
+    "stale-status": ("status-lookup",),
     "lost-write": ("survives-broker-kill",),
     "unseen": ("survives-broker-kill",),
     "hang": ("deadline",),
@@ -63,6 +65,7 @@ class Judgement:
     missing: Mapping[str, int]  # what the floor wants, for each count below it
     broken: tuple[str, ...]  # names of findings that break a promise
     reported: tuple[str, ...]  # names of findings that no promise excludes
+    causes: Mapping[str, frozenset[str]]  # the names of the findings that all cases of a finding are consequences of
 
     @property
     def sentence(self) -> str:
@@ -73,10 +76,14 @@ class Judgement:
         some = c["committed"] or c["aborted"] or c["unknown"] or not others
         tried = ", ".join([results, *others] if some else others)
         if self.verdict is Verdict.BROKEN:
-            return f"Broken: {', '.join(self.broken)}, in {tried} under {c['faults']:,} faults."
+            names = [name for name in self.broken if name not in self.causes]
+            return f"Broken: {', '.join(names)}, in {tried} under {c['faults']:,} faults."
         if self.verdict is Verdict.THIN:
             wanted = ", ".join(f"{c[name]:,} {name} instead of {floor:,}" for name, floor in self.missing.items())
             return f"Too thin to say: {wanted}. Run it for longer, or lower the floor."
+        if self.reported:
+            found = f"{', '.join(self.reported)} ({'breaks' if len(self.reported) == 1 else 'break'} no promise)"
+            return f"Kept: nothing is wrong but {found} in {tried} under {c['faults']:,} faults."
         return f"Kept: nothing is wrong in {tried} under {c['faults']:,} faults."
 
 
@@ -84,18 +91,70 @@ def judge(history: History, findings: Findings, floor: Mapping[str, int] | None 
     """Decide whether a history keeps the broker's promises: BROKEN if a finding breaks one, else KEPT or THIN.
 
     THIN means that a count of the history is below its least number in `floor`, by default the floor of the history's
-    workloads. Findings break no promise if the broker declares the needed capability absent, or if no broker promises
-    to avoid them.
+    workloads. Findings break no promise if the broker declares the needed capability absent, if no broker promises to
+    avoid them, or if they are consequences of such ones.
     """
     counts = count(history)
     wanted = floor_for(history) if floor is None else floor
     missing = {name: least for name, least in wanted.items() if counts[name] < least}
-    absent = declared_absent(history)
-    excused = {name for name, needed in EXCUSED_BY.items() if not absent.isdisjoint(needed)} | NOT_PROMISED
-    broken = tuple(name for name in findings.names if name not in excused)
-    reported = tuple(name for name in findings.names if name in excused)
-    verdict = Verdict.BROKEN if broken else Verdict.THIN if missing else Verdict.KEPT
-    return Judgement(verdict, counts, missing, broken, reported)
+    broken, causes = _unexcused(history, findings)
+    names = tuple(name for name in findings.names if name in broken)
+    reported = tuple(name for name in findings.names if name not in broken)
+    verdict = Verdict.BROKEN if names else Verdict.THIN if missing else Verdict.KEPT
+    return Judgement(verdict, counts, missing, names, reported, causes)
+
+
+def _unexcused(history: History, findings: Findings) -> tuple[set[str], dict[str, frozenset[str]]]:
+    """Return the names of findings that break a promise, and the causes of each name that has no case of its own."""
+    excuses, linked = Excuses(history), findings.causes()
+    causes: dict[str, set[str]] = defaultdict(set)
+    broken, own = set(), set()
+    for at, case in enumerate(findings.all):
+        if at in linked:
+            causes[case.name].add(findings.all[linked[at]].name)
+        else:
+            own.add(case.name)
+        cause: int | None = at
+        while cause is not None and not excuses.cover(findings.all[cause]):
+            cause = linked.get(cause)
+        if cause is None:
+            broken.add(case.name)
+    return broken, {name: frozenset(names) for name, names in causes.items() if name not in own}
+
+
+class Excuses:
+    """What a broker does not promise, by the capabilities that a history declares absent."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        absent = declared_absent(history)
+        self._absent = {name: absent.intersection(needed) for name, needed in EXCUSED_BY.items()}
+        self._kills = [fault for fault in history.faults if fault.kind == "broker kill" and fault.phase == "begin"]
+
+    @cached_property
+    def _keys(self) -> dict[int, set[Key]]:
+        """By operation: the partitions that it sends to."""
+        keys: dict[int, set[Key]] = defaultdict(set)
+        for order, key, _ in self._history.sends:
+            keys[order].add(key)
+        return keys
+
+    def cover(self, case: Finding) -> bool:
+        """Return whether no promise excludes this case of a finding."""
+        absent = self._absent.get(case.name)
+        if case.name in NOT_PROMISED or not absent or not case.operations:
+            return case.name in NOT_PROMISED or bool(absent)
+        operation = self._history.operations[case.operations[0]]
+        match case.name:
+            case "lost-write" | "unseen":  # a kill behind the begin of its transaction explains it
+                return any(kill.clock != operation.clock or kill.mono > operation.start for kill in self._kills)
+            case "hang":
+                return operation.what != "settle" and operation.end is not None
+            case "torn-transaction":
+                return len(self._keys[operation.order]) > 1
+            case "early-read":
+                return "isolation" in absent or operation.outcome == "prepared"
+        return True
 
 
 def declared_absent(history: History) -> frozenset[str]:
