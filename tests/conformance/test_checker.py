@@ -107,6 +107,9 @@ class Story:
         self.end(by, call, result)
         return self
 
+    def rename(self, process: str, name: str) -> None:
+        self._lines[process][0]["process"] = name
+
     def lines(self, process: str) -> list[bytes]:
         return [json.dumps(line).encode() + b"\n" for line in self._lines[process]]
 
@@ -296,6 +299,43 @@ def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_it_was_paused()
         assert story.found() == ([] if paused else ["hang"])
     story = Story().txn("run", what="settle", condition="transactions are still open", result="fail")
     assert story.found() == ["hang"]
+
+
+def test_a_call_that_never_returns_hangs_if_its_process_goes_on():
+    for later, pause, found in ((8, 0, []), (20, 0, ["hang"]), (20, 10, [])):
+        story = Story()
+        story.write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
+        for phase, mono in (("begin", 10**9), ("end", (1 + pause) * 10**9)):
+            story.write("run", fault="pause", target="a", phase=phase, mono=mono, wall=0)
+        story.write("a", start=1, what="check", transaction="x", values=[], mono=later * 10**9, wall=0)
+        assert story.found() == found
+
+
+def test_a_pause_is_that_of_the_process_on_the_host_that_tells_it():
+    for fault_on, found in (("run", []), ("far", ["hang"])):  # on the other host is a process "a", too
+        story = Story(far=10**12, other=10**12)
+        story.write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
+        for phase, mono in (("begin", 1), ("end", 15 * 10**9)):
+            story.write(fault_on, fault="pause", target="a", phase=phase, mono=mono, wall=0)
+        story.write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
+        story.txn("other")
+        story.rename("other", "a")
+        assert story.found() == found
+    story = Story(run=10**12)  # only one host has a process "a": the pause's length counts
+    story.write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
+    for phase, mono in (("begin", 1), ("end", 15 * 10**9)):
+        story.write("run", fault="pause", target="a", phase=phase, mono=mono, wall=0)
+    story.write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
+    assert story.found() == []
+
+
+def test_no_process_is_compared_with_a_host_whose_clock_went_back():
+    for back, found in ((0, ["early-read"]), (10**10, [])):
+        story = prepared_story()
+        story.txn("b", what="poll", polls=["1"])
+        story.write("c", start=90, what="poll", mono=10**10, wall=0)
+        story.write("c", end=90, result="ok", mono=10**10 - back, wall=0)
+        assert story.txn("a", what="finish", transaction="x", outcome="committed").found() == found
 
 
 def test_a_process_that_ended_by_itself_has_crashed():
@@ -601,6 +641,23 @@ def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wis
     for wished in (wish, "abort"):  # whoever asks for an abort afterwards is not the reason
         story.txn("b", what="finish", transaction="x", wish=wished, outcome="aborted")
     assert story.found() == (["lost-prepare"] if lost else [])
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(1 + 60 + 20, []), (1 + 60 + 40, ["hang"])])
+def test_a_prepared_transaction_is_not_committed_long_after_its_hold(seconds, found):
+    story = Story().txn("a", "1", transaction="x", deadline=1, hold=60, outcome="prepared")
+    story.write("b", start=99, what="finish", transaction="x", wish="commit", mono=seconds * 10**9, wall=0)
+    story.write("b", end=99, result="ok", outcome="committed", mono=seconds * 10**9, wall=0)
+    assert story.found() == found
+
+
+def test_a_status_is_not_older_than_an_outcome_that_was_returned_before_it_was_asked_for():
+    for before, found in ((True, []), (False, ["stale-status"])):
+        story = prepared_story()
+        asked = story.begin("c", "status", transaction="x") if before else 0
+        story.txn("b", what="finish", transaction="x", wish="commit", outcome="committed")
+        story.end("c", asked if before else story.begin("c", "status", transaction="x"), outcome="prepared")
+        assert story.found() == found
 
 
 def test_a_hundred_cases_of_a_name_are_counted_and_some_are_kept():
