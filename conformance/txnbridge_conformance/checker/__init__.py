@@ -11,7 +11,7 @@ from __future__ import annotations
 from txnbridge_conformance.checker import _acks, _call_order, _cycles, _hangs_and_crashes, _messages, _order
 from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, fates
-from txnbridge_conformance.checker._tables import Tables
+from txnbridge_conformance.checker._tables import Tables, since_made_anew
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History
 
@@ -20,7 +20,7 @@ __all__ = ["ABORTED", "COMMITTED", "MEANINGS", "Finding", "Findings", "check", "
 
 def check(history: History) -> Findings:
     """Run every check on a history, and return the findings."""
-    findings, tables = Findings(), Tables(history)
+    findings, tables = Findings(), Tables(since_made_anew(history))
     fate = fates(history.operations, findings)
     _messages.check_positions(tables, findings)
     time = RealTime(tables, fate)

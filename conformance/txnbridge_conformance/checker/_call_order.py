@@ -81,7 +81,7 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
 def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:
     """Return the sessions of each transactional id by their begins. The key is the id and the clock of the owner."""
     sessions: dict[tuple[str, int], dict[str, _Session]] = defaultdict(dict)
-    opened: dict[str, int] = {}  # by session: the end of its opening
+    opened: dict[str, int] = {}  # by session: the end of its opening, which its first transaction proves
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:
             continue
@@ -92,9 +92,10 @@ def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Sess
                 opened[name] = operation.end
         elif operation.what == "transaction" and name in found:
             found[name].transactions.append(operation)
-            if _took_effect(operation, fate):
-                ended = math.inf if operation.end is None else operation.end
-                found[name].opened_before = min(found[name].opened_before, opened.get(name, ended))
+            begun = operation.fields.get("begun")
+            if begun is not None or _took_effect(operation, fate):
+                proven = begun if begun is not None else math.inf if operation.end is None else operation.end
+                found[name].opened_before = min(found[name].opened_before, opened.get(name, proven))
     return {key: sorted(found.values(), key=lambda each: each.opened_after) for key, found in sessions.items()}
 
 
@@ -145,7 +146,7 @@ def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operat
             before = time.ended_before(np.array(finals), np.full(len(finals), status.order))
             if np.any(before):
                 text = f"{tables.name(status.order)} returned that it is prepared, after its outcome had been returned"
-                findings.add("stale-status", text, [finals[int(np.argmax(before))], status.order])
+                findings.add("split-decision", text, [finals[int(np.argmax(before))], status.order])
 
 
 class _AdminAborts:

@@ -36,8 +36,9 @@ class Moments:
         found = np.full(len(operations), self._latest)
         starts, clocks = self._tables.starts[others], self._tables.clock[others]
         for clock, times in self._by_clock.items():
-            before = times[operations] + self._shift[clock, clocks] < starts
-            found = found & (before | (times[operations] == self._never)) if self._latest else found | before
+            known = times[operations] != self._never
+            before = np.where(known, times[operations], 0) + self._shift[clock, clocks] < starts
+            found = found & (before | ~known) if self._latest else found | (before & known)
         return found
 
     def follow(self, operations: Numbers, others: Numbers) -> Flags:
@@ -80,9 +81,12 @@ class RealTime:
 
     def ended_before(self, operations: Numbers, others: Numbers) -> Flags:
         """Return whether each operation had certainly ended before the other one began."""
-        shift = self.shift[self._tables.clock[operations], self._tables.clock[others]]
-        ended: Flags = self._tables.ends[operations] + shift < self._tables.starts[others]
-        return ended
+        tables = self._tables
+        ends, starts = tables.ends[operations], tables.starts[others]
+        # Calls of one process may follow each other within one tick of its clock.
+        in_turn = (tables.process[operations] == tables.process[others]) & (operations < others) & (ends == starts)
+        ended: Flags = ends + self.shift[tables.clock[operations], tables.clock[others]] < starts
+        return ended | in_turn
 
     def _moments(self, latest: bool = False) -> Moments:
         return Moments(self._tables, self.shift, latest)

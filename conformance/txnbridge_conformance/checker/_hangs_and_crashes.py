@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from txnbridge_conformance.checker._tables import NONE, Tables
+import numpy as np
+
+from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 
@@ -21,9 +24,12 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
 
     The run waits for these conditions after its work, for example until no transaction is open. The time in which a
     call's process, or a thread of it, was paused does not count for the call. A call without an end hangs if its
-    process recorded something after the deadline.
+    process recorded something after the deadline, and nobody stopped it.
     """
     pauses = _pauses(tables)
+    stopped = {fault.target for fault in tables.history.faults if fault.kind.startswith(("kill", "restart"))}
+    latest = np.full(len(tables.clocks), -np.inf)
+    np.maximum.at(latest, tables.clock, tables.last)
     for operation in tables.operations:
         if operation.what == "settle" and operation.result != "ok":
             error = operation.fields.get("error")
@@ -35,11 +41,9 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
         elif operation.what == "read" and operation.result != "ok":
             findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
         elif "deadline" in operation.fields:
-            end = int(tables.last[operation.order])
-            name = tables.history.processes[operation.process].name
-            paused = pauses[tables.clock_of(operation), name].between(operation.start, end) + pauses[NONE, name].total
-            taken = (end - operation.start - paused) / 1e9
-            deadline = operation.fields["deadline"]
+            taken, deadline = _taken(tables, pauses, operation), operation.fields["deadline"]
+            if operation.end is None and taken > deadline and _name(tables, operation) not in stopped:
+                taken = _taken(tables, pauses, operation, latest[tables.clock[operation.order]])
             if taken > deadline + _SLACK_SECONDS:
                 ended = "took" if operation.end is not None else "has not returned after"
                 text = f"{tables.name(operation.order)} {ended} {taken:.1f} s, its deadline is {deadline:g} s"
@@ -47,6 +51,22 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
             elif operation.result == "ok" and _asked_after(operation) > deadline:
                 text = f"{tables.name(operation.order)} took effect, although its end was requested after its deadline"
                 findings.add("hang", f"{text} of {deadline:g} s", [operation.order])
+
+
+def _name(tables: Tables, operation: Operation) -> str:
+    return tables.history.processes[operation.process].name
+
+
+def _taken(
+    tables: Tables, pauses: dict[str, dict[int, _Pauses]], operation: Operation, until: float | None = None
+) -> float:
+    """Return the seconds without pauses from the begin of a call to its end, to its process's last sign, or `until`."""
+    end = int(tables.last[operation.order] if until is None else until)
+    found, clock = pauses.get(_name(tables, operation), {}), tables.clock_of(operation)
+    paused = sum(pause.total for key, pause in found.items() if key < 0)
+    if clock in found:
+        paused += found[clock].between(operation.start, end)
+    return (end - operation.start - paused) / 1e9
 
 
 def _asked_after(operation: Operation) -> float:
@@ -67,8 +87,9 @@ class _Pauses:
         return [(each := sorted(times), [0, *itertools.accumulate(each)]) for times in (self.begins, self.ends)]
 
     @property
-    def total(self) -> int:
-        return sum(self.ends) - sum(self.begins)
+    def total(self) -> float:
+        """The nanoseconds of all pauses, infinite if one has no end on this clock."""
+        return sum(self.ends) - sum(self.begins) if len(self.ends) == len(self.begins) else math.inf
 
     def between(self, start: int, end: int) -> int:
         """Return the nanoseconds of the pauses between two times, summed over threads."""
@@ -80,16 +101,16 @@ class _Pauses:
         return time * paused - begun[paused] - (time * resumed - ended[resumed])
 
 
-def _pauses(tables: Tables) -> dict[tuple[int, str], _Pauses]:
-    """Return the pauses of each process and of its threads, by the clock of their times and the name of the process.
+def _pauses(tables: Tables) -> dict[str, dict[int, _Pauses]]:
+    """Return the pauses of processes and of their threads, by the name of the process and the clock of their times.
 
-    The clock is `NONE` if the process is on another host than the one that recorded the pause.
+    The key is below 0 if no process of this name has the clock, so that only the pauses' lengths are known.
     """
-    pauses: dict[tuple[int, str], _Pauses] = defaultdict(_Pauses)
-    known = {(tables.clock_of(each), tables.history.processes[each.process].name) for each in tables.operations}
+    names = {(tables.clock_of(each), _name(tables, each)) for each in tables.operations}
+    pauses: dict[str, dict[int, _Pauses]] = defaultdict(lambda: defaultdict(_Pauses))
     for fault in tables.history.faults:
         if fault.kind.startswith("pause"):
-            key = tables.clock_of(fault), fault.target
-            found = pauses[key if key in known else (NONE, fault.target)]
+            clock = tables.clock_of(fault)
+            found = pauses[fault.target][clock if (clock, fault.target) in names else -1 - clock]
             (found.begins if fault.phase == "begin" else found.ends).append(fault.mono)
     return pauses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,7 +28,8 @@ def check_positions(tables: Tables, findings: Findings) -> None:
     for rows in _repeated(by_place[:, :2]):
         values = [tables.value(number) for number in by_place[rows, 2]]
         text = f"one position of {tables.key(by_place[rows[0], 0])} holds {_list(values)}"
-        findings.add("inconsistent-offsets", text, (), values)
+        writers = sorted({int(tables.writer[number]) for number in by_place[rows, 2]} - {NONE})
+        findings.add("inconsistent-offsets", text, writers, values)
     by_value = by_place[np.lexsort((by_place[:, 1], by_place[:, 0], by_place[:, 2]))]
     for rows in _repeated(by_value[:, 2:]):
         number = by_value[rows[0], 2]
@@ -183,9 +185,11 @@ def check_full_read(tables: Tables, fate: Numbers, time: RealTime, read: FullRea
     atoms = (total > 0) & np.array([operation.what != "publish" for operation in tables.operations], bool)
     ended = time.visible.precede(sent.writer, sent.by)
     ended |= read.after_all[sent.by] & time.at_rest.precede(sent.writer, sent.by)
-    for writer in map(int, np.flatnonzero(atoms & (found > 0) & (sent.count(~sent.seen & ended, operations) > 0))):
+    torn = atoms & (found > 0) & (sent.count(~sent.seen & ended, operations) > 0)
+    missing = _missing_within_partitions(tables, sent, torn)
+    for writer in map(int, np.flatnonzero(torn)):
         text = f"{reader} read {found[writer]} of {total[writer]} messages of {tables.name(writer)}"
-        findings.add("torn-transaction", text, [writer, *read.operations])
+        findings.add("torn-transaction", text, [writer, *read.operations], missing.get(writer, ()))
     for writer in map(int, np.flatnonzero(atoms & (found == 0) & (sent.count(due, operations) == total))):
         text = f"{tables.name(writer)} was said to be committed; {reader} read none of its messages"
         half = tables.operations[writer].what == "half"
@@ -194,6 +198,19 @@ def check_full_read(tables: Tables, fate: Numbers, time: RealTime, read: FullRea
         text = f"{tables.name(writer)} was said to be aborted; {reader} read all of its messages"
         half = tables.operations[writer].what == "half"
         findings.add("phantom-commit" if half else "outcome-lie", text, [writer, read.operations[0]])
+
+
+def _missing_within_partitions(tables: Tables, sent: Sent, torn: Flags) -> dict[int, list[str]]:
+    """Return the values that were not read, by operation, if others of each of their partitions were."""
+    read: dict[int, dict[int, bool]] = defaultdict(dict)  # by operation and partition: whether any was read
+    missing: dict[int, list[str]] = defaultdict(list)
+    for at in np.flatnonzero(torn[sent.writer]):
+        row, writer = sent.rows[at], int(sent.writer[at])
+        keys, key = read[writer], int(tables.sends.key[row])
+        keys[key] = keys.get(key, False) or bool(sent.seen[at])
+        if not sent.seen[at]:
+            missing[writer].append(tables.value(tables.sends.value[row]))
+    return {writer: values for writer, values in missing.items() if all(read[writer].values())}
 
 
 def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,30 @@ NONE = -1
 
 # How `RecordedProcess.client` begins where it is this library.
 _OURS = "txnbridge"
+
+
+def since_made_anew(history: History) -> History:
+    """Return a history without the messages of topics that the run has deleted and made anew since.
+
+    Messages that a call on another clock sent or received there are left out, too.
+    """
+    made = {fault.target: fault for fault in history.faults if fault.kind == "topic made anew"}
+    if not made:
+        return history
+
+    def counts(order: int, topic: str) -> bool:
+        operation, fault = history.operations[order], made.get(topic)
+        if fault is None:
+            return True
+        related = fault.process == operation.process or fault.clock not in history.turned_back
+        return related and operation.clock == fault.clock and operation.start >= fault.mono
+
+    return replace(
+        history,
+        sends=[each for each in history.sends if counts(each[0], each[1][0])],
+        stored=[each for each in history.stored if all(counts(history.senders[v], each[0][0]) for v in each[1])],
+        polls=[(at, group, [each for each in found if counts(at, each[0])]) for at, group, found in history.polls],
+    )
 
 
 class Names:
@@ -87,8 +111,11 @@ class Tables:
         self.of_senders = rows[self.writer[self.reads.value[rows]] != NONE]  # rows of `reads` whose sender is known
         self.clocks = Names()  # times are comparable within each
         self.clock = _numbers(map(self.clock_of, self.operations))
+        for fault in history.faults:
+            self.clock_of(fault)
         self.starts: Times = np.array([each.start for each in self.operations], np.float64)
         self.ends: Times = np.array([np.inf if each.end is None else each.end for each in self.operations], np.float64)
+        self.process = _numbers(each.process for each in self.operations)
         self.last = self._last_signs()
 
     def clock_of(self, event: Operation | Fault) -> int:

@@ -42,7 +42,6 @@ MEANINGS = {
     "G1c-realtime": "reads and writes that contradict the order in which transactions ended and began",
     # about outcomes
     "split-decision": "two calls returned different outcomes of one transaction",
-    "stale-status": "a transaction was said to be prepared after its outcome had been returned",
     "lost-prepare": "a prepared transaction was aborted before its hold had passed, and nobody asked for that",
     "outcome-lie": "a transaction's returned outcome is contradicted by what readers read",
     "orphan-half": "a half message whose local work succeeded was not published",
@@ -54,14 +53,14 @@ MEANINGS = {
 }
 
 
-# By name: the names of findings that a finding about the same call or message is a consequence of.
+# By kind of finding: those that it is a consequence of, if they are about the same call or message.
 CAUSES = {
-    "lost-write": ("torn-transaction",),
-    "unseen": ("torn-transaction",),
+    **dict.fromkeys(("lost-write", "unseen"), ("inconsistent-offsets", "torn-transaction", "orphan-half")),
     "duplicate": ("wrong-partition",),
     "inconsistent-offsets": ("duplicate", "wrong-partition"),
     "G1a": ("zombie-write", "phantom-commit"),
-    "torn-transaction": ("G1a", "wrong-partition"),
+    "torn-transaction": ("inconsistent-offsets", "zombie-write", "G1a", "wrong-partition"),
+    "torn partition": ("inconsistent-offsets", "lost-write", "unseen", "zombie-write", "G1a", "wrong-partition"),
     "early-read": ("zombie-write",),
     "phantom-commit": ("zombie-write",),
     "orphan-half": ("torn-transaction",),
@@ -69,13 +68,13 @@ CAUSES = {
     "half-ack": ("group-skip",),
     "replay-duplicate": ("zombie-write",),
     "lost-prepare": ("split-decision",),
-    "stale-status": ("split-decision",),
-    "int-poll-skip": ("lost-write", "unseen"),
-    "poll-skip": ("lost-write", "unseen"),
-    **dict.fromkeys(("int-nonmonotonic-poll", "nonmonotonic-poll"), ("duplicate", "wrong-partition", "early-read")),
+    **dict.fromkeys(
+        ("int-poll-skip", "poll-skip", "int-nonmonotonic-poll", "nonmonotonic-poll"),
+        ("lost-write", "unseen", "inconsistent-offsets", "duplicate", "wrong-partition", "early-read"),
+    ),
     **dict.fromkeys(
         ("int-send-skip", "int-nonmonotonic-send", "nonmonotonic-send", "G0", "G0-realtime"),
-        ("duplicate", "wrong-partition", "zombie-write"),
+        ("inconsistent-offsets", "duplicate", "wrong-partition", "zombie-write"),
     ),
 }
 
@@ -90,9 +89,14 @@ class Finding:
     values: tuple[str, ...] = ()
 
     @property
+    def kind(self) -> str:
+        """The name in `CAUSES`: of a transaction that is torn within a partition, for which `values` are missing."""
+        return "torn partition" if self.name == "torn-transaction" and self.values else self.name
+
+    @property
     def subjects(self) -> Iterator[object]:
         """The call or calls and the messages that the finding is about."""
-        every = self.name in ("lost-write", "unseen", "G0", "G0-realtime")
+        every = self.name in ("lost-write", "unseen", "inconsistent-offsets", "G0", "G0-realtime")
         yield from self.operations if every else self.operations[:1]
         yield from self.values
 
@@ -128,12 +132,12 @@ class Findings:
         wanted = {name for names in CAUSES.values() for name in names}
         known: dict[tuple[str, object], int] = {}
         for at, case in enumerate(self.all):
-            if case.name in wanted:
+            if case.kind in wanted:
                 for subject in case.subjects:
-                    known.setdefault((case.name, subject), at)
+                    known.setdefault((case.kind, subject), at)
         found = {}
         for at, case in enumerate(self.all):
-            keys = ((name, subject) for name in CAUSES.get(case.name, ()) for subject in case.subjects)
+            keys = ((name, subject) for name in CAUSES.get(case.kind, ()) for subject in case.subjects)
             if (cause := next((known[key] for key in keys if key in known), None)) is not None:
                 found[at] = cause
         return found

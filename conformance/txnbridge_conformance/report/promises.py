@@ -82,7 +82,7 @@ PROMISES = (
     Promise(
         "resolvable",
         "Any process ends a prepared transaction by its token, and all are told one outcome.",
-        ("split-decision", "lost-prepare", "stale-status"),
+        ("split-decision", "lost-prepare"),
         ("prepared", "finished"),
         "resolve-anywhere",
     ),

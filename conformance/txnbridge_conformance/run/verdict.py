@@ -23,7 +23,6 @@ EXCUSED_BY = {
     "zombie-write": ("fencing",),
     "early-read": ("prepare", "isolation"),
     "lost-prepare": ("prepare",),
-    "stale-status": ("status-lookup",),
     "lost-write": ("survives-broker-kill",),
     "unseen": ("survives-broker-kill",),
     "hang": ("deadline",),
