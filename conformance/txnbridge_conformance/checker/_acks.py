@@ -20,7 +20,7 @@ def check_acks(tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, f
     """
     takers: dict[tuple[str, str], list[int]] = defaultdict(list)  # by group and value: transactions that did not abort
     for order, group, values in tables.history.acks:
-        if fate[order] != ABORTED or absent[order] != NONE:
+        if (fate[order] != ABORTED or absent[order] != NONE) and order not in time.never_asked:
             for value in values:
                 takers[group, value].append(order)
     for (group, value), orders in takers.items():
@@ -59,7 +59,7 @@ def _check_drained(
         if topic in topics and fate[writer] == COMMITTED and tables.operations[writer].what in WRITES
     ]
     writers = np.array([writer for writer, _ in sends], np.int64)
-    due = time.committed.precede(writers, np.full(len(writers), drained))
+    due = time.visible.precede(writers, np.full(len(writers), drained))
     # A transaction may have been committed after a full read that shows it to be aborted.
     shown = np.flatnonzero(absent != NONE)
     aborted = set(shown[time.ended_before(np.full(len(shown), drained), absent[shown])].tolist())

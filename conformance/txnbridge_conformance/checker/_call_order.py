@@ -45,7 +45,10 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
     for (owner, _), sessions in _sessions(tables, fate).items():
         starts = [session.opened_after for session in sessions]
         # For each session: the one that had opened the id first, among this one and those that began to open it later.
-        firsts = list(itertools.accumulate(reversed(sessions), lambda a, b: min(b, a, key=_opened_before)))[::-1]
+        firsts: list[_Session] = []
+        for session in reversed(sessions):
+            firsts.append(min([session, *firsts[-1:]], key=lambda each: each.opened_before))
+        firsts.reverse()
         for session in sessions:
             newer = bisect_right(starts, session.opened_before)
             for transaction in session.transactions if newer < len(sessions) else ():
@@ -54,10 +57,6 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
                     name = tables.name(transaction.order)
                     text = f"{name} took effect, although a newer owner had opened {owner} before"
                     findings.add("zombie-write", text, [transaction.order, firsts[newer].transactions[0].order])
-
-
-def _opened_before(session: _Session) -> float:
-    return session.opened_before
 
 
 def _took_effect(transaction: Operation, fate: Numbers) -> bool:
@@ -124,8 +123,8 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
                 call.fields.get("wish") == "abort" and (call.start < known or tables.clock[call.order] != clock)
                 for call in calls
             )
-            begun = min((call.start for call in answers), default=math.inf)
-            if begun < operation.end + hold and not wanted and not aborts.explain(operation, known):
+            expires = operation.fields.get("ending", operation.start) + hold
+            if answers and known < expires and not wanted and not aborts.explain(operation, known):
                 text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
                 findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
         elif fate[operation.order] == COMMITTED and "hold" in operation.fields and len(here) == len(calls):

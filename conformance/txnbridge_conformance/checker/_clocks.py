@@ -16,6 +16,11 @@ WORKS = WRITES | {"finish", "check"}
 _DRIFT = 10**9
 
 
+def prepares(operation: Operation) -> bool:
+    """Return whether a call is known to prepare its transaction, so that another call commits it."""
+    return operation.outcome == "prepared" or operation.fields.get("prepare") is True
+
+
 class Moments:
     """Moments of operations: for each operation the earliest one on each clock, or the `latest`."""
 
@@ -44,7 +49,7 @@ class Moments:
     def follow(self, operations: Numbers, others: Numbers) -> Flags:
         """Return whether all moments of each operation were after the other operation had ended."""
         found = np.ones(len(operations), bool)
-        ends, clocks = self._tables.ends[others], self._tables.clock[others]
+        ends, clocks = self._tables.over[others], self._tables.clock[others]
         for clock, times in self._by_clock.items():
             found &= (times[operations] == self._never) | (ends + self._shift[clocks, clock] < times[operations])
         return found
@@ -64,7 +69,7 @@ class RealTime:
         # What added to a time of one clock is the latest time of another clock at which that moment may have been. A
         # message that goes from one host to another is received after the begin of the call that sends it.
         self.shift = np.full((len(tables.clocks), len(tables.clocks)), np.inf)
-        longest = tables.ends[reader] - tables.starts[writer] + _DRIFT
+        longest = tables.over[reader] - tables.starts[writer] + _DRIFT
         np.minimum.at(self.shift, (tables.clock[writer], tables.clock[reader]), longest)
         np.fill_diagonal(self.shift, 0)
         self.writes: dict[str, list[int]] = defaultdict(list)  # by transaction
@@ -74,7 +79,7 @@ class RealTime:
         self.committed, self.visible = self._moments(), self._moments()
         for moments in (self.committed, self.visible):
             self._add_answers(moments, fate)
-        self.visible.add(writer, tables.clock[reader], tables.ends[reader])
+        self.visible.add(writer, tables.clock[reader], tables.over[reader])
         self.asked, self.at_rest = self._moments(), self._moments(latest=True)
         self._add_requests(self.asked)
         self._add_work(self.at_rest)
@@ -82,7 +87,7 @@ class RealTime:
     def ended_before(self, operations: Numbers, others: Numbers) -> Flags:
         """Return whether each operation had certainly ended before the other one began."""
         tables = self._tables
-        ends, starts = tables.ends[operations], tables.starts[others]
+        ends, starts = tables.over[operations], tables.starts[others]
         # Calls of one process may follow each other within one tick of its clock.
         in_turn = (tables.process[operations] == tables.process[others]) & (operations < others) & (ends == starts)
         ended: Flags = ends + self.shift[tables.clock[operations], tables.clock[others]] < starts
@@ -117,18 +122,27 @@ class RealTime:
     def _add_requests(self, moments: Moments) -> None:
         """Add the begins of requests for a commit, as far as known, or else of the call itself.
 
-        A process that tells `ending` for some of its calls tells it for all that it asked to commit.
+        A process that tells `ending` for some of its calls tells it for all that it asked to commit. So do all
+        processes of its client for calls of which they tell `begun`.
         """
-        operations = self._tables.operations
+        operations, processes = self._tables.operations, self._tables.history.processes
         times = self._tables.starts.copy()
-        tell = {(each.process, each.what) for each in operations if "ending" in each.fields}
+        told = [each for each in operations if "ending" in each.fields]
+        tell = {(each.process, each.what) for each in told}
+        clients = {(processes[each.process].client, each.what) for each in told if "begun" in each.fields}
         pairs = []
+        self.never_asked: set[int] = set()  # transactions whose process was killed before it asked for their commit
         for each in operations:
-            own = each.what in ("transaction", "half") and each.outcome != "prepared"
+            own = each.what in ("transaction", "half") and not prepares(each)
             if "ending" in each.fields:
                 times[each.order] = each.fields["ending"]
-            elif (each.process, each.what) in tell and each.transaction is not None:
+            elif each.transaction is not None and (
+                (each.process, each.what) in tell
+                or ("begun" in each.fields and (processes[each.process].client, each.what) in clients)
+            ):
                 own = own and (each.outcome == "committed" if each.what == "half" else each.end is not None)
+                if each.what == "transaction" and not own and each.outcome is None:
+                    self.never_asked.add(each.order)
             if own:
                 pairs.append((each.order, each.order))
             elif each.what == "check" or (each.what == "finish" and each.fields.get("wish") != "abort"):

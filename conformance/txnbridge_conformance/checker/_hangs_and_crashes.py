@@ -31,14 +31,14 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
     latest = np.full(len(tables.clocks), -np.inf)
     np.maximum.at(latest, tables.clock, tables.last)
     for operation in tables.operations:
-        if operation.what == "settle" and operation.result != "ok":
+        if operation.what == "settle" and operation.result == "fail":
             error = operation.fields.get("error")
             text = f"{operation.fields.get('condition')}, long after the work had ended{f' ({error})' if error else ''}"
             findings.add("hang", text, [operation.order])
         elif operation.what == "process" and operation.result == "fail":
             text = f"{operation.fields.get('name')}: {operation.fields.get('error')}"
             findings.add("crash", text, [operation.order])
-        elif operation.what == "read" and operation.result != "ok":
+        elif operation.what == "read" and operation.result != "ok" and operation.end is not None:
             findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
         elif "deadline" in operation.fields:
             taken, deadline = _taken(tables, pauses, operation), operation.fields["deadline"]

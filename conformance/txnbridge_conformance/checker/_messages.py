@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from txnbridge_conformance.checker._clocks import WORKS, RealTime
+from txnbridge_conformance.checker._clocks import WORKS, RealTime, prepares
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, UNKNOWN
 from txnbridge_conformance.checker._tables import NONE, Flags, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
@@ -149,14 +149,14 @@ def refine(tables: Tables, fate: Numbers, time: RealTime) -> tuple[Numbers, Numb
     are in a full read of all its topics, and nobody worked at it any more. One that is prepared may be neither.
     """
     refined, absent = fate.copy(), np.full(len(fate), NONE, np.int64)
-    prepares = [each.outcome == "prepared" or each.fields.get("prepare") is True for each in tables.operations]
+    prepared = np.array(list(map(prepares, tables.operations)), bool)
     sends = np.bincount(tables.sends.operation, minlength=len(fate))
     open_ones = (fate == UNKNOWN) & (sends > 0) & np.array([each.what != "publish" for each in tables.operations], bool)
     for read in full_reads(tables):
         sent = sent_to(tables, read)
         total, found = sent.count(sent.rows >= 0, len(fate)), sent.count(sent.seen, len(fate))
         refined[open_ones & (found > 0) & (found == total)] = COMMITTED
-        gone = np.flatnonzero(open_ones & (total == sends) & (found == 0) & ~np.array(prepares, bool))
+        gone = np.flatnonzero(open_ones & (total == sends) & (found == 0) & ~prepared)
         first = min(read.operations, key=lambda order: tables.starts[order])
         absent[gone[time.at_rest.precede(gone, np.full(len(gone), first))]] = first
     rows = tables.of_senders

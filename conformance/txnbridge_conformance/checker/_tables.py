@@ -16,6 +16,9 @@ Times = NDArray[np.float64]  # nanoseconds
 
 NONE = -1
 
+# The nanoseconds from the record of a kill to the death of its process.
+_DYING = 10**9
+
 # How `RecordedProcess.client` begins where it is this library.
 _OURS = "txnbridge"
 
@@ -115,6 +118,7 @@ class Tables:
             self.clock_of(fault)
         self.starts: Times = np.array([each.start for each in self.operations], np.float64)
         self.ends: Times = np.array([np.inf if each.end is None else each.end for each in self.operations], np.float64)
+        self.over = self._over()
         self.process = _numbers(each.process for each in self.operations)
         self.last = self._last_signs()
 
@@ -122,6 +126,17 @@ class Tables:
         """Return the number of an event's clock. A host whose clock went back has a clock for each process."""
         turned_back = event.clock in self.history.turned_back
         return self.clocks.number((event.clock, event.process if turned_back else NONE))
+
+    def _over(self) -> Times:
+        """Return, for each operation, its end, or without one the time by which its process was dead, or infinity."""
+        kills = [fault for fault in self.history.faults if fault.kind.startswith("kill")]
+        dead = {(self.clock_of(fault), fault.target): fault.mono + _DYING for fault in kills}
+        names = [process.name for process in self.history.processes]
+        ends = (
+            dead.get((clock, names[each.process]), np.inf) if each.end is None else each.end
+            for each, clock in zip(self.operations, self.clock.tolist(), strict=True)
+        )
+        return np.fromiter(ends, np.float64, len(self.operations))
 
     def _last_signs(self) -> Times:
         """Return, for each operation, its end, or without one the last time that its process recorded."""

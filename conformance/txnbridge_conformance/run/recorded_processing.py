@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from txnbridge import Event, Message, errors, hookimpl
 from txnbridge_conformance.history import RecordedCall, Result
 from txnbridge_conformance.run.bodies import dead_value
@@ -42,6 +44,8 @@ class ProcessorRecording:
             case "transaction.begin", "before":
                 self._call = self._client.start_transaction(transaction=event.transaction)
                 self._dead = 0
+            case ("transaction.begin", "after") | ("commit", "before") if self._call is not None:
+                self._call.note(**{"ending" if event.name == "commit" else "begun": time.monotonic_ns()})
             case "message.send", "before" if event.data["topic"] == self._dead_letters:
                 assert self._call is not None and event.transaction is not None
                 value = dead_value(text_of(self._poison[self._dead]), event.transaction)

@@ -270,7 +270,7 @@ def sell(client: Client) -> None:
     chance = client.random.random
 
     def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
-        call.note(transaction=txn.id)
+        call.note(transaction=txn.id, begun=time.monotonic_ns())
         if txn.deadline <= _DISPUTED_DEADLINE:
             sales.decide(txn.id, Decision.UNDECIDED)
             client.stop.wait(_DISPUTED_DEADLINE + client.random.uniform(0.2, 1.2))
