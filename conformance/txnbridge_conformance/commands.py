@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import secrets
@@ -329,12 +330,15 @@ def _judge(
     from txnbridge_conformance.report import Report
     from txnbridge_conformance.run.verdict import floor_for, judge
 
+    gc.disable()  # a history is millions of objects without cycles, among which a collection finds nothing
     try:
         history = read_history(paths)
+        findings = check(history)
     except HistoryError as error:
         click.echo(f"not judged: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
-    findings = check(history)
+    finally:
+        gc.enable()
     judgement = judge(history, findings, {**floor_for(history), **floor})
     report = Report(history, findings, judgement, command, contract)
     if folder:

@@ -7,10 +7,12 @@ end line has an unknown result.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,6 +216,9 @@ def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
             yield path
 
 
+_DECODER = json.JSONDecoder(parse_float=functools.cache(float))
+
+
 class _Lines:
     """Reads the lines of one process into a history."""
 
@@ -222,6 +227,9 @@ class _Lines:
         self._name = name
         self._process = len(history.processes)
         self._open: dict[int, Operation] = {}
+        # Equal ones are one object, because a history has millions of them.
+        self._keys: dict[Key, Key] = {}
+        self._positions: dict[Position, Position] = {}
         self._clock = ""
         self._latest = -(2**63)  # the latest time of a line
 
@@ -230,7 +238,7 @@ class _Lines:
             if not line.endswith(b"\n"):
                 return
             try:
-                fields = json.loads(line)
+                fields = _DECODER.decode(line.decode())
                 if b"\\u" in line:
                     json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair cannot be shown
                 self._take(fields)
@@ -286,24 +294,44 @@ class _Lines:
             if (first := self._history.senders.setdefault(value, order)) != order:
                 calls = " and ".join(map(self._call, (first, order)))
                 raise ValueError(f"{calls} send the value {value!r}; each value of a history is unique")
-        self._history.sends.append((order, _key(line["to"]), values))
+        self._history.sends.append((order, self._key(line["to"]), values))
 
     def _call(self, order: int) -> str:
         operation = self._history.operations[order]
         return f"call {operation.number} of {self._history.processes[operation.process].name}"
 
     def _stored(self, line: dict[str, Any]) -> None:
-        values, positions = _texts(line["values"]), [_position(position) for position in line["positions"]]
+        values, positions = _texts(line["values"]), [self._position(position) for position in line["positions"]]
         if len(values) != len(positions):
             raise ValueError("each stored value has one position")
-        self._history.stored.append((_key(line["to"]), values, positions))
+        self._history.stored.append((self._key(line["to"]), values, positions))
 
     def _poll(self, line: dict[str, Any]) -> None:
         group = None if line["group"] is None else _text(line["group"])
-        self._history.polls.append((self._open[line["poll"]].order, group, [_read(each) for each in line["messages"]]))
+        order, messages = self._open[line["poll"]].order, line["messages"]
+        if type(messages) is not list:
+            raise ValueError(f"messages are a list, not {messages!r}")
+        for at, message in enumerate(messages):  # in place: a read of a whole topic is one line
+            messages[at] = self._read(message)
+        self._history.polls.append((order, group, messages))
+
+    def _read(self, message: Sequence[Any]) -> Read:
+        topic, partition, position, value = message
+        topic, partition = self._key((topic, partition))
+        place = None if position is None else self._position(position)
+        return topic, partition, place, None if value is None else sys.intern(_text(value))
+
+    def _position(self, value: Any) -> Position:
+        position = _position(value)
+        return self._positions.setdefault(position, position)
+
+    def _key(self, value: Sequence[Any]) -> Key:
+        topic, partition = value
+        key = _text(topic), _number(partition)
+        return self._keys.setdefault(key, key)
 
     def _assign(self, line: dict[str, Any]) -> None:
-        keys = frozenset(map(_key, line["keys"]))
+        keys = frozenset(map(self._key, line["keys"]))
         self._history.assigned.append((self._open[line["assign"]].order, len(self._history.polls), keys))
 
     def _ack(self, line: dict[str, Any]) -> None:
@@ -355,29 +383,23 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
 
     Only the types of fields that a check reads are verified.
     """
+    fields = {}
     for name, value in line.items():
         if verify := _TYPES.get(name):
             verify(value)
-    if line.get("session") is not None and line.get("owner") is None:
+        if name != "wall":
+            fields[sys.intern(name)] = value
+    if fields.get("session") is not None and fields.get("owner") is None:
         raise ValueError("a session needs the transactional id of its owner")
-    return line
-
-
-def _key(value: Sequence[Any]) -> Key:
-    topic, partition = value
-    return _text(topic), _number(partition)
-
-
-def _read(message: Sequence[Any]) -> Read:
-    topic, partition, position, value = message
-    place = None if position is None else _position(position)
-    return _text(topic), _number(partition), place, None if value is None else _text(value)
+    return fields
 
 
 def _texts(values: Any) -> Sequence[str]:
     if type(values) is not list:
         raise ValueError(f"values are a list, not {values!r}")
-    return [_text(value) for value in values]
+    for at, value in enumerate(values):
+        values[at] = sys.intern(_text(value))
+    return values
 
 
 def _text(value: Any) -> str:

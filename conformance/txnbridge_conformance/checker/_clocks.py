@@ -77,8 +77,15 @@ class RealTime:
             if operation.what in WRITES and operation.transaction is not None:
                 self.writes[operation.transaction].append(operation.order)
         self.committed, self.visible = self._moments(), self._moments()
+        answers = [
+            (write, operation.order)
+            for operation in tables.operations
+            if operation.end is not None and told_by(operation) == COMMITTED
+            for write in self._about(operation)
+            if fate[write] == COMMITTED
+        ]
         for moments in (self.committed, self.visible):
-            self._add_answers(moments, fate)
+            self._add(moments, answers, tables.ends)
         self.visible.add(writer, tables.clock[reader], tables.over[reader])
         self.asked, self.at_rest = self._moments(), self._moments(latest=True)
         self._add_requests(self.asked)
@@ -98,16 +105,6 @@ class RealTime:
 
     def _about(self, operation: Operation) -> list[int]:
         return [operation.order] if operation.transaction is None else self.writes[operation.transaction]
-
-    def _add_answers(self, moments: Moments, fate: Numbers) -> None:
-        pairs = [
-            (write, operation.order)
-            for operation in self._tables.operations
-            if operation.end is not None and COMMITTED in told_by(operation)
-            for write in self._about(operation)
-            if fate[write] == COMMITTED
-        ]
-        self._add(moments, pairs, self._tables.ends)
 
     def _add_work(self, moments: Moments) -> None:
         """Add the end of each call for a transaction, or the last sign of its process if it has none."""

@@ -29,14 +29,18 @@ def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     """
     committed = (fate == COMMITTED) & np.array([each.what == "transaction" for each in tables.operations], bool)
     _check_real_time(tables, _in_order(tables, committed, rank), findings)
-    ww, wr = list(_write_order(tables, committed, rank)), list(_reads_from(tables, committed))
+    number = np.cumsum(committed) - 1  # nodes are the committed transactions alone, which saves memory
+    ww, wr = number[_write_order(tables, committed, rank)], number[_reads_from(tables, committed)]
+    orders = np.flatnonzero(committed)
+    none: tuple[_Edge, ...] = ()
     found: set[frozenset[int]] = set()
-    for name, edges, needed, real_time in (
-        ("G0", ww, "ww", False),
-        ("G1c", [*ww, *wr], "wr", False),
-        ("G1c-realtime", [*ww, *wr], "wr", True),
+    for name, edges, real_time in (
+        ("G0", {"ww": ww}, none),
+        ("G1c", {"wr": wr, "ww": ww}, none),
+        ("G1c-realtime", {"wr": wr, "ww": ww}, _real_time(tables, committed, number)),
     ):
-        for cycle in _cycles(len(committed), edges, _real_time(tables, committed) if real_time else [], needed):
+        for path in _cycles(len(orders), edges, real_time):
+            cycle = [(int(orders[node]), kind) for node, kind in path]
             nodes = frozenset(node for node, _ in cycle)
             if nodes not in found:
                 found.add(nodes)
@@ -77,64 +81,63 @@ def _committed_by(operation: Operation) -> int | None:
     return operation.end if operation.result == "ok" and operation.outcome != "prepared" else None
 
 
-def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Iterator[_Edge]:
-    """Yield an edge from the transaction that sent each value to the one that sent the next value of its partition."""
+def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Numbers:
+    """Return the edges from the sender of each value to the sender of the next value of its partition."""
     rows = _in_order(tables, committed, rank)
     first, second = rows[:-1], rows[1:]
     next_to = (tables.home[first] == tables.home[second]) & (tables.writer[first] != tables.writer[second])
-    edges = np.unique(np.stack([tables.writer[first[next_to]], tables.writer[second[next_to]]], axis=1), axis=0)
-    return ((int(a), int(b), "ww") for a, b in edges)
+    return np.unique(np.stack([tables.writer[first[next_to]], tables.writer[second[next_to]]], axis=1), axis=0)
 
 
-def _reads_from(tables: Tables, committed: Numbers) -> Iterator[_Edge]:
-    """Yield an edge from the transaction that sent each value to each transaction that received the value."""
+def _reads_from(tables: Tables, committed: Numbers) -> Numbers:
+    """Return the edges from the transaction that sent each value to each transaction that received the value."""
     rows = tables.reads.value != NONE
     reader, writer = tables.reads.operation[rows], tables.writer[tables.reads.value[rows]]
     rows = (writer != NONE) & (reader != writer)
     rows[rows] &= committed[reader[rows]] & committed[writer[rows]]
-    edges = np.unique(np.stack([writer[rows], reader[rows]], axis=1), axis=0)
-    return ((int(a), int(b), "wr") for a, b in edges)
+    return np.unique(np.stack([writer[rows], reader[rows]], axis=1), axis=0)
 
 
-def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
-    """Return the edges of real time among these transactions.
+def _real_time(tables: Tables, committed: Numbers, number: Numbers) -> Iterator[_Edge]:
+    """Yield the edges of real time among these transactions.
 
     The ends of transactions are further nodes, in a chain, so that few edges lead from every earlier transaction to
     every later one. Only transactions of one clock are compared.
     """
-    edges: list[_Edge] = []
-    extra = len(tables.operations)
-    clocks: dict[int, list[tuple[int, int, int]]] = {}
-    for order in map(int, np.flatnonzero(committed)):
-        operation = tables.operations[order]
-        events = clocks.setdefault(int(tables.clock[order]), [])
-        events.append((operation.start, 1, order))
-        if (end := _committed_by(operation)) is not None:
-            events.append((end, 0, order))
-    for events in clocks.values():
-        last = NONE
-        for _, is_start, order in sorted(events):
+    extra = int(committed.sum())
+    known = committed & np.array([_committed_by(operation) is not None for operation in tables.operations], bool)
+    for clock in range(len(tables.clocks)):
+        begun, ended = (np.flatnonzero(flags & (tables.clock == clock)) for flags in (committed, known))
+        orders, times = np.concatenate([begun, ended]), np.concatenate([tables.starts[begun], tables.ends[ended]])
+        starts = np.arange(len(orders)) < len(begun)
+        rows = np.lexsort((starts, times))
+        last, was_start = NONE, True
+        for order, is_start in zip(number[orders[rows]].tolist(), starts[rows].tolist(), strict=True):
             if is_start and last != NONE:
-                edges.append((last, order, "rt"))
+                yield last, order, "rt"
             elif not is_start:
-                edges.append((order, extra, "rt"))
-                if last != NONE:
-                    edges.append((last, extra, "rt"))
-                last, extra = extra, extra + 1
-    return edges
+                if was_start:
+                    if last != NONE:
+                        yield last, extra, "rt"
+                    last, extra = extra, extra + 1
+                yield order, last, "rt"
+            was_start = is_start
 
 
-def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield one short cycle with an edge of the kind `needed` for each strongly connected part that has one."""
+def _cycles(nodes: int, edges: dict[str, Numbers], real_time: Iterable[_Edge]) -> Iterator[list[tuple[int, str]]]:
+    """Yield one short cycle with an edge of the first kind for each strongly connected part that has one."""
     graph: rustworkx.PyDiGraph[None, str] = rustworkx.PyDiGraph()
-    graph.add_nodes_from([None] * max([nodes, *(max(a, b) + 1 for a, b, _ in real_time)]))
-    graph.add_edges_from([*edges, *real_time])
+    graph.add_nodes_from([None] * nodes * (2 if real_time else 1))  # the others are the ends of transactions
+    given = ((int(a), int(b), kind) for kind, pairs in edges.items() for a, b in pairs)
+    rows = itertools.chain(given, real_time)
+    while some := list(itertools.islice(rows, 100_000)):
+        graph.add_edges_from(some)
     parts = enumerate(rustworkx.strongly_connected_components(graph))
     part_of = {node: number for number, part in parts if len(part) > 1 for node in part}
     named: set[int] = set()
-    for first, second, kind in edges:
+    for first, second in next(iter(edges.values())).tolist() if part_of else ():
         part = part_of.get(first)
-        if kind == needed and part is not None and part == part_of.get(second) and part not in named:
+        if part is not None and part == part_of.get(second) and part not in named:
             named.add(part)
             path = rustworkx.digraph_dijkstra_shortest_paths(graph, second, first, lambda _: 1.0)[first]
             yield list(_named(graph, [first, *path], nodes))

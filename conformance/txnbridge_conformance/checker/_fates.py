@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -25,7 +24,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
     fate = np.zeros(len(operations), np.int64)
     told: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for operation in operations:
-        for outcome in told_by(operation):
+        if outcome := told_by(operation):
             if operation.transaction is None:
                 fate[operation.order] = outcome
             else:
@@ -43,12 +42,12 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
     return fate
 
 
-def told_by(operation: Operation) -> Iterator[int]:
-    """Yield the fate, COMMITTED or ABORTED, that the operation returned; nothing if it returned neither."""
-    if operation.outcome in _OUTCOMES:
-        yield _OUTCOMES[operation.outcome]
-    elif operation.what in WRITES and operation.outcome is None and operation.result != "unknown":
-        yield COMMITTED if operation.result == "ok" else ABORTED
+def told_by(operation: Operation) -> int:
+    """Return the fate, COMMITTED or ABORTED, that the operation returned; UNKNOWN if it returned neither."""
+    outcome = operation.outcome
+    if outcome is None and operation.result != "unknown" and operation.what in WRITES:
+        return COMMITTED if operation.result == "ok" else ABORTED
+    return _OUTCOMES.get(outcome or "", UNKNOWN)
 
 
 def _name(outcome: int) -> str:

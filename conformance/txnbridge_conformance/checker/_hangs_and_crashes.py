@@ -30,6 +30,7 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
     stopped = {fault.target for fault in tables.history.faults if fault.kind.startswith(("kill", "restart"))}
     latest = np.full(len(tables.clocks), -np.inf)
     np.maximum.at(latest, tables.clock, tables.last)
+    spent: list[float] = ((tables.last - tables.starts) / 1e9).tolist()
     for operation in tables.operations:
         if operation.what == "settle" and operation.result == "fail":
             error = operation.fields.get("error")
@@ -41,7 +42,8 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
         elif operation.what == "read" and operation.result != "ok" and operation.end is not None:
             findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
         elif "deadline" in operation.fields:
-            taken, deadline = _taken(tables, pauses, operation), operation.fields["deadline"]
+            deadline = operation.fields["deadline"]
+            taken = spent[operation.order] if spent[operation.order] <= deadline else _taken(tables, pauses, operation)
             if operation.end is None and taken > deadline and _name(tables, operation) not in stopped:
                 taken = _taken(tables, pauses, operation, latest[tables.clock[operation.order]])
             if taken > deadline + _SLACK_SECONDS:

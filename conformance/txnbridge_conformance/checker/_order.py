@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
-from txnbridge_conformance.checker._tables import NONE, Flags, Names, Numbers, Tables
+from txnbridge_conformance.checker._tables import NONE, Flags, Names, Numbers, Tables, Times
 from txnbridge_conformance.checker.findings import Findings
-from txnbridge_conformance.history import Key, Operation
+from txnbridge_conformance.history import Key
 
 
 def ranks(tables: Tables, fate: Numbers) -> Numbers:
@@ -94,30 +93,33 @@ def _skips_unprocessed(tables: Tables, rank: Numbers, steps: _Steps, rows: Numbe
     A call that had no effect counts as a begin, too, because the broker may have kept the message back until its end.
     So does a call on a host with another clock.
     """
-    begun: dict[tuple[str, str], list[Operation]] = defaultdict(list)  # by group and value
-    for order, group, values in tables.history.acks:
-        for value in values:
-            begun[group, value].append(tables.operations[order])
     groups = {order: group for order, group, _ in tables.history.polls}
-    places: dict[int, dict[int, int]] = defaultdict(dict)  # by partition: the value of each rank
-    for number in map(int, np.flatnonzero((rank != NONE) & (tables.home != NONE))):
-        places[int(tables.home[number])][int(rank[number])] = number
+    values = np.flatnonzero((rank != NONE) & (tables.home != NONE))
+    values = values[np.lexsort((rank[values], tables.home[values]))]
+    width = len(rank) + 1
+    places = tables.home[values] * width + rank[values]
+    first = np.searchsorted(places, steps.key[rows] * width + rank[steps.before[rows]], "right")
+    last = np.searchsorted(places, steps.key[rows] * width + rank[steps.after[rows]])
+    begun: dict[tuple[str | None, int], Times] = {}
+    found = []
+    for reader, start, end in zip(steps.operation_after[rows].tolist(), first, last, strict=True):
+        known = groups[reader], int(tables.clock[reader])
+        if known not in begun:
+            begun[known] = _earliest_acks(tables, *known)
+        found.append(bool(np.any(begun[known][values[start:end]] >= tables.starts[reader])))
+    return found
 
-    def skips_unprocessed(row: int) -> bool:
-        reader = tables.operations[int(steps.operation_after[row])]
-        group, log = groups[reader.order], places[int(steps.key[row])]
-        skipped = range(int(rank[steps.before[row]]) + 1, int(rank[steps.after[row]]))
-        return any(
-            at in log and not any(_precedes(tables, ack, reader) for ack in begun[group or "", tables.value(log[at])])
-            for at in skipped
-        )
 
-    return [skips_unprocessed(int(row)) for row in rows]
-
-
-def _precedes(tables: Tables, one: Operation, other: Operation) -> bool:
-    """Return whether an operation may have begun before another one."""
-    return bool(tables.clock[one.order] != tables.clock[other.order]) or one.start < other.start
+def _earliest_acks(tables: Tables, group: str | None, clock: int) -> Times:
+    """Return, for each value, the begin of the first call that acknowledges it for a group, by this clock."""
+    found = np.full(len(tables.values), np.inf)
+    for order, by, values in tables.history.acks:
+        if by == group:
+            start = tables.starts[order] if tables.clock[order] == clock else -np.inf
+            for number in map(tables.values.find, values):
+                if number != NONE and start < found[number]:
+                    found[number] = start
+    return found
 
 
 def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
