@@ -1,14 +1,23 @@
 """The checker: pure functions from a history to named findings with their evidence.
 
 `check(history)` runs all checks. `_tables` turns the history into tables of numbers, and `_fates` finds the outcome of
-each transaction. Six modules check it: `_messages` the messages that were read, `_order` their order, `_acks` the
-acknowledgements, `_call_order` fencing and prepared transactions, `_cycles` isolation, and `_hangs_and_crashes` calls
-and processes. `findings` has the names of findings and their meanings.
+each transaction that calls have told, `_full_reads` what calls of unknown result have done. `_clocks` knows which of
+two moments was the earlier one. The checks: `_messages` and `_full_reads` of the messages that were read, `_order` of
+their order, `_acks` of acknowledgements, `_call_order` of fencing and prepared transactions, `_cycles` of isolation,
+and `_hangs_and_crashes` of calls and processes. `findings` has the names of findings, their meanings and causes.
 """
 
 from __future__ import annotations
 
-from txnbridge_conformance.checker import _acks, _call_order, _cycles, _hangs_and_crashes, _messages, _order
+from txnbridge_conformance.checker import (
+    _acks,
+    _call_order,
+    _cycles,
+    _full_reads,
+    _hangs_and_crashes,
+    _messages,
+    _order,
+)
 from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, fates
 from txnbridge_conformance.checker._tables import Tables, since_made_anew
@@ -24,10 +33,9 @@ def check(history: History) -> Findings:
     fate = fates(history.operations, findings)
     _messages.check_positions(tables, findings)
     time = RealTime(tables, fate)
-    refined, absent = _messages.refine(tables, fate, time)
+    refined, absent = _full_reads.refine(tables, fate, time)
     _messages.check_reads(tables, refined, time, findings)
-    for read in _messages.full_reads(tables):
-        _messages.check_full_read(tables, fate, time, read, findings)
+    _full_reads.check_full_reads(tables, fate, time, findings)
     _call_order.check_owners(tables, refined, findings)
     _call_order.check_check_backs(tables, findings)
     _call_order.check_prepared(tables, fate, time, findings)

@@ -110,7 +110,9 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
     _check_statuses(tables, time, asked, findings)
     aborts = _AdminAborts(tables)
     for operation in tables.operations:
-        if operation.outcome != "prepared" or not operation.transaction or operation.end is None:
+        if operation.what != "transaction" or operation.outcome != "prepared":
+            continue
+        if not operation.transaction or operation.end is None:
             continue
         calls, clock = asked[operation.transaction], tables.clock[operation.order]
         here = [call for call in calls if tables.clock[call.order] == clock]
@@ -140,12 +142,19 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
 def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
     """Find calls that returned that a transaction is prepared after another call had returned its outcome."""
     for calls in asked.values():
-        finals = [call.order for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
+        finals: dict[int, Operation] = {}  # by clock: the first answer
+        for call in calls:
+            if call.outcome in ("committed", "aborted") and call.end is not None:
+                clock = int(tables.clock[call.order])
+                finals[clock] = min(
+                    [call, *filter(None, [finals.get(clock)])], key=lambda each: tables.ends[each.order]
+                )
+        orders = np.array([call.order for call in finals.values()], np.int64)
         for status in [call for call in calls if call.outcome == "prepared"] if finals else ():
-            before = time.ended_before(np.array(finals), np.full(len(finals), status.order))
-            if np.any(before):
+            before = orders[time.ended_before(orders, np.full(len(orders), status.order))]
+            if len(before):
                 text = f"{tables.name(status.order)} returned that it is prepared, after its outcome had been returned"
-                findings.add("split-decision", text, [finals[int(np.argmax(before))], status.order])
+                findings.add("split-decision", text, [int(before[0]), status.order])
 
 
 class _AdminAborts:

@@ -5,7 +5,6 @@ A name that Jepsen's checkers of queues use, too, has Jepsen's meaning. docs/con
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -117,15 +116,16 @@ class Findings:
 
     @property
     def cases(self) -> list[Finding]:
-        return [case for name in self.names for case in itertools.islice(self._of(name), self.most)]
+        found: dict[str, list[Finding]] = {name: [] for name in self.names}
+        for case in self.all:
+            if len(found.get(case.name, [None] * self.most)) < self.most:
+                found[case.name].append(case)
+        return [case for cases in found.values() for case in cases]
 
     @property
     def names(self) -> list[str]:
         """The names that have at least one case, in the order of `MEANINGS`."""
         return [name for name in MEANINGS if name in self.counts]
-
-    def _of(self, name: str) -> Iterator[Finding]:
-        return (case for case in self.all if case.name == name)
 
     def causes(self) -> dict[int, int]:
         """Return, for each case that is a consequence of another one, that one. Both are indexes in `all`."""

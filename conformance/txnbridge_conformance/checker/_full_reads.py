@@ -1,0 +1,206 @@
+"""Full reads: what they show of transactions, and checks that committed ones are there, whole, and no others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from txnbridge_conformance.checker._clocks import WORKS, RealTime, prepares
+from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, UNKNOWN
+from txnbridge_conformance.checker._tables import NONE, Flags, Numbers, Tables
+from txnbridge_conformance.checker.findings import Findings
+
+
+@dataclass(frozen=True)
+class FullRead:
+    """The messages that one process received by calls that each read whole topics from their start to their end.
+
+    `sends` are the rows of `Tables.sends` for these topics, `by` the call that read the topic of each, and `seen`
+    whether that message was read. `writers` are the operations of these rows, `writer` the number of each row's one
+    among them.
+    """
+
+    operations: tuple[int, ...]
+    reads: Numbers  # rows of `Tables.reads`
+    sends: Numbers
+    by: Numbers
+    seen: Flags
+    writers: Numbers
+    writer: Numbers
+
+    def count(self, flags: Flags) -> Numbers:
+        """Return, for each of `writers`, the number of its rows with a flag."""
+        return np.bincount(self.writer[flags], minlength=len(self.writers))
+
+
+def full_reads(tables: Tables) -> Iterator[FullRead]:
+    """Yield a `FullRead` for the calls of each process that read whole topics, up to one that reads a topic again."""
+    rounds: list[dict[str, int]] = []  # by topic: the operation that read it
+    latest: dict[int, dict[str, int]] = {}  # by process
+    for operation in tables.operations:
+        if operation.what == "read" and operation.result == "ok":
+            topics = dict.fromkeys(operation.fields["topics"], operation.order)
+            if operation.process not in latest or not topics.keys().isdisjoint(latest[operation.process]):
+                rounds.append({})
+                latest[operation.process] = rounds[-1]
+            latest[operation.process].update(topics)
+    of_call, of_key = _Rows(tables.reads.operation), _Rows(tables.sends.key)
+    keys: dict[str, list[int]] = defaultdict(list)
+    for number in range(len(tables.keys)):
+        keys[tables.key_of(number)[0]].append(number)
+    for topics in filter(None, rounds):
+        calls = tuple(dict.fromkeys(topics.values()))
+        reads = np.concatenate([of_call.of(call) for call in calls])
+        parts = [(of_key.of(key), call) for topic, call in topics.items() for key in keys[topic]]
+        sends = np.concatenate([np.zeros(0, np.int64), *(rows for rows, _ in parts)])
+        by = np.repeat([call for _, call in parts], [len(rows) for rows, _ in parts]).astype(np.int64)
+        seen = np.isin(tables.sends.value[sends], tables.reads.value[reads])
+        yield FullRead(calls, reads, sends, by, seen, *np.unique(tables.sends.operation[sends], return_inverse=True))
+
+
+class _Rows:
+    """The rows of a column by their number in it."""
+
+    def __init__(self, column: Numbers) -> None:
+        self._order = np.argsort(column, kind="stable")
+        self._sorted = column[self._order]
+
+    def of(self, number: int) -> Numbers:
+        first, last = np.searchsorted(self._sorted, (number, number + 1))
+        return self._order[first:last]
+
+
+def refine(tables: Tables, fate: Numbers, time: RealTime) -> tuple[Numbers, Numbers]:
+    """Return the fates by full reads, too, and by operation the full read's first call that shows it to be aborted.
+
+    A transaction of unknown fate whose messages a full read has is committed. One is aborted if none of its messages
+    are in a full read of all its topics, and nobody worked at it any more. One that is prepared may be neither.
+    """
+    refined, absent = fate.copy(), np.full(len(fate), NONE, np.int64)
+    sends = np.bincount(tables.sends.operation, minlength=len(fate))
+    open_ones = (fate == UNKNOWN) & _atoms(tables)
+    lasts = np.array([prepares(each) for each in tables.operations], bool)
+    for read in full_reads(tables):
+        found, total = read.count(read.seen), read.count(read.by != NONE)
+        refined[read.writers[open_ones[read.writers] & (found == total)]] = COMMITTED
+        gone = read.writers[(open_ones & ~lasts)[read.writers] & (total == sends[read.writers]) & (found == 0)]
+        first = min(read.operations, key=lambda order: tables.starts[order])
+        absent[gone[time.at_rest.precede(gone, np.full(len(gone), first))]] = first
+    rows = tables.of_senders
+    rows = rows[absent[tables.writer[tables.reads.value[rows]]] != NONE]
+    reader, writer = tables.reads.operation[rows], tables.writer[tables.reads.value[rows]]
+    absent[writer[~time.ended_before(reader, absent[writer])]] = NONE  # it may have been committed after the full read
+    absent[refined != UNKNOWN] = NONE
+    refined[absent != NONE] = ABORTED
+    return refined, absent
+
+
+def _atoms(tables: Tables) -> Flags:
+    """Return for each operation whether its messages are one atom: not if they are published without a transaction."""
+    return np.array([operation.what != "publish" for operation in tables.operations], bool)
+
+
+def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
+    """Compare what each full read has received with the outcomes of transactions (`fate`).
+
+    Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
+    that were read, and committed transactions of which no message was read. What ended while the read went on may be
+    there or not.
+    """
+    works = np.array([each.what in WORKS for each in tables.operations], bool)
+    last_work = np.full(len(tables.clocks), -np.inf)
+    np.maximum.at(last_work, tables.clock[works], np.where(np.isinf(tables.ends), tables.starts, tables.ends)[works])
+    after_all, atoms = tables.starts > last_work[tables.clock], _atoms(tables)
+    # By process: the values, and the operations, about which an earlier full read of it has a finding.
+    missed: dict[int, Flags] = defaultdict(lambda: np.zeros(len(tables.values), bool))
+    wrong: dict[int, Flags] = defaultdict(lambda: np.zeros(len(tables.operations), bool))
+    for read in full_reads(tables):
+        _find_repeated(tables, read, findings)
+        writer = read.writers[read.writer]
+        due = (fate[writer] == COMMITTED) & time.committed.precede(writer, read.by)
+        process, values = tables.operations[read.operations[0]].process, tables.sends.value[read.sends]
+        missing = ~read.seen & due & ~missed[process][values]
+        missed[process][values[missing]] = True
+        _find_missing(tables, read, missing, findings)
+        ended = time.visible.precede(writer, read.by)
+        ended |= after_all[read.by] & time.at_rest.precede(writer, read.by)
+        known = wrong[process]
+        found = _check_atoms(tables, fate, read, (atoms & ~known)[read.writers], due, ended, findings)
+        known[read.writers[found]] = True
+
+
+def _check_atoms(
+    tables: Tables, fate: Numbers, read: FullRead, atoms: Flags, due: Flags, ended: Flags, findings: Findings
+) -> Flags:
+    """Find transactions that were not read as a whole, or not as their outcome says; return which of `writers`.
+
+    `due` tells for each message whether it has to be there, `ended` whether it has to be there if another one is.
+    """
+    total, found, reader = read.count(read.by != NONE), read.count(read.seen), tables.name(read.operations[0])
+    torn = atoms & (found > 0) & (read.count(~read.seen & ended) > 0)
+    missing = _missing_within_partitions(tables, read, torn)
+    for at in map(int, np.flatnonzero(torn)):
+        writer = int(read.writers[at])
+        text = f"{reader} read {found[at]} of {total[at]} messages of {tables.name(writer)}"
+        findings.add("torn-transaction", text, [writer, *read.operations], missing.get(at, ()))
+    lost = atoms & (found == 0) & (read.count(due) == total)
+    there = atoms & (found == total) & (fate[read.writers] == ABORTED)
+    for wrong, said, parts, names in (
+        (lost, "committed", "none", ("outcome-lie", "orphan-half")),
+        (there, "aborted", "all", ("outcome-lie", "phantom-commit")),
+    ):
+        for writer in map(int, read.writers[wrong]):
+            text = f"{tables.name(writer)} was said to be {said}; {reader} read {parts} of its messages"
+            findings.add(names[tables.operations[writer].what == "half"], text, [writer, read.operations[0]])
+    result: Flags = torn | lost | there
+    return result
+
+
+def _missing_within_partitions(tables: Tables, read: FullRead, torn: Flags) -> dict[int, list[str]]:
+    """Return the values that were not read, by number in `writers`, if others of each of their partitions were."""
+    keys: dict[int, dict[int, bool]] = defaultdict(dict)  # by writer and partition: whether any was read
+    missing: dict[int, list[str]] = defaultdict(list)
+    for row in np.flatnonzero(torn[read.writer]):
+        writer, send = int(read.writer[row]), read.sends[row]
+        key = int(tables.sends.key[send])
+        keys[writer][key] = keys[writer].get(key, False) or bool(read.seen[row])
+        if not read.seen[row]:
+            missing[writer].append(tables.value(tables.sends.value[send]))
+    return {writer: values for writer, values in missing.items() if all(keys[writer].values())}
+
+
+def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:
+    """Find messages that a full read received more than once, if its reader records no positions."""
+    values = tables.reads.value[read.reads]
+    values, counts = np.unique(values[(values != NONE) & (tables.reads.place[read.reads] == NONE)], return_counts=True)
+    for number, times in zip(values[counts > 1], counts[counts > 1], strict=True):
+        text = f"{tables.name(read.operations[0])} read {tables.value(number)} {times} times"
+        writers = [int(writer) for writer in (tables.writer[number],) if writer != NONE]
+        findings.add("duplicate", text, [*writers, read.operations[0]], [tables.value(number)])
+
+
+def _find_missing(tables: Tables, read: FullRead, missing: Flags, findings: Findings) -> None:
+    if not np.any(missing):
+        return
+    place, reads = _lowest_places(tables), tables.reads
+    highest = np.full(len(tables.keys), NONE, np.int64)  # by key: the highest place that was read
+    np.maximum.at(highest, reads.key[read.reads], reads.place[read.reads])
+    for row, by in zip(read.sends[missing], read.by[missing], strict=True):
+        writer, number, key = int(tables.sends.operation[row]), int(tables.sends.value[row]), tables.sends.key[row]
+        lost = place[number] != NONE and place[number] <= highest[key]
+        value, reader = tables.value(number), tables.name(int(by))
+        text = f"{value} of the committed {tables.name(writer)} is missing in {reader}"
+        findings.add("lost-write" if lost else "unseen", text, [writer, int(by)], [value])
+
+
+def _lowest_places(tables: Tables) -> Numbers:
+    """Return, for each value, the lowest known place of its message in the partition (see `Placed`), or `NONE`."""
+    unknown = np.iinfo(np.int64).max
+    place = np.full(len(tables.values), unknown)
+    read = (tables.reads.value != NONE) & (tables.reads.place != NONE)
+    np.minimum.at(place, tables.reads.value[read], tables.reads.place[read])
+    np.minimum.at(place, tables.stored.value, tables.stored.place)
+    return np.where(place == unknown, NONE, place)
