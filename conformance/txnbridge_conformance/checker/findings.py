@@ -46,7 +46,7 @@ MEANINGS = {
     "orphan-half": "a half message whose local work succeeded was not published",
     "checkback-lie": "a check-back showed other messages than its transaction had stored",
     "phantom-commit": "a half message whose local work was not done was published",
-    "hang": "a call took longer than its deadline allows",
+    "hang": "a call took longer than its deadline allows, or a transaction outlived its deadline or hold",
     "crash": "a process of the run crashed, or did not stop when it was asked to",
     "stuck-reader": "a reader could not read up to the end of a partition in the time it had",
 }
