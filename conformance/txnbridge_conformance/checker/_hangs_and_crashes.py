@@ -28,6 +28,7 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
     """
     pauses = _pauses(tables)
     stopped = {fault.target for fault in tables.history.faults if fault.kind.startswith(("kill", "restart"))}
+    stopped |= {str(each.fields.get("name")) for each in tables.operations if each.what == "process"}
     latest = np.full(len(tables.clocks), -np.inf)
     np.maximum.at(latest, tables.clock, tables.last)
     spent: list[float] = ((tables.last - tables.starts) / 1e9).tolist()

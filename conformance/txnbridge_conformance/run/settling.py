@@ -252,6 +252,8 @@ class Settling:
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
         """Return whether committed transactions have acknowledged all messages of the source topic for a group.
 
+        Those of killed feeders are among them if they can be read.
+
         What its members have prepared is ended before. A member may be killed after its commit and before it records
         the commit. So a transaction also counts as committed if its output can be read. The group's lag cannot be used:
         some brokers count control markers in it.
@@ -261,7 +263,8 @@ class Settling:
         writers = (*_MEMBERS, "finish", "run")
         history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
         self._finish(_without_outcome(history), _ONLY_COMMIT)
-        left = set(sent) - acknowledged(history, group)
+        readable = {text_of(message) for message in self._bridge.read(self._plan.topic("source"), ALL)}
+        left = readable.union(sent) - acknowledged(history, group)
         if left:
             outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
             seen = {text_of(message) for topic in outputs for message in self._bridge.read(topic, ALL)}
