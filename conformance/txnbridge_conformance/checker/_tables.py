@@ -42,7 +42,11 @@ def since_made_anew(history: History) -> History:
     return replace(
         history,
         sends=[each for each in history.sends if counts(each[0], each[1][0])],
-        stored=[each for each in history.stored if all(counts(history.senders[v], each[0][0]) for v in each[1])],
+        stored=[
+            (key, values, positions)
+            for key, values, positions in history.stored
+            if all(counts(history.senders[value], key[0]) for value in values if value in history.senders)
+        ],
         polls=[(at, group, [each for each in found if counts(at, each[0])]) for at, group, found in history.polls],
     )
 
