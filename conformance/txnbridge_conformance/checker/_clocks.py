@@ -97,8 +97,8 @@ class RealTime:
         ends, starts = tables.over[operations], tables.starts[others]
         # Calls of one process may follow each other within one tick of its clock.
         in_turn = (tables.process[operations] == tables.process[others]) & (operations < others) & (ends == starts)
-        ended: Flags = ends + self.shift[tables.clock[operations], tables.clock[others]] < starts
-        return ended | in_turn
+        ended: Flags = in_turn | (ends + self.shift[tables.clock[operations], tables.clock[others]] < starts)
+        return ended
 
     def _moments(self, latest: bool = False) -> Moments:
         return Moments(self._tables, self.shift, latest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -141,35 +141,43 @@ def _check_atoms(
     """
     total, found, reader = read.count(read.by != NONE), read.count(read.seen), tables.name(read.operations[0])
     torn = atoms & (found > 0) & (read.count(~read.seen & ended) > 0)
-    missing = _missing_within_partitions(tables, read, torn)
-    for at in map(int, np.flatnonzero(torn)):
-        writer = int(read.writers[at])
+    for at, parts in _parts(read, tables, torn).items():
+        writer, gone = int(read.writers[at]), [tables.key(key) for key, some in parts.read.items() if not some]
         text = f"{reader} read {found[at]} of {total[at]} messages of {tables.name(writer)}"
-        findings.add("torn-transaction", text, [writer, *read.operations], missing.get(at, ()))
+        text += f", none of them in {' and '.join(gone)}" if gone else ""
+        findings.add("torn-transaction", text, [writer, *sorted(parts.calls)], () if gone else parts.missing)
     lost = atoms & (found == 0) & (read.count(due) == total)
     there = atoms & (found == total) & (fate[read.writers] == ABORTED)
-    for wrong, said, parts, names in (
+    for wrong, said, which, names in (
         (lost, "committed", "none", ("outcome-lie", "orphan-half")),
         (there, "aborted", "all", ("outcome-lie", "phantom-commit")),
     ):
         for writer in map(int, read.writers[wrong]):
-            text = f"{tables.name(writer)} was said to be {said}; {reader} read {parts} of its messages"
+            text = f"{tables.name(writer)} was said to be {said}; {reader} read {which} of its messages"
             findings.add(names[tables.operations[writer].what == "half"], text, [writer, read.operations[0]])
     result: Flags = torn | lost | there
     return result
 
 
-def _missing_within_partitions(tables: Tables, read: FullRead, torn: Flags) -> dict[int, list[str]]:
-    """Return the values that were not read, by number in `writers`, if others of each of their partitions were."""
-    keys: dict[int, dict[int, bool]] = defaultdict(dict)  # by writer and partition: whether any was read
-    missing: dict[int, list[str]] = defaultdict(list)
-    for row in np.flatnonzero(torn[read.writer]):
-        writer, send = int(read.writer[row]), read.sends[row]
-        key = int(tables.sends.key[send])
-        keys[writer][key] = keys[writer].get(key, False) or bool(read.seen[row])
+@dataclass
+class _Parts:
+    """What was read of one transaction: whether anything, by partition, which values were not, and by which calls."""
+
+    read: dict[int, bool] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    calls: set[int] = field(default_factory=set)
+
+
+def _parts(read: FullRead, tables: Tables, wanted: Flags) -> dict[int, _Parts]:
+    """Return what was read of the transactions with a flag, by their number in `writers`."""
+    found: dict[int, _Parts] = defaultdict(_Parts)
+    for row in np.flatnonzero(wanted[read.writer]):
+        parts, key = found[int(read.writer[row])], int(tables.sends.key[read.sends[row]])
+        parts.read[key] = parts.read.get(key, False) or bool(read.seen[row])
+        parts.calls.add(int(read.by[row]))
         if not read.seen[row]:
-            missing[writer].append(tables.value(tables.sends.value[send]))
-    return {writer: values for writer, values in missing.items() if all(keys[writer].values())}
+            parts.missing.append(tables.value(tables.sends.value[read.sends[row]]))
+    return found
 
 
 def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:
