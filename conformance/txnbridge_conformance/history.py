@@ -60,9 +60,10 @@ class Recorder:
         self.write(fault=kind, target=target, phase=phase, **_now())
 
     def write(self, **line: Any) -> None:
-        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            self._file.write(data)
+            if "mono" in line:
+                line |= _now()  # a thread that was stopped here writes no older time behind those of other threads
+            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
