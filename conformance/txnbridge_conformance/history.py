@@ -239,7 +239,10 @@ class _Lines:
             if not line.endswith(b"\n"):
                 return
             try:
-                fields = _DECODER.decode(line.decode())
+                text = line.decode().strip()
+                fields, end = _DECODER.raw_decode(text)
+                if end < len(text):
+                    raise ValueError("one line holds one object")
                 if b"\\u" in line:
                     json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair cannot be shown
                 self._take(fields)

@@ -19,6 +19,9 @@ from txnbridge_conformance.history import Operation
 
 _Edge = tuple[int, int, str]
 
+# The number of edges that are handed to the graph at once: a million tuples would need much memory.
+_CHUNK = 100_000
+
 
 def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
     """Find Adya's anomalies among committed transactions: cycles by write order (`G0`), or also by reads (`G1c`).
@@ -128,9 +131,11 @@ def _cycles(nodes: int, edges: dict[str, Numbers], real_time: Iterable[_Edge]) -
     """Yield one short cycle with an edge of the first kind for each strongly connected part that has one."""
     graph: rustworkx.PyDiGraph[None, str] = rustworkx.PyDiGraph()
     graph.add_nodes_from([None] * nodes * (2 if real_time else 1))  # the others are the ends of transactions
-    given = ((int(a), int(b), kind) for kind, pairs in edges.items() for a, b in pairs)
-    rows = itertools.chain(given, real_time)
-    while some := list(itertools.islice(rows, 100_000)):
+    for kind, pairs in edges.items():
+        for at in range(0, len(pairs), _CHUNK):
+            graph.add_edges_from([(first, second, kind) for first, second in pairs[at : at + _CHUNK].tolist()])
+    rows = iter(real_time)
+    while some := list(itertools.islice(rows, _CHUNK)):
         graph.add_edges_from(some)
     parts = enumerate(rustworkx.strongly_connected_components(graph))
     part_of = {node: number for number, part in parts if len(part) > 1 for node in part}

@@ -25,20 +25,21 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
     told: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for operation in operations:
         if outcome := told_by(operation):
-            if operation.transaction is None:
+            if (transaction := operation.transaction) is None:
                 fate[operation.order] = outcome
             else:
-                told[operation.transaction].append((outcome, operation.order))
+                told[transaction].append((outcome, operation.order))
+    known: dict[str | None, int] = {}
     for transaction, answers in told.items():
-        if len({outcome for outcome, _ in answers}) > 1:
-            calls = ", ".join(f"{operations[order].what}: {_name(outcome)}" for outcome, order in answers)
+        if len({outcome for outcome, _ in answers}) == 1:
+            known[transaction] = answers[0][0]
+        else:  # a contradiction is its own finding; the other checks take the transaction for unknown
+            calls = ", ".join(f"{operations[order].what}: {_name(outcome)}" for outcome, order in answers[:20])
             text = f"transaction {transaction} has more than one outcome ({calls})"
             findings.add("split-decision", text, [order for _, order in answers])
     for operation in operations:
         if operation.what in WRITES and operation.transaction in told:
-            answers = told[operation.transaction]
-            # A contradiction is its own finding; the other checks take the transaction for unknown.
-            fate[operation.order] = answers[0][0] if len({outcome for outcome, _ in answers}) == 1 else UNKNOWN
+            fate[operation.order] = known.get(operation.transaction, UNKNOWN)
     return fate
 
 

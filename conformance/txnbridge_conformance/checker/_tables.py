@@ -55,20 +55,22 @@ class Names:
     """Gives each distinct value, or key (topic and partition), a number: from 0, in the order of its first use."""
 
     def __init__(self) -> None:
-        self.texts: list[object] = []
         self._numbers: dict[object, int] = {}
+        self._texts: list[object] = []
 
     def number(self, text: object) -> int:
-        number = self._numbers.setdefault(text, len(self.texts))
-        if number == len(self.texts):
-            self.texts.append(text)
-        return number
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def text(self, number: int) -> object:
+        if len(self._texts) < len(self._numbers):
+            self._texts = list(self._numbers)
+        return self._texts[number]
 
     def find(self, text: object) -> int:
         return self._numbers.get(text, NONE)
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self._numbers)
 
 
 @dataclass(frozen=True)
@@ -204,14 +206,14 @@ class Tables:
         return rows
 
     def value(self, number: int) -> str:
-        return str(self.values.texts[number])
+        return str(self.values.text(number))
 
     def key(self, number: int) -> str:
         topic, partition = self.key_of(number)
         return f"{topic}[{partition}]"
 
     def key_of(self, number: int) -> Key:
-        key = self.keys.texts[number]
+        key = self.keys.text(number)
         assert isinstance(key, tuple)
         return key
 
