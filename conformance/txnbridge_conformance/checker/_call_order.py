@@ -29,10 +29,11 @@ _LATE_SECONDS = 30.0
 
 @dataclass
 class _Session:
-    """One opening of a transactional id: when it began, by when it had ended, and the transactions under it."""
+    """One opening of a transactional id: when its call began and ended, and the transactions under it."""
 
     opened_after: int
-    opened_before: float  # infinite if no transaction shows that the id was opened
+    opened: float | None  # None if the call did not end well
+    opened_before: float  # the latest time of its effect, infinite if no transaction shows that the id was opened
     transactions: list[Operation]
 
 
@@ -80,21 +81,18 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
 def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:
     """Return the sessions of each transactional id by their begins. The key is the id and the clock of the owner."""
     sessions: dict[tuple[str, int], dict[str, _Session]] = defaultdict(dict)
-    opened: dict[str, int] = {}  # by session: the end of its opening, which its first transaction proves
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:
             continue
         found = sessions[operation.fields["owner"], int(tables.clock[operation.order])]
         if operation.what == "open":
-            found[name] = _Session(operation.start, math.inf, [])
-            if operation.end is not None and operation.result == "ok":
-                opened[name] = operation.end
+            found[name] = _Session(operation.start, operation.end if operation.result == "ok" else None, math.inf, [])
         elif operation.what == "transaction" and name in found:
-            found[name].transactions.append(operation)
-            begun = operation.fields.get("begun")
+            session, begun = found[name], operation.fields.get("begun")
+            session.transactions.append(operation)
             if begun is not None or _took_effect(operation, fate):
                 proven = begun if begun is not None else math.inf if operation.end is None else operation.end
-                found[name].opened_before = min(found[name].opened_before, opened.get(name, proven))
+                session.opened_before = min(session.opened_before, proven if session.opened is None else session.opened)
     return {key: sorted(found.values(), key=lambda each: each.opened_after) for key, found in sessions.items()}
 
 
