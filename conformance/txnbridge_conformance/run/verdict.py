@@ -128,7 +128,11 @@ class Excuses:
         self._history = history
         absent = declared_absent(history)
         self._absent = {name: absent.intersection(needed) for name, needed in EXCUSED_BY.items()}
-        self._kills = [fault for fault in history.faults if fault.kind == "broker kill" and fault.phase == "begin"]
+        ours = {process.name for process in history.processes}  # a hook's "kill" is of the system, a run's of a process
+        self._last_kill: dict[str, int] = {}  # by clock
+        for fault in history.faults:
+            if fault.kind in ("broker kill", "kill") and fault.phase == "begin" and fault.target not in ours:
+                self._last_kill[fault.clock] = max(fault.mono, self._last_kill.get(fault.clock, fault.mono))
 
     @cached_property
     def _keys(self) -> dict[int, set[Key]]:
@@ -146,7 +150,8 @@ class Excuses:
         operation = self._history.operations[case.operations[0]]
         match case.name:
             case "lost-write" | "unseen":  # a kill behind the begin of its transaction explains it
-                return any(kill.clock != operation.clock or kill.mono > operation.start for kill in self._kills)
+                kills = self._last_kill.items()
+                return any(clock != operation.clock or mono > operation.start for clock, mono in kills)
             case "hang":
                 return operation.what != "settle" and operation.end is not None
             case "torn-transaction":
