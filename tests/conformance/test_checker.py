@@ -169,6 +169,15 @@ def test_a_killed_members_output_says_whether_its_acknowledgements_have_taken_ef
     assert killed_member([], prepare=True) == []  # an undecided acknowledgement may hold its message
 
 
+def test_a_member_that_was_killed_before_it_asked_for_its_commit_has_acknowledged_nothing():
+    for asked, found in (({}, ["half-ack"]), ({"ending": 6}, [])):
+        story = Story().txn("feed", "1").txn("c", begun=3, ending=3)  # the client tells when it asks
+        story.txn("watch", what="poll", polls=["1"]).txn(
+            "a", acks=["1"], transaction="x", begun=6, result=None, **asked
+        )
+        assert story.drained().found() == found
+
+
 def test_a_transaction_is_whole_over_the_calls_that_read_a_topic_each():
     for right, found in (((), ["torn-transaction"]), (("2",), [])):
         story = Story()
@@ -612,6 +621,14 @@ def test_a_message_that_is_read_before_its_commit_is_asked_for_is_an_early_read(
         if ending:
             story.end("a", call, ending=ending)  # the others are killed before
         assert story.found() == found
+
+
+def test_a_message_is_read_too_early_also_if_the_answer_to_its_prepare_was_lost_or_its_reader_was_killed():
+    story = Story(tick=10**10).txn("a", "1", transaction="x", prepare=True, ending=2, result="unknown")
+    story.txn("b", what="poll", polls=["1"], result=None)
+    story.write("run", fault="kill", target="b", phase="begin", mono=4 * 10**10, wall=0)
+    story.begin("run", "open")
+    assert story.txn("c", what="finish", transaction="x", outcome="committed").found() == ["early-read"]
 
 
 def test_a_half_message_may_be_read_as_soon_as_a_check_back_can_have_committed_it():
