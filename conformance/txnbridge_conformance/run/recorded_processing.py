@@ -42,6 +42,7 @@ class ProcessorRecording:
                 self._polled.clear()
                 self._poison.clear()
             case "transaction.begin", "before":
+                self._end("unknown")  # one whose end no event told
                 self._call = self._client.start_transaction(transaction=event.transaction)
                 self._dead = 0
             case ("transaction.begin", "after") | ("commit", "before") if self._call is not None:
