@@ -82,11 +82,11 @@ def refine(tables: Tables, fate: Numbers, time: RealTime) -> tuple[Numbers, Numb
     refined, absent = fate.copy(), np.full(len(fate), NONE, np.int64)
     sends = np.bincount(tables.sends.operation, minlength=len(fate))
     open_ones = (fate == UNKNOWN) & _atoms(tables)
-    lasts = np.array([prepares(each) for each in tables.operations], bool)
+    prepared = np.array([prepares(each) for each in tables.operations], bool)
     for read in full_reads(tables):
         found, total = read.count(read.seen), read.count(read.by != NONE)
         refined[read.writers[open_ones[read.writers] & (found == total)]] = COMMITTED
-        gone = read.writers[(open_ones & ~lasts)[read.writers] & (total == sends[read.writers]) & (found == 0)]
+        gone = read.writers[(open_ones & ~prepared)[read.writers] & (total == sends[read.writers]) & (found == 0)]
         first = min(read.operations, key=lambda order: tables.starts[order])
         absent[gone[time.at_rest.precede(gone, np.full(len(gone), first))]] = first
     rows = tables.of_senders
