@@ -1,0 +1,425 @@
+"""A simulated broker: sound, or with one defect of `DEFECTS`. `simulated_run` records the history of a run on it.
+
+Its partitions are Kafka's: a message has its position when it is stored, a control marker has one as well, and readers
+wait at the first undecided message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.conformance.simulated_run import Process, Run
+
+Key = tuple[str, int]
+Message = tuple[str, int, list[int], str]  # topic, partition, position, value
+
+# By defect: what goes wrong, and the findings of docs/conformance.md that say so. No finding has words for a defect
+# with an empty set.
+_DEFECTS = {
+    "torn-killed": ("half of a transaction over two topics is committed, its process killed in the commit", "torn-transaction"),
+    "position-lost-killed": ("output committed, position not, the member killed in the commit", "replay-duplicate"),
+    "position-moved-killed": ("position moved by the aborted transaction of a killed member", "half-ack"),
+    "zombie-killed": ("a fenced owner commits, and is killed in the commit", "zombie-write"),
+    "dirty-read": ("a message of an open transaction, committed later, is read", "early-read"),
+    "dirty-half": ("a half message is read before its decision", "early-read"),
+    "late-commit": ("a prepared transaction is committed 100 s after its hold", ""),
+    "stale-status": ("`status` returns prepared after a commit was answered", "split-decision"),
+    "copy-partition": ("a message is also in another partition of its topic", "wrong-partition"),
+    "copy-topic": ("a message is also in another topic", "wrong-partition"),
+    "torn-told": ("half of a transaction over two topics is committed, its process told committed", "torn-transaction"),
+    "torn-partition": ("one partition of a committed transaction is dropped", "torn-transaction"),
+    "torn-prepared": ("a commit by token reaches one topic of two", "torn-transaction"),
+    "torn-half": ("half messages are published in one topic of two", "torn-transaction orphan-half"),
+    "lost": ("a committed message is lost", "lost-write unseen"),
+    "log-truncated": ("committed messages are lost, and their positions used again", "inconsistent-offsets lost-write unseen"),
+    "duplicate": ("a message is twice in its partition", "duplicate"),
+    "changed": ("the body of a message is another one", "phantom-message"),
+    "aborted-visible": ("an aborted transaction is visible", "G1a"),
+    "late-end": ("a part of an aborted transaction is committed by a late request", "G1a"),
+    "swapped": ("two messages of a transaction change places in their partition", "int-nonmonotonic-send"),
+    "late-stored": ("a message is stored behind the next transaction of its thread", "nonmonotonic-send G0-realtime"),
+    "told-committed": ("an aborted transaction is told as committed", "outcome-lie lost-write unseen"),
+    "told-aborted": ("a committed transaction is told as aborted", "outcome-lie G1a"),
+    "ack-lost": ("a committed acknowledgement without output does not count", "replay-duplicate"),
+    "output-lost": ("an acknowledgement is committed, its output is not", "lost-write unseen"),
+    "output-without-ack": ("a member is told Conflict, and its output is visible", "G1a"),
+    "abort-moves": ("position moved by a transaction that its member aborted", "half-ack"),
+    "prepared-moves": ("position moved by a prepared transaction that is aborted by its token", "half-ack"),
+    "position-reset": ("a group's position is set back", "replay-duplicate"),
+    "zombie-member": ("a member commits acknowledgements after its partition has moved", "replay-duplicate"),
+    "group-skip": ("a group's member skips a message", "group-skip half-ack"),
+    "zombie-told": ("a fenced owner commits, and is told committed", "zombie-write"),
+    "zombie-message": ("a fenced owner's message is in the new owner's transaction", "zombie-write G1a"),
+    "dirty-prepared": ("a message of a prepared transaction is read before its commit", "early-read"),
+    "future-read": ("a message is read before it is sent", "early-read G1c-realtime"),
+    "lost-prepare": ("a prepared transaction is aborted within its hold, unasked", "lost-prepare"),
+    "takeover-prepare": ("a new owner's opening aborts a prepared transaction", "lost-prepare"),
+    "split": ("two calls by token return opposite outcomes", "split-decision"),
+    "claim-split": ("two claims on an id return opposite decisions", "split-decision"),
+    "orphan-half": ("half messages whose work was done are dropped", "orphan-half"),
+    "phantom-commit": ("half messages whose work was not done are published", "phantom-commit"),
+    "checkback-lie": ("a check-back shows a message less", "checkback-lie"),
+    "watch-skip": ("a reader without a group skips a message", "int-poll-skip poll-skip"),
+    "watch-again": ("a reader without a group receives a message again", "int-nonmonotonic-poll nonmonotonic-poll"),
+    "hanging": ("a transaction of a killed process stays open", "stuck-reader"),
+    "hang-call": ("a call never returns, while its process goes on", "hang"),
+    "hang-slow": ("a call returns 12 s after its deadline", "hang"),
+}  # fmt: skip
+DEFECTS = {name: (text, frozenset(names.split())) for name, (text, names) in _DEFECTS.items()}
+
+PLAIN, SOLD, SOURCE = ("left", "right"), ("sold", "shipped"), "source"
+TOPICS = (*PLAIN, SOURCE, "target", "processed", *SOLD, "again")
+PARTITIONS = 2
+DEADLINE, HOLD, HALF_DEADLINE = 8.0, 30.0, 4.0
+OPPOSITE = {"committed": "aborted", "aborted": "committed"}
+OUTCOMES = {"commit": "committed", "abort": "aborted"}
+
+
+class Refused(Exception):
+    """The broker's refusal of a request; the argument is the name of txnbridge's error."""
+
+
+@dataclass(eq=False)
+class Txn:
+    """A transaction, also one of half messages."""
+
+    id: str
+    process: Process
+    way: str  # "commit", "abort", "prepare" or "half"
+    opening: int | None  # of its owner's transactional id
+    thread: int
+    state: str = "open"
+    entries: dict[Key, list[Entry]] = field(default_factory=dict)
+    group: Group | None = None
+    acks: dict[Key, int] = field(default_factory=dict)  # the group's position after the transaction, by partition
+    acked: list[str] = field(default_factory=list)
+    begun: float = 0.0
+    requested: float | None = None  # the time of the first request that could commit it
+    told: bool = False  # its process knows that it is committed or prepared
+    answered: float | None = None  # the time at which a call returned its outcome
+    decided: float | None = None
+    is_unwanted: bool = False  # somebody asked for its abort before its outcome was known
+    is_spared: bool = False  # nobody ends it before the run settles
+
+
+@dataclass(eq=False)
+class Entry:
+    """A message in a partition, or without a value a control marker."""
+
+    value: str
+    txn: Txn
+    fate: str = ""  # what readers see by a defect, instead of the transaction's state
+
+    @property
+    def state(self) -> str:
+        return self.fate or self.txn.state
+
+
+class Group:
+    """A group on the source topic: its members, and its position in each partition."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.generation = 0
+        self.members: list[Process] = []
+        self.positions: dict[Key, int] = {}
+        self.pending: dict[Key, Txn] = {}  # undecided acknowledgements
+
+    def change(self, process: Process, is_member: bool) -> None:
+        if (process in self.members) is not is_member:
+            self.generation += 1
+            self.members = [each for each in self.members if each is not process] + [process] * is_member
+
+    def assigned(self, process: Process) -> list[Key]:
+        return [(SOURCE, p) for p in range(PARTITIONS) if self.members[p % len(self.members)] is process]
+
+
+class Broker:
+    """The broker: its partitions, transactions and groups, and those defects that are its own."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.plant, self.random = run, run.plant, run.random
+        self.logs: dict[Key, list[Entry]] = {(topic, p): [] for topic in TOPICS for p in range(PARTITIONS)}
+        self.txns: list[Txn] = []
+        self.groups = {name: Group(name) for name in ("copiers", "processors")}
+        self.opening, self.opened = 0, 0.0  # the newest opening of the owners' id, and when its call returned
+        self.sales: dict[str, str] = {}
+        self.claims: dict[str, str] = {}
+        self.held: dict[tuple[Process, int, Key], list[Entry]] = {}  # messages that are under way
+        self.overtaking: list[Txn] = []  # transactions whose messages are stored before those of `held`
+        self.cut: int | None = None  # the position from which on a partition was lost
+        self.watched: dict[str, float] = {}  # when a reader without a group first read a message
+
+    def begin(self, process: Process, way: str, deadline: float, opening: int | None = None, thread: int = 0) -> Txn:
+        txn = Txn(f"t{len(self.txns)}", process, way, opening, thread, begun=self.run.now)
+        self.txns.append(txn)
+        if way != "half":
+            self.run.at(deadline, partial(self.expire, txn))
+        return txn
+
+    def check(self, txn: Txn, is_lenient: bool = False) -> None:
+        """Raise `Refused` for a transaction that has ended, or whose owner is fenced: if `is_lenient`, not by zombies."""
+        if self.is_fenced(txn) and not (is_lenient and self.is_zombie_wanted()):
+            if txn.state == "open":
+                self.end(txn, "aborted")
+            raise Refused("Fenced")
+        if txn.state != "open":
+            raise Refused("TransactionTimedOut")
+
+    def is_fenced(self, txn: Txn) -> bool:
+        return txn.opening not in (None, self.opening)
+
+    def is_zombie_wanted(self) -> bool:
+        return self.run.defect in ("zombie-told", "zombie-killed") and not self.run.planted
+
+    def store(self, txn: Txn, key: Key, values: list[str]) -> None:
+        if self.plant("zombie-message", self.is_fenced(txn)):
+            self.logs[key].append(Entry(values[0], txn, "committed"))
+        self.check(txn, is_lenient=True)
+        entries = [Entry(value, txn) for value in values]
+        thread = txn.process, txn.thread, key
+        is_late = key[0] in PLAIN and txn.way == "commit"
+        if self.plant("late-stored", is_late, lambda: txn.told and any(each.told for each in self.overtaking)):
+            self.held[thread] = entries
+            txn.process.is_immune = True
+            return
+        txn.entries.setdefault(key, []).extend(entries)
+        self.logs[key] += entries
+        if thread in self.held and txn.way == "commit":
+            self.logs[key] += self.held.pop(thread)
+            self.overtaking.append(txn)
+
+    def ack(self, txn: Txn, group: Group, positions: dict[Key, int], values: list[str]) -> None:
+        self.check(txn)
+        process = txn.process
+        is_member = process in group.members and process.generation == group.generation
+        is_done = any(group.positions.get(key, 0) >= position for key, position in positions.items())
+        if not is_member and not self.plant("zombie-member", is_done and txn.way == "commit", self.is_replayed):
+            raise Refused("Conflict")
+        txn.group, txn.acks, txn.acked = group, positions, values
+        group.pending.update(dict.fromkeys(positions, txn))
+
+    def end(self, txn: Txn, state: str, moves: bool | None = None) -> None:
+        """End a transaction. `moves` says whether its acknowledgements count: by default those of a commit."""
+        txn.state, txn.decided = state, self.run.now
+        for key in txn.entries:
+            self.logs[key].append(Entry("", txn))
+        for key, position in txn.acks.items():
+            assert txn.group is not None
+            if (state == "committed") if moves is None else moves:
+                txn.group.positions[key] = position
+            if txn.group.pending.get(key) is txn:
+                del txn.group.pending[key]
+
+    def expire(self, txn: Txn) -> None:
+        if txn.state == "open":
+            is_killed, topics = not txn.process.alive, {topic for topic, _ in txn.entries}
+            if is_killed and self.plant("hanging", bool(topics) and topics <= {*PLAIN}, lambda: txn.state == "open"):
+                return
+            moves = is_killed and self.plant("position-moved-killed", bool(txn.acks), lambda: self.is_passed(txn))
+            self.end(txn, "aborted", moves)
+
+    def abort(self, txn: Txn) -> None:
+        """Abort a transaction as its process wishes."""
+        self.check(txn)
+        moves = self.plant("abort-moves", bool(txn.acks), lambda: self.is_passed(txn))
+        self.end(txn, "aborted", moves)
+        groups = [*txn.entries.values()] if {topic for topic, _ in txn.entries} <= {*PLAIN} else []
+        if self.plant("aborted-visible", bool(groups)):
+            self.show(itertools.chain(*groups), "committed")
+        elif self.plant("late-end", len(groups) > 1):
+            self.show(groups[0], "committed")
+
+    def show(self, entries: Iterable[Entry], state: str) -> None:
+        for entry in entries:
+            entry.fate = state
+
+    def hide_a_topic(self, txn: Txn) -> None:
+        hidden = self.random.choice(sorted({topic for topic, _ in txn.entries}))
+        self.show((entry for key in txn.entries if key[0] == hidden for entry in txn.entries[key]), "aborted")
+
+    def prepare(self, txn: Txn, heard: str) -> None:
+        self.check(txn)
+        txn.state = "prepared"
+        is_told = heard == "told"
+        txn.is_spared = is_told and self.plant("late-commit", bool(txn.entries) and not txn.acks)
+        if not txn.is_spared:
+            self.run.at(HOLD, partial(self.lose, txn))
+        if is_told and self.plant("lost-prepare", True, lambda: self.is_lost(txn)):
+            self.run.at(self.random.uniform(0.05, 1), partial(self.lose, txn))
+
+    def lose(self, txn: Txn) -> None:
+        if txn.state == "prepared":
+            self.end(txn, "aborted")
+
+    def commit(self, txn: Txn, heard: str) -> None:
+        """Commit a transaction whose process hears it ("told"), loses the answer ("lost"), or is killed ("killed")."""
+        told, killed, plant = heard == "told", heard == "killed", self.plant
+        entries = list(itertools.chain(*txn.entries.values()))
+        topics, has_output = {topic for topic, _ in txn.entries}, bool(txn.acks and entries)
+        is_plain = bool(entries) and topics <= {*PLAIN}
+        is_late = txn.requested is not None and txn.requested > self.opened
+        is_zombie = is_plain and is_late and self.is_fenced(txn) and txn.state == "open"
+        if not (plant("zombie-told", is_zombie and told) or plant("zombie-killed", is_zombie and killed)):
+            self.check(txn)
+        if plant("told-committed", told and is_plain):
+            return self.end(txn, "aborted")
+        is_lost = plant("position-lost-killed", killed and has_output, self.is_replayed)
+        is_lost |= plant("ack-lost", told and bool(txn.acks) and not entries, self.is_replayed)
+        is_refused = plant("output-without-ack", told and has_output)
+        self.end(txn, "committed", not (is_lost or is_refused))
+        if is_refused:
+            raise Refused("Conflict")
+        if plant("told-aborted", told and is_plain):
+            raise Refused("TransactionTimedOut")
+        if plant("torn-killed", killed and len(topics) > 1) or plant("torn-told", told and len(topics) > 1):
+            self.hide_a_topic(txn)
+        if plant("output-lost", told and has_output):
+            self.show(entries, "aborted")
+        if told and is_plain:
+            self._damage(txn, entries)
+
+    def _damage(self, txn: Txn, entries: list[Entry]) -> None:
+        """Plant a defect of stored messages in a committed transaction over left and right."""
+        key, own = self.random.choice(list(txn.entries.items()))
+        plant, entry, (topic, partition) = self.plant, self.random.choice(own), key
+        if plant("torn-partition", any((topic, p) in txn.entries for p in range(PARTITIONS) if p != partition)):
+            self.show(own, "aborted")
+        if plant("lost"):
+            entry.fate = "aborted"
+        if plant("changed"):
+            entry.value += "?"
+        if plant("swapped", len(own) > 1):
+            own[0].value, own[-1].value = own[-1].value, own[0].value
+        if plant("duplicate"):
+            self.logs[key].append(Entry(entry.value, txn))
+        if plant("copy-partition"):
+            self.logs[topic, (partition + 1) % PARTITIONS].append(Entry(entry.value, txn))
+        if plant("copy-topic"):
+            self.logs[PLAIN[topic == PLAIN[0]], partition].append(Entry(entry.value, txn))
+        if plant("log-truncated", True, lambda: self.is_reused(key, own[0])):
+            self.run.at(1.5, partial(self._truncate, key, own[0]))
+
+    def _truncate(self, key: Key, entry: Entry) -> None:
+        position = self.logs[key].index(entry)
+        if all(each.state in OPPOSITE for each in self.logs[key][position:]):
+            del self.logs[key][position:]
+            self.cut = position
+            for watch in self.run.alive("watch"):
+                watch.local[key] = min(watch.local.get(key, 0), position)
+
+    def resolve(self, txn: Txn, wish: str, asked: float) -> str:
+        """Commit or abort by token, or return the status, for a call that began at the time `asked`."""
+        is_old = txn.answered is not None and txn.answered < asked
+        if wish == "status":
+            if self.plant("stale-status", is_old and txn.way == "prepare" and txn.state == "committed"):
+                return "prepared"
+            return "unknown" if txn.state == "open" else txn.state
+        if txn.state == "prepared":
+            moves = wish == "abort" and self.plant("prepared-moves", bool(txn.acks), lambda: self.is_passed(txn))
+            self.end(txn, OUTCOMES[wish], moves or None)
+            if txn.state == "committed" and self.plant("torn-prepared", len({topic for topic, _ in txn.entries}) > 1):
+                self.hide_a_topic(txn)
+        elif self.plant("split", is_old):
+            return OPPOSITE[txn.state]
+        return txn.state
+
+    def open_id(self) -> int:
+        """Return the number of a new opening of the owners' transactional id, and fence the older ones."""
+        self.opening += 1
+        for txn in self.txns:
+            if txn.opening is not None and txn.state == "open" and not self.is_zombie_wanted():
+                self.end(txn, "aborted")
+            elif txn.opening is not None and txn.state == "prepared":
+                if self.plant("takeover-prepare", txn.told, partial(self.is_lost, txn)):
+                    self.end(txn, "aborted")
+        return self.opening
+
+    def read(self, key: Key, start: int, count: int = 10**9) -> tuple[list[Message], int]:
+        """Return the committed messages from a position on, and the position behind them."""
+        found, log = [], self.logs[key]
+        while start < len(log) and len(found) < count and log[start].state in OPPOSITE:
+            if log[start].value and log[start].state == "committed":
+                found.append((*key, [start], log[start].value))
+            start += 1
+        return found, start
+
+    # --- half messages ------------------------------------------------------------------------------------------------
+
+    def store_halves(self, txn: Txn, sends: dict[Key, list[str]]) -> None:
+        self.check(txn)
+        txn.entries = {key: [Entry(value, txn) for value in values] for key, values in sends.items()}
+        if self.plant("dirty-half", True, lambda: self.is_dirty(txn)):
+            for key, entries in txn.entries.items():
+                self.show(entries, "committed")
+                self.logs[key] += entries
+
+    def decide_half(self, txn: Txn, wish: str) -> str:
+        """End a transaction of half messages, unless it has ended; return its outcome."""
+        if txn.state == "open":
+            is_wrong = self.plant("orphan-half", wish == "committed") or self.plant("phantom-commit", wish == "aborted")
+            state = OPPOSITE[wish] if is_wrong else wish
+            for key, entries in txn.entries.items() if state == "committed" else ():
+                self.logs[key] += [entry for entry in entries if not entry.fate]
+            self.end(txn, state)
+            if state == "committed" and self.plant("torn-half", len({topic for topic, _ in txn.entries}) > 1):
+                self.hide_a_topic(txn)
+            return wish
+        return txn.state
+
+    def check_back(self, txn: Txn) -> None:
+        """Ask a living seller, or the run that settles, about an undecided transaction."""
+        if txn.state == "open" and not txn.entries:
+            self.end(txn, "aborted")
+        elif txn.state == "open":
+            sellers = [each for each in self.run.alive("sell") if each.paused <= self.run.now]
+            if not sellers and not self.run.is_closing:
+                return self.run.at(1, partial(self.check_back, txn))
+            log = (sellers or [self.run.me])[0].log
+            values = [entry.value for entries in txn.entries.values() for entry in entries]
+            shown = values[1:] if self.plant("checkback-lie", len(values) > 1) else values
+            log.start("check", transaction=txn.id, values=shown).end("ok")
+            self.decide_half(txn, self.sales.setdefault(txn.id, "aborted"))
+        return None
+
+    # --- whether a planted defect can be seen -------------------------------------------------------------------------
+
+    def _counted(self) -> Counter[tuple[str, str]]:
+        done = [txn for txn in self.txns if txn.group and txn.state == "committed"]
+        return Counter((txn.group.name, value) for txn in done if txn.group for value in txn.acked)
+
+    def is_replayed(self) -> bool:
+        return max(self._counted().values(), default=0) > 1
+
+    def is_passed(self, txn: Txn) -> bool:
+        """Return whether a message that this transaction acknowledged is acknowledged by no committed transaction."""
+        counted = self._counted()
+        return txn.group is not None and any(not counted[txn.group.name, value] for value in txn.acked)
+
+    def is_lost(self, txn: Txn) -> bool:
+        return txn.state == "aborted" and txn.told and not txn.is_unwanted and txn.answered is not None
+
+    def is_reused(self, key: Key, entry: Entry) -> bool:
+        again = [] if self.cut is None else self.logs[key][self.cut : self.cut + 1]
+        return entry not in again and entry.value in self.watched and any(each.value for each in again)
+
+    def is_dirty(self, txn: Txn) -> bool:
+        seen = [
+            self.watched[each.value] for each in itertools.chain(*txn.entries.values()) if each.value in self.watched
+        ]
+        return txn.state == "committed" and min(seen, default=1e9) < (txn.requested or txn.decided or 0)
+
+    def is_skipped(self, group: Group, messages: list[Message]) -> bool:
+        return not self._counted()[group.name, messages[0][3]]
+
+    def is_from_future(self, stamp: float) -> bool:
+        later = [txn for txn in self.txns if txn.begun > stamp]
+        return any(
+            self.watched.get(each.value) == stamp for txn in later for each in itertools.chain(*txn.entries.values())
+        )
