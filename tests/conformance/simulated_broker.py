@@ -14,69 +14,93 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.conformance.simulated_run import Process, Run
+    from tests.conformance.simulated_processes import Process
+    from tests.conformance.simulated_run import Run
 
 Key = tuple[str, int]
 Message = tuple[str, int, list[int], str]  # topic, partition, position, value
 
-# By defect: what goes wrong, and the findings of docs/conformance.md that say so. No finding has words for a defect
-# with an empty set.
+# By the roles that can meet it, what goes wrong, and the findings that say so by the words of docs/conformance.md. No
+# finding's words fit a defect without any.
 _DEFECTS = {
-    "torn-killed": ("half of a transaction over two topics is committed, its process killed in the commit", "torn-transaction"),
-    "position-lost-killed": ("output committed, position not, the member killed in the commit", "replay-duplicate"),
-    "position-moved-killed": ("position moved by the aborted transaction of a killed member", "half-ack"),
-    "zombie-killed": ("a fenced owner commits, and is killed in the commit", "zombie-write"),
-    "dirty-read": ("a message of an open transaction, committed later, is read", "early-read"),
-    "dirty-half": ("a half message is read before its decision", "early-read"),
-    "late-commit": ("a prepared transaction is committed 100 s after its hold", ""),
-    "stale-status": ("`status` returns prepared after a commit was answered", "split-decision"),
-    "copy-partition": ("a message is also in another partition of its topic", "wrong-partition"),
-    "copy-topic": ("a message is also in another topic", "wrong-partition"),
-    "torn-told": ("half of a transaction over two topics is committed, its process told committed", "torn-transaction"),
-    "torn-partition": ("one partition of a committed transaction is dropped", "torn-transaction"),
-    "torn-prepared": ("a commit by token reaches one topic of two", "torn-transaction"),
-    "torn-half": ("half messages are published in one topic of two", "torn-transaction orphan-half"),
-    "lost": ("a committed message is lost", "lost-write unseen"),
-    "log-truncated": ("committed messages are lost, and their positions used again", "inconsistent-offsets lost-write unseen"),
-    "duplicate": ("a message is twice in its partition", "duplicate"),
-    "changed": ("the body of a message is another one", "phantom-message"),
-    "aborted-visible": ("an aborted transaction is visible", "G1a"),
-    "late-end": ("a part of an aborted transaction is committed by a late request", "G1a"),
-    "swapped": ("two messages of a transaction change places in their partition", "int-nonmonotonic-send"),
-    "late-stored": ("a message is stored behind the next transaction of its thread", "nonmonotonic-send G0-realtime"),
-    "told-committed": ("an aborted transaction is told as committed", "outcome-lie lost-write unseen"),
-    "told-aborted": ("a committed transaction is told as aborted", "outcome-lie G1a"),
-    "ack-lost": ("a committed acknowledgement without output does not count", "replay-duplicate"),
-    "output-lost": ("an acknowledgement is committed, its output is not", "lost-write unseen"),
-    "output-without-ack": ("a member is told Conflict, and its output is visible", "G1a"),
-    "abort-moves": ("position moved by a transaction that its member aborted", "half-ack"),
-    "prepared-moves": ("position moved by a prepared transaction that is aborted by its token", "half-ack"),
-    "position-reset": ("a group's position is set back", "replay-duplicate"),
-    "zombie-member": ("a member commits acknowledgements after its partition has moved", "replay-duplicate"),
-    "group-skip": ("a group's member skips a message", "group-skip half-ack"),
-    "zombie-told": ("a fenced owner commits, and is told committed", "zombie-write"),
-    "zombie-message": ("a fenced owner's message is in the new owner's transaction", "zombie-write G1a"),
-    "dirty-prepared": ("a message of a prepared transaction is read before its commit", "early-read"),
-    "future-read": ("a message is read before it is sent", "early-read G1c-realtime"),
-    "lost-prepare": ("a prepared transaction is aborted within its hold, unasked", "lost-prepare"),
-    "takeover-prepare": ("a new owner's opening aborts a prepared transaction", "lost-prepare"),
-    "split": ("two calls by token return opposite outcomes", "split-decision"),
-    "claim-split": ("two claims on an id return opposite decisions", "split-decision"),
-    "orphan-half": ("half messages whose work was done are dropped", "orphan-half"),
-    "phantom-commit": ("half messages whose work was not done are published", "phantom-commit"),
-    "checkback-lie": ("a check-back shows a message less", "checkback-lie"),
-    "watch-skip": ("a reader without a group skips a message", "int-poll-skip poll-skip"),
-    "watch-again": ("a reader without a group receives a message again", "int-nonmonotonic-poll nonmonotonic-poll"),
-    "hanging": ("a transaction of a killed process stays open", "stuck-reader"),
-    "hang-call": ("a call never returns, while its process goes on", "hang"),
-    "hang-slow": ("a call returns 12 s after its deadline", "hang"),
+    "write own finish watch": {
+        "torn-killed": ("torn across topics, the process killed in its commit", "torn-transaction"),
+        "zombie-killed": ("a fenced owner commits, and is killed in the commit", "zombie-write"),
+        "dirty-read": ("a message of an open transaction, committed later, is read", "early-read"),
+        "late-commit": ("a prepared transaction is committed 100 s after its hold", ""),
+        "stale-status": ("`status` returns prepared after a commit was answered", "split-decision"),
+        "copy-partition": ("a message is also in another partition of its topic", "wrong-partition"),
+        "copy-topic": ("a message is also in another topic", "wrong-partition"),
+        "torn-told": ("torn across topics, told committed", "torn-transaction"),
+        "torn-partition": ("one partition of a committed transaction is dropped", "torn-transaction"),
+        "torn-prepared": ("a commit by token reaches one topic of two", "torn-transaction"),
+        "lost": ("a committed message is lost", "lost-write unseen"),
+        "log-truncated": ("messages are lost, their positions used again", "inconsistent-offsets lost-write unseen"),
+        "duplicate": ("a message is twice in its partition", "duplicate"),
+        "changed": ("the body of a message is another one", "phantom-message"),
+        "aborted-visible": ("an aborted transaction is visible", "G1a"),
+        "late-end": ("a part of an aborted transaction is committed by a late request", "G1a"),
+        "swapped": ("two messages of a transaction change places in their partition", "int-nonmonotonic-send"),
+        "late-stored": ("a message lies behind its thread's next transaction", "nonmonotonic-send G0-realtime"),
+        "told-committed": ("an aborted transaction is told as committed", "outcome-lie lost-write unseen"),
+        "told-aborted": ("a committed transaction is told as aborted", "outcome-lie G1a"),
+        "zombie-told": ("a fenced owner commits, and is told committed", "zombie-write"),
+        "zombie-message": ("a fenced owner's message is visible, and the owner told Fenced", "zombie-write G1a"),
+        "dirty-prepared": ("a message of a prepared transaction is read before its commit", "early-read"),
+        "future-read": ("a message is read before it is sent", "early-read G1c-realtime"),
+        "lost-prepare": ("a prepared transaction is aborted within its hold, unasked", "lost-prepare"),
+        "takeover-prepare": ("a new owner's opening aborts a prepared transaction", "lost-prepare"),
+        "split": ("two calls by token return opposite outcomes", "split-decision"),
+        "watch-skip": ("a reader without a group skips a message", "int-poll-skip poll-skip"),
+        "watch-again": ("a reader without a group receives a message again", "int-nonmonotonic-poll nonmonotonic-poll"),
+        "hanging": ("a transaction of a killed process stays open", "stuck-reader"),
+        "hang-call": ("a call never returns, while its process goes on", "hang"),
+        "hang-slow": ("a call returns 12 s after its deadline", "hang"),
+    },
+    "feed copy process finish": {
+        "position-lost-killed": ("output committed, position not, the member killed in the commit", "replay-duplicate"),
+        "position-moved-killed": ("position moved by the aborted transaction of a killed member", "half-ack"),
+        "ack-lost": ("a committed acknowledgement without output does not count", "replay-duplicate"),
+        "output-lost": ("an acknowledgement is committed, its output is not", "lost-write unseen"),
+        "output-without-ack": ("a member is told Conflict, and its output is visible", "G1a"),
+        "abort-moves": ("position moved by a transaction that its member aborted", "half-ack"),
+        "prepared-moves": ("position moved by a prepared transaction that is aborted by its token", "half-ack"),
+        "position-reset": ("a group's position is set back", "replay-duplicate"),
+        "zombie-member": ("a member commits acknowledgements after its partition has moved", "replay-duplicate"),
+        "group-skip": ("a group's member skips a message", "group-skip half-ack"),
+    },
+    "sell watch": {
+        "dirty-half": ("a half message is read before its decision", "early-read"),
+        "torn-half": ("half messages are published in one topic of two", "torn-transaction orphan-half"),
+        "orphan-half": ("half messages whose work was done are dropped", "orphan-half"),
+        "phantom-commit": ("half messages whose work was not done are published", "phantom-commit"),
+        "checkback-lie": ("a check-back shows a message less", "checkback-lie"),
+    },
+    "decide": {
+        "claim-split": ("two claims on an id return opposite decisions", "split-decision"),
+    },
 }  # fmt: skip
-DEFECTS = {name: (text, frozenset(names.split())) for name, (text, names) in _DEFECTS.items()}
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect: what goes wrong, the findings that are its right names, and the roles that can meet it."""
+
+    text: str
+    names: frozenset[str]
+    roles: frozenset[str]
+
+
+DEFECTS = {
+    name: Defect(text, frozenset(findings.split()), frozenset(roles.split()))
+    for roles, defects in _DEFECTS.items()
+    for name, (text, findings) in defects.items()
+}
 
 PLAIN, SOLD, SOURCE = ("left", "right"), ("sold", "shipped"), "source"
 TOPICS = (*PLAIN, SOURCE, "target", "processed", *SOLD, "again")
 PARTITIONS = 2
-DEADLINE, HOLD, HALF_DEADLINE = 8.0, 30.0, 4.0
+DEADLINE, HOLD, HALF_DEADLINE = 5.0, 30.0, 4.0
 OPPOSITE = {"committed": "aborted", "aborted": "committed"}
 OUTCOMES = {"commit": "committed", "abort": "aborted"}
 
@@ -164,7 +188,7 @@ class Broker:
         return txn
 
     def check(self, txn: Txn, is_lenient: bool = False) -> None:
-        """Raise `Refused` for a transaction that has ended, or whose owner is fenced: if `is_lenient`, not by zombies."""
+        """Raise `Refused` for a transaction that has ended, or of a fenced owner, unless `is_lenient` to zombies."""
         if self.is_fenced(txn) and not (is_lenient and self.is_zombie_wanted()):
             if txn.state == "open":
                 self.end(txn, "aborted")
@@ -220,9 +244,13 @@ class Broker:
     def expire(self, txn: Txn) -> None:
         if txn.state == "open":
             is_killed, topics = not txn.process.alive, {topic for topic, _ in txn.entries}
-            if is_killed and self.plant("hanging", bool(topics) and topics <= {*PLAIN}, lambda: txn.state == "open"):
+            if is_killed and self.plant(
+                "hanging", bool(topics) and topics <= {*PLAIN} and txn.opening is None, lambda: txn.state == "open"
+            ):
                 return
-            moves = is_killed and self.plant("position-moved-killed", bool(txn.acks), lambda: self.is_passed(txn))
+            moves = is_killed and self.plant(
+                "position-moved-killed", bool(txn.acks and txn.entries), lambda: self.is_passed(txn)
+            )
             self.end(txn, "aborted", moves)
 
     def abort(self, txn: Txn) -> None:
@@ -269,7 +297,8 @@ class Broker:
         if not (plant("zombie-told", is_zombie and told) or plant("zombie-killed", is_zombie and killed)):
             self.check(txn)
         if plant("told-committed", told and is_plain):
-            return self.end(txn, "aborted")
+            self.end(txn, "aborted")
+            return
         is_lost = plant("position-lost-killed", killed and has_output, self.is_replayed)
         is_lost |= plant("ack-lost", told and bool(txn.acks) and not entries, self.is_replayed)
         is_refused = plant("output-without-ack", told and has_output)
@@ -336,9 +365,9 @@ class Broker:
         for txn in self.txns:
             if txn.opening is not None and txn.state == "open" and not self.is_zombie_wanted():
                 self.end(txn, "aborted")
-            elif txn.opening is not None and txn.state == "prepared":
-                if self.plant("takeover-prepare", txn.told, partial(self.is_lost, txn)):
-                    self.end(txn, "aborted")
+            is_prepared = txn.opening is not None and txn.state == "prepared" and txn.told
+            if self.plant("takeover-prepare", is_prepared, partial(self.is_lost, txn)):
+                self.end(txn, "aborted")
         return self.opening
 
     def read(self, key: Key, start: int, count: int = 10**9) -> tuple[list[Message], int]:
@@ -375,9 +404,9 @@ class Broker:
 
     def check_back(self, txn: Txn) -> None:
         """Ask a living seller, or the run that settles, about an undecided transaction."""
-        if txn.state == "open" and not txn.entries:
-            self.end(txn, "aborted")
-        elif txn.state == "open":
+        if not txn.entries:
+            txn.state = "aborted"
+        if txn.state == "open":
             sellers = [each for each in self.run.alive("sell") if each.paused <= self.run.now]
             if not sellers and not self.run.is_closing:
                 return self.run.at(1, partial(self.check_back, txn))
@@ -390,16 +419,18 @@ class Broker:
 
     # --- whether a planted defect can be seen -------------------------------------------------------------------------
 
-    def _counted(self) -> Counter[tuple[str, str]]:
-        done = [txn for txn in self.txns if txn.group and txn.state == "committed"]
+    def _acked(self, txns: Iterable[Txn]) -> Counter[tuple[str, str]]:
+        """Return how many of these transactions have committed an acknowledgement, by group and value."""
+        done = [txn for txn in txns if txn.group and txn.state == "committed"]
         return Counter((txn.group.name, value) for txn in done if txn.group for value in txn.acked)
 
     def is_replayed(self) -> bool:
-        return max(self._counted().values(), default=0) > 1
+        known = [txn for txn in self.txns if txn.told or txn.answered is not None or txn.entries]
+        return max(self._acked(known).values(), default=0) > 1
 
     def is_passed(self, txn: Txn) -> bool:
         """Return whether a message that this transaction acknowledged is acknowledged by no committed transaction."""
-        counted = self._counted()
+        counted = self._acked(self.txns)
         return txn.group is not None and any(not counted[txn.group.name, value] for value in txn.acked)
 
     def is_lost(self, txn: Txn) -> bool:
@@ -416,7 +447,7 @@ class Broker:
         return txn.state == "committed" and min(seen, default=1e9) < (txn.requested or txn.decided or 0)
 
     def is_skipped(self, group: Group, messages: list[Message]) -> bool:
-        return not self._counted()[group.name, messages[0][3]]
+        return not self._acked(self.txns)[group.name, messages[0][3]]
 
     def is_from_future(self, stamp: float) -> bool:
         later = [txn for txn in self.txns if txn.begun > stamp]
