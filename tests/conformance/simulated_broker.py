@@ -1,4 +1,4 @@
-"""A simulated broker: sound, or with one defect of `DEFECTS`. `simulated_run` records the history of a run on it.
+"""A simulated broker: sound, or with one defect. `simulated_run` records the history of a run on it.
 
 Its partitions are Kafka's: a message has its position when it is stored, a control marker has one as well, and readers
 wait at the first undecided message.
@@ -19,83 +19,6 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int]
 Message = tuple[str, int, list[int], str]  # topic, partition, position, value
-
-# By the roles that can meet it, what goes wrong, and the findings that say so by the words of docs/conformance.md. No
-# finding's words fit a defect without any.
-_DEFECTS = {
-    "write own finish watch": {
-        "torn-killed": ("torn across topics, the process killed in its commit", "torn-transaction"),
-        "zombie-killed": ("a fenced owner commits, and is killed in the commit", "zombie-write"),
-        "dirty-read": ("a message of an open transaction, committed later, is read", "early-read"),
-        "late-commit": ("a prepared transaction is committed 100 s after its hold", ""),
-        "stale-status": ("`status` returns prepared after a commit was answered", "split-decision"),
-        "copy-partition": ("a message is also in another partition of its topic", "wrong-partition"),
-        "copy-topic": ("a message is also in another topic", "wrong-partition"),
-        "torn-told": ("torn across topics, told committed", "torn-transaction"),
-        "torn-partition": ("one partition of a committed transaction is dropped", "torn-transaction"),
-        "torn-prepared": ("a commit by token reaches one topic of two", "torn-transaction"),
-        "lost": ("a committed message is lost", "lost-write unseen"),
-        "log-truncated": ("messages are lost, their positions used again", "inconsistent-offsets lost-write unseen"),
-        "duplicate": ("a message is twice in its partition", "duplicate"),
-        "changed": ("the body of a message is another one", "phantom-message"),
-        "aborted-visible": ("an aborted transaction is visible", "G1a"),
-        "late-end": ("a part of an aborted transaction is committed by a late request", "G1a"),
-        "swapped": ("two messages of a transaction change places in their partition", "int-nonmonotonic-send"),
-        "late-stored": ("a message lies behind its thread's next transaction", "nonmonotonic-send G0-realtime"),
-        "told-committed": ("an aborted transaction is told as committed", "outcome-lie lost-write unseen"),
-        "told-aborted": ("a committed transaction is told as aborted", "outcome-lie G1a"),
-        "zombie-told": ("a fenced owner commits, and is told committed", "zombie-write"),
-        "zombie-message": ("a fenced owner's message is visible, and the owner told Fenced", "zombie-write G1a"),
-        "dirty-prepared": ("a message of a prepared transaction is read before its commit", "early-read"),
-        "future-read": ("a message is read before it is sent", "early-read G1c-realtime"),
-        "lost-prepare": ("a prepared transaction is aborted within its hold, unasked", "lost-prepare"),
-        "takeover-prepare": ("a new owner's opening aborts a prepared transaction", "lost-prepare"),
-        "split": ("two calls by token return opposite outcomes", "split-decision"),
-        "watch-skip": ("a reader without a group skips a message", "int-poll-skip poll-skip"),
-        "watch-again": ("a reader without a group receives a message again", "int-nonmonotonic-poll nonmonotonic-poll"),
-        "hanging": ("a transaction of a killed process stays open", "stuck-reader"),
-        "hang-call": ("a call never returns, while its process goes on", "hang"),
-        "hang-slow": ("a call returns 12 s after its deadline", "hang"),
-    },
-    "feed copy process finish": {
-        "position-lost-killed": ("output committed, position not, the member killed in the commit", "replay-duplicate"),
-        "position-moved-killed": ("position moved by the aborted transaction of a killed member", "half-ack"),
-        "ack-lost": ("a committed acknowledgement without output does not count", "replay-duplicate"),
-        "output-lost": ("an acknowledgement is committed, its output is not", "lost-write unseen"),
-        "output-without-ack": ("a member is told Conflict, and its output is visible", "G1a"),
-        "abort-moves": ("position moved by a transaction that its member aborted", "half-ack"),
-        "prepared-moves": ("position moved by a prepared transaction that is aborted by its token", "half-ack"),
-        "position-reset": ("a group's position is set back", "replay-duplicate"),
-        "zombie-member": ("a member commits acknowledgements after its partition has moved", "replay-duplicate"),
-        "group-skip": ("a group's member skips a message", "group-skip half-ack"),
-    },
-    "sell watch": {
-        "dirty-half": ("a half message is read before its decision", "early-read"),
-        "torn-half": ("half messages are published in one topic of two", "torn-transaction orphan-half"),
-        "orphan-half": ("half messages whose work was done are dropped", "orphan-half"),
-        "phantom-commit": ("half messages whose work was not done are published", "phantom-commit"),
-        "checkback-lie": ("a check-back shows a message less", "checkback-lie"),
-    },
-    "decide": {
-        "claim-split": ("two claims on an id return opposite decisions", "split-decision"),
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Defect:
-    """A defect: what goes wrong, the findings that are its right names, and the roles that can meet it."""
-
-    text: str
-    names: frozenset[str]
-    roles: frozenset[str]
-
-
-DEFECTS = {
-    name: Defect(text, frozenset(findings.split()), frozenset(roles.split()))
-    for roles, defects in _DEFECTS.items()
-    for name, (text, findings) in defects.items()
-}
 
 PLAIN, SOLD, SOURCE = ("left", "right"), ("sold", "shipped"), "source"
 TOPICS = (*PLAIN, SOURCE, "target", "processed", *SOLD, "again")
@@ -127,9 +50,16 @@ class Txn:
     requested: float | None = None  # the time of the first request that could commit it
     told: bool = False  # its process knows that it is committed or prepared
     answered: float | None = None  # the time at which a call returned its outcome
-    decided: float | None = None
     is_unwanted: bool = False  # somebody asked for its abort before its outcome was known
     is_spared: bool = False  # nobody ends it before the run settles
+
+    @property
+    def topics(self) -> set[str]:
+        return {topic for topic, _ in self.entries}
+
+    @property
+    def messages(self) -> list[Entry]:
+        return list(itertools.chain(*self.entries.values()))
 
 
 @dataclass(eq=False)
@@ -172,7 +102,8 @@ class Broker:
         self.logs: dict[Key, list[Entry]] = {(topic, p): [] for topic in TOPICS for p in range(PARTITIONS)}
         self.txns: list[Txn] = []
         self.groups = {name: Group(name) for name in ("copiers", "processors")}
-        self.opening, self.opened = 0, 0.0  # the newest opening of the owners' id, and when its call returned
+        self.opening = 0  # the number of the newest opening of the owners' id
+        self.openings: dict[int, tuple[float, float]] = {}  # when calls that opened it began and ended
         self.sales: dict[str, str] = {}
         self.claims: dict[str, str] = {}
         self.held: dict[tuple[Process, int, Key], list[Entry]] = {}  # messages that are under way
@@ -198,6 +129,12 @@ class Broker:
 
     def is_fenced(self, txn: Txn) -> bool:
         return txn.opening not in (None, self.opening)
+
+    def is_plainly_fenced(self, txn: Txn) -> bool:
+        """Return whether another owner opened the id, as its call shows, between this one's opening and its request."""
+        opened = self.openings.get(txn.opening or 0)
+        later = self.openings.values() if opened and self.is_fenced(txn) else ()
+        return any(opened and opened[1] < begin and end < (txn.requested or 0) for begin, end in later)
 
     def is_zombie_wanted(self) -> bool:
         return self.run.defect in ("zombie-told", "zombie-killed") and not self.run.planted
@@ -231,7 +168,7 @@ class Broker:
 
     def end(self, txn: Txn, state: str, moves: bool | None = None) -> None:
         """End a transaction. `moves` says whether its acknowledgements count: by default those of a commit."""
-        txn.state, txn.decided = state, self.run.now
+        txn.state = state
         for key in txn.entries:
             self.logs[key].append(Entry("", txn))
         for key, position in txn.acks.items():
@@ -243,14 +180,11 @@ class Broker:
 
     def expire(self, txn: Txn) -> None:
         if txn.state == "open":
-            is_killed, topics = not txn.process.alive, {topic for topic, _ in txn.entries}
-            if is_killed and self.plant(
-                "hanging", bool(topics) and topics <= {*PLAIN} and txn.opening is None, lambda: txn.state == "open"
-            ):
+            is_killed = not txn.process.alive and bool(txn.entries)
+            hangs = is_killed and txn.topics <= {*PLAIN} and txn.opening is None
+            if self.plant("hanging", hangs, lambda: txn.state == "open"):
                 return
-            moves = is_killed and self.plant(
-                "position-moved-killed", bool(txn.acks and txn.entries), lambda: self.is_passed(txn)
-            )
+            moves = self.plant("position-moved-killed", is_killed and bool(txn.acks), lambda: self.is_passed(txn))
             self.end(txn, "aborted", moves)
 
     def abort(self, txn: Txn) -> None:
@@ -258,7 +192,7 @@ class Broker:
         self.check(txn)
         moves = self.plant("abort-moves", bool(txn.acks), lambda: self.is_passed(txn))
         self.end(txn, "aborted", moves)
-        groups = [*txn.entries.values()] if {topic for topic, _ in txn.entries} <= {*PLAIN} else []
+        groups = [*txn.entries.values()] if txn.topics <= {*PLAIN} else []
         if self.plant("aborted-visible", bool(groups)):
             self.show(itertools.chain(*groups), "committed")
         elif self.plant("late-end", len(groups) > 1):
@@ -269,7 +203,7 @@ class Broker:
             entry.fate = state
 
     def hide_a_topic(self, txn: Txn) -> None:
-        hidden = self.random.choice(sorted({topic for topic, _ in txn.entries}))
+        hidden = self.random.choice(sorted(txn.topics))
         self.show((entry for key in txn.entries if key[0] == hidden for entry in txn.entries[key]), "aborted")
 
     def prepare(self, txn: Txn, heard: str) -> None:
@@ -289,11 +223,9 @@ class Broker:
     def commit(self, txn: Txn, heard: str) -> None:
         """Commit a transaction whose process hears it ("told"), loses the answer ("lost"), or is killed ("killed")."""
         told, killed, plant = heard == "told", heard == "killed", self.plant
-        entries = list(itertools.chain(*txn.entries.values()))
-        topics, has_output = {topic for topic, _ in txn.entries}, bool(txn.acks and entries)
+        entries, topics, has_output = txn.messages, txn.topics, bool(txn.acks and txn.entries)
         is_plain = bool(entries) and topics <= {*PLAIN}
-        is_late = txn.requested is not None and txn.requested > self.opened
-        is_zombie = is_plain and is_late and self.is_fenced(txn) and txn.state == "open"
+        is_zombie = is_plain and self.is_plainly_fenced(txn) and txn.state == "open"
         if not (plant("zombie-told", is_zombie and told) or plant("zombie-killed", is_zombie and killed)):
             self.check(txn)
         if plant("told-committed", told and is_plain):
@@ -353,7 +285,7 @@ class Broker:
         if txn.state == "prepared":
             moves = wish == "abort" and self.plant("prepared-moves", bool(txn.acks), lambda: self.is_passed(txn))
             self.end(txn, OUTCOMES[wish], moves or None)
-            if txn.state == "committed" and self.plant("torn-prepared", len({topic for topic, _ in txn.entries}) > 1):
+            if txn.state == "committed" and self.plant("torn-prepared", len(txn.topics) > 1):
                 self.hide_a_topic(txn)
         elif self.plant("split", is_old):
             return OPPOSITE[txn.state]
@@ -397,7 +329,7 @@ class Broker:
             for key, entries in txn.entries.items() if state == "committed" else ():
                 self.logs[key] += [entry for entry in entries if not entry.fate]
             self.end(txn, state)
-            if state == "committed" and self.plant("torn-half", len({topic for topic, _ in txn.entries}) > 1):
+            if state == "committed" and self.plant("torn-half", len(txn.topics) > 1):
                 self.hide_a_topic(txn)
             return wish
         return txn.state
@@ -411,7 +343,7 @@ class Broker:
             if not sellers and not self.run.is_closing:
                 return self.run.at(1, partial(self.check_back, txn))
             log = (sellers or [self.run.me])[0].log
-            values = [entry.value for entries in txn.entries.values() for entry in entries]
+            values = [entry.value for entry in txn.messages]
             shown = values[1:] if self.plant("checkback-lie", len(values) > 1) else values
             log.start("check", transaction=txn.id, values=shown).end("ok")
             self.decide_half(txn, self.sales.setdefault(txn.id, "aborted"))
@@ -434,23 +366,20 @@ class Broker:
         return txn.group is not None and any(not counted[txn.group.name, value] for value in txn.acked)
 
     def is_lost(self, txn: Txn) -> bool:
-        return txn.state == "aborted" and txn.told and not txn.is_unwanted and txn.answered is not None
+        is_early = txn.answered is not None and txn.answered < txn.begun + HOLD
+        return txn.state == "aborted" and txn.told and is_early and not txn.is_unwanted
 
     def is_reused(self, key: Key, entry: Entry) -> bool:
         again = [] if self.cut is None else self.logs[key][self.cut : self.cut + 1]
         return entry not in again and entry.value in self.watched and any(each.value for each in again)
 
     def is_dirty(self, txn: Txn) -> bool:
-        seen = [
-            self.watched[each.value] for each in itertools.chain(*txn.entries.values()) if each.value in self.watched
-        ]
-        return txn.state == "committed" and min(seen, default=1e9) < (txn.requested or txn.decided or 0)
+        first = min(self.watched.get(entry.value, 1e9) for entry in txn.messages)
+        return txn.state == "committed" and first < (txn.requested or 0)
 
     def is_skipped(self, group: Group, messages: list[Message]) -> bool:
         return not self._acked(self.txns)[group.name, messages[0][3]]
 
     def is_from_future(self, stamp: float) -> bool:
-        later = [txn for txn in self.txns if txn.begun > stamp]
-        return any(
-            self.watched.get(each.value) == stamp for txn in later for each in itertools.chain(*txn.entries.values())
-        )
+        later = [entry for txn in self.txns if txn.begun > stamp for entry in txn.messages]
+        return any(self.watched.get(entry.value) == stamp for entry in later)

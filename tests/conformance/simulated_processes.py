@@ -223,11 +223,11 @@ class Process:
     def own(self, thread: int) -> Task:
         while not self.is_stopping:
             self.session = {"owner": "owner", "session": f"{self.name}/{next(self._values)}"}
-            call = self.log.start("open", **self.session)
+            begin, call = self.run.now, self.log.start("open", **self.session)
             yield self.wait()
             opening = self.broker.open_id()
             yield self.wait()
-            self.broker.opened = self.run.now
+            self.broker.openings[opening] = begin, self.run.now
             call.end("ok")
             is_done = True
             while is_done and not self.is_stopping:

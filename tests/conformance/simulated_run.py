@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.conformance.simulated_broker import DEFECTS, HOLD, OPPOSITE, PARTITIONS, SOURCE, TOPICS, Broker, Group, Txn
+from tests.conformance.simulated_broker import HOLD, OPPOSITE, PARTITIONS, SOURCE, TOPICS, Broker, Group, Txn
+from tests.conformance.simulated_defects import DEFECTS
 from tests.conformance.simulated_processes import SECONDS, SESSION, Killed, Log, Process, Task
 
 # The sound variants: processes on three machines, a clock that jumps back, pauses longer than every deadline, a topic
@@ -142,7 +143,7 @@ class Run:
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> Task:
-        log, groups, txns = self.me.log, self.broker.groups, self.broker.txns
+        log, groups, txns = self.me.log, self.broker.groups.values(), self.broker.txns
         log.start("declares", absent=[], broker="simulated", settings=[], workloads=[]).end("ok")
         yield SECONDS + 30 * (self.defect == "hang-call")
         self.is_closing = True
@@ -158,12 +159,13 @@ class Run:
         halves = [each for each in txns if each.way == "half"]
         yield from self._await("half messages are not published", lambda: _are_decided(halves))
         yield from self._await("transactions of the run are still open", lambda: _are_decided(self.broker.txns))
-        yield from self._await("groups have not read everything", lambda: all(map(self._is_drained, groups.values())))
+        yield from self._await("groups have not read everything", lambda: all(map(self._is_drained, groups)))
         yield from self._stop("copy", "process", "watch")
         for id, decision in self.broker.sales.items():
             log.start("decided", transaction=id).end("ok", outcome=decision)
-        for name in groups if any(each.role == "feed" for each in self.processes) else ():
-            log.start("drained", group=name, topics=[SOURCE]).end("ok")
+        for group in groups:
+            is_drained = "ok" if self._is_drained(group) else "unknown"
+            log.start("drained", group=group.name, topics=[SOURCE]).end(is_drained)
         yield from self._finish("commit")
         for topic in TOPICS:
             yield from self._read(topic)

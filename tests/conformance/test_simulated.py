@@ -12,7 +12,7 @@ from txnbridge_conformance.commands import command
 from txnbridge_conformance.history import History
 from txnbridge_conformance.run.verdict import NOT_PROMISED
 
-from tests.conformance.simulated_broker import DEFECTS
+from tests.conformance.simulated_defects import DEFECTS
 from tests.conformance.simulated_run import VARIANTS, Simulated, history
 
 # The share of histories with a defect in which it is found and rightly named. What a killed owner leaves is not always
