@@ -304,7 +304,7 @@ class Broker:
 
     def read(self, key: Key, start: int, count: int = 10**9) -> tuple[list[Message], int]:
         """Return the committed messages from a position on, and the position behind them."""
-        found, log = [], self.logs[key]
+        log, found = self.logs[key], list[Message]()
         while start < len(log) and len(found) < count and log[start].state in OPPOSITE:
             if log[start].value and log[start].state == "committed":
                 found.append((*key, [start], log[start].value))

@@ -6,7 +6,7 @@ A process's threads are generators that yield how long they wait.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ class Process:
             call.poll(ack[1], ack[0].name)
         txn = self.broker.begin(self, way, deadline, opening, thread)
         call.note(transaction=txn.id, begun=self.log.mono())
-        steps = [partial(self._send, call, txn, key, values) for key, values in sends.items()]
+        steps: list[Callable[[], None]] = [partial(self._send, call, txn, key, values) for key, values in sends.items()]
         pause_at = self.random.choice((self.random.randint(0, len(steps)), len(steps)))
         if ack:
             steps.insert(pause_at, partial(self._ack, call, txn, *ack))
@@ -153,11 +153,10 @@ class Process:
 
     def _request_end(self, call: RecordedCall, txn: Txn) -> Task:
         """Commit or prepare a transaction, unless the process is killed, and record what the process hears."""
-        verb, outcome, more = "commit", "committed", {}
-        if txn.way == "prepare":
-            verb, outcome, more = "prepare", "prepared", {"token": txn.id}
+        is_prepared = txn.way == "prepare"
+        verb, outcome = ("prepare", "prepared") if is_prepared else ("commit", "committed")
         call.note(ending=self.log.mono())
-        txn.requested = self.run.now if verb == "commit" else None
+        txn.requested = None if is_prepared else self.run.now
         self.risk(f"{verb}/before")
         if self.is_struck(0.4 if self.broker.is_fenced(txn) else 0.2):
             self.run.at(self.wait(0, 0.5), partial(self._request, verb, txn, "killed"))
@@ -174,11 +173,11 @@ class Process:
             yield DEADLINE + 12
         if is_heard:
             txn.told = True
-            call.end("ok", outcome=outcome, **more)
+            call.end("ok", outcome=outcome, **({"token": txn.id} if is_prepared else {}))
         else:
             yield 1.0
             call.end("unknown", error="OutcomeUnknown", token=txn.id)
-        if more or not is_heard:
+        if is_prepared or not is_heard:
             self.run.tokens.append(txn)
 
     def _send(self, call: RecordedCall, txn: Txn, key: Key, values: list[str]) -> None:
@@ -217,8 +216,8 @@ class Process:
         while not self.is_stopping:
             yield self.wait(0.1, 1)
             way = self.random.choices(("commit", "abort", "prepare"), (6, 2, 2))[0]
-            late = {"deadline": 1.0, "pause": 1.5} if self.random.random() < 0.05 else {}
-            yield from self.transact(self.sends(*PLAIN), way, thread=thread, **late)
+            deadline, pause = (1.0, 1.5) if self.random.random() < 0.05 else (DEADLINE, 0.0)
+            yield from self.transact(self.sends(*PLAIN), way, pause=pause, thread=thread, deadline=deadline)
 
     def own(self, thread: int) -> Task:
         while not self.is_stopping:
@@ -229,12 +228,13 @@ class Process:
             yield self.wait()
             self.broker.openings[opening] = begin, self.run.now
             call.end("ok")
-            is_done = True
-            while is_done and not self.is_stopping:
+            while not self.is_stopping:
                 yield self.wait(0.1, 0.8)
                 way = self.random.choices(("commit", "abort", "prepare"), (5, 1, 3))[0]
                 pause = self.random.choice((0, self.wait(0.5, 3)))
-                is_done = yield from self.transact(self.sends(*PLAIN), way, pause=pause, opening=opening)
+                txn = yield from self.transact(self.sends(*PLAIN), way, pause=pause, opening=opening)
+                if txn is None:
+                    break
 
     def feed(self, thread: int) -> Task:
         while not self.is_stopping:
