@@ -204,7 +204,8 @@ class Process:
             txn.requested = self.run.now
         yield self.wait()
         outcome = self.broker.resolve(txn, wish, asked)
-        self.risk("resolve/after")
+        if not self.run.planted:  # a wrong answer has to be recorded
+            self.risk("resolve/after")
         call.end("ok", outcome=outcome)
         if outcome in OPPOSITE and txn.answered is None:
             txn.answered = self.run.now
@@ -320,8 +321,8 @@ class Process:
                 if key[0] in PLAIN and self.run.defect in ("dirty-read", "dirty-prepared"):
                     self._read_dirty(key)
                 messages, self.local[key] = self.broker.read(key, self.local.get(key, 0))
-                if self.broker.plant("watch-again", len(messages) > 0):
-                    self.local[key] = messages[-1][2][0]
+                if self.broker.plant("watch-again", bool(messages) and not self.run.is_closing):
+                    self.local[key], self.is_immune = messages[-1][2][0], True
                 if self.broker.plant("watch-skip", len(messages) > 2):
                     del messages[1]
                 found += messages

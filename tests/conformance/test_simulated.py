@@ -75,9 +75,10 @@ def test_the_command_judges_a_simulated_history(tmp_path):
     assert (result.exit_code, "duplicate" in result.stdout) == (1, True)
 
 
-def test_a_run_that_was_cut_off_is_too_thin_to_say_anything(tmp_path):
+def test_a_run_that_was_cut_off_is_too_thin_however_much_it_tried(tmp_path):
     history(3, variant="cut").write(tmp_path)
-    result = CliRunner().invoke(command, ["check", str(tmp_path)])
+    floor = [f"--floor={name}=1" for name in ("committed", "aborted", "read", "faults")]
+    result = CliRunner().invoke(command, ["check", str(tmp_path), *floor])
     assert (result.exit_code, result.stdout.startswith("Too thin")) == (2, True)
 
 
