@@ -374,7 +374,7 @@ class Broker:
         return entry not in again and entry.value in self.watched and any(each.value for each in again)
 
     def is_dirty(self, txn: Txn) -> bool:
-        """Return whether a message was read before the request to commit it; a call without an answer may be that one."""
+        """Return whether a message was read before the request to commit it, perhaps a call without an answer."""
         first = min(self.watched.get(entry.value, 1e9) for entry in txn.messages)
         is_known = txn.told or txn.way != "prepare"
         return txn.state == "committed" and is_known and first < (txn.requested or 0)
