@@ -164,8 +164,8 @@ class Run:
         for id, decision in self.broker.sales.items():
             log.start("decided", transaction=id).end("ok", outcome=decision)
         for group in groups:
-            is_drained = "ok" if self._is_drained(group) else "unknown"
-            log.start("drained", group=group.name, topics=[SOURCE]).end(is_drained)
+            call = log.start("drained", group=group.name, topics=[SOURCE])
+            call.end("ok" if self._is_drained(group) else "unknown")
         yield from self._finish("commit")
         for topic in TOPICS:
             yield from self._read(topic)
