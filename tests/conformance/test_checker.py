@@ -170,7 +170,8 @@ def test_a_killed_members_output_says_whether_its_acknowledgements_have_taken_ef
 
 
 def test_a_member_that_was_killed_before_it_asked_for_its_commit_has_acknowledged_nothing():
-    for asked, found in (({}, ["half-ack"]), ({"ending": 6}, [])):
+    cases: list[tuple[dict[str, Any], list[str]]] = [({}, ["half-ack"]), ({"ending": 6}, [])]
+    for asked, found in cases:
         story = Story().txn("feed", "1").txn("c", begun=3, ending=3)  # the client tells when it asks
         story.txn("watch", what="poll", polls=["1"]).txn(
             "a", acks=["1"], transaction="x", begun=6, result=None, **asked

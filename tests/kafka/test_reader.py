@@ -136,7 +136,7 @@ class Member(reading_kit.Polling):
 
     def passes(self, topic, offset):
         """Poll until the client has passed over what is no message."""
-        client = self.reader._assignment.client  # type: ignore[attr-defined]
+        client = self.reader._assignment.client
         self.until(lambda: client.position([TopicPartition(topic, 0)])[0].offset == offset)
 
     def lag(self):
