@@ -544,9 +544,9 @@ def test_nothing_is_wrong_is_not_said_above_findings_that_break_no_promise():
 
 def test_each_workload_has_a_floor_of_what_it_does():
     for workload, missing in (
-        ("half-messages", {"published": 5, "read": 100, "faults": 3}),
+        ("half-messages", {"published": 5, "read": 100, "full reads": 1, "faults": 3}),
         ("decisions", {"claims": 20, "faults": 3}),
-        ("a dance", {"committed": 20, "aborted": 5, "read": 100, "faults": 3}),
+        ("a dance", {"committed": 20, "aborted": 5, "read": 100, "full reads": 1, "faults": 3}),
     ):
         story = Story().txn("run", what="declares", absent=[], workloads=[workload])
         for number, outcome in enumerate(["committed"] * 4 + ["aborted"] * 2 + ["unknown"]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -80,20 +79,3 @@ def test_a_run_that_was_cut_off_is_too_thin_however_much_it_tried(tmp_path):
     floor = [f"--floor={name}=1" for name in ("committed", "aborted", "read", "faults")]
     result = CliRunner().invoke(command, ["check", str(tmp_path), *floor])
     assert (result.exit_code, result.stdout.startswith("Too thin")) == (2, True)
-
-
-def table(seeds: int) -> str:
-    """Return the Markdown table of docs/conformance.md: in how many histories each defect is found and named."""
-    rows = ["| defect, one a history | found | rightly named |", "|---|---|---|"]
-    for defect, known in DEFECTS.items():
-        judged = findings_by_seed(defect, seeds).values()
-        named = sum(is_named(defect, found) for found in judged)
-        rows.append(f"| {known.text} | {sum(map(bool, judged))} of {len(judged)} | {named} |")
-    return "\n".join(rows) + "\n"
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_the_page_tells_how_many_defects_are_found_and_named(seeds):
-    page = Path(__file__).parents[2] / "docs/conformance.md"
-    assert table(seeds) in page.read_text(), f"docs/conformance.md needs this table:\n{table(seeds)}"

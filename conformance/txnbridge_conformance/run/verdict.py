@@ -200,6 +200,7 @@ def count(history: History) -> dict[str, int]:
         "claims": calls["claim"],
         "sent": sum(len(values) for _, _, values in history.sends),
         "read": sum(len(messages) for _, _, messages in history.polls),
+        "full reads": sum(each.what == "read" and each.result == "ok" for each in history.operations),
         "faults": len(begun),
         "broker kills": begun.count("broker kill"),
         "crash points": len({kind for kind in begun if kind.startswith("kill at ")}),
