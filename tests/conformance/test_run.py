@@ -225,7 +225,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
         (["check", "{tmp}"], 3, "no history"),
         (["compare", "{tmp}", "{tmp}"], 2, "no report.json"),
-        (["check", __file__], 3, "line 1: not JSON"),
+        (["check", __file__], 3, "line 1: one line holds one object"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
