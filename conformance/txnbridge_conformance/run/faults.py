@@ -89,11 +89,12 @@ class ClientFaults(Faults):
                 process.pause()
                 # Some pauses are longer than the deadline of the process's transactions, which then expire.
                 return Injected("pause", process.name, chance.uniform(0, 12), process.resume)
-            case _:
+            case _ if not any(each.paused for each in self._processes):  # whose locks might keep it from ending
                 name = process.name
                 process.stop()
                 process.start()
                 return Injected("restart", name, 0, lambda: None)
+        return None
 
 
 class AdminFaults(Faults):
