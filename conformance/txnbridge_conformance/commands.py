@@ -19,25 +19,53 @@ import click
 
 from txnbridge import Capability, connect
 from txnbridge.commands import json_and_debug
-from txnbridge.errors import TxnBridgeError
+from txnbridge.errors import BackendMissing, InvalidOption
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of
-from txnbridge_conformance.run.processes import RunFailed
 from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 
 if TYPE_CHECKING:
     from txnbridge_conformance.contract_run import ContractResult
 
-# The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
 _COULD_NOT_RUN = 3
+EXIT_CODES = {
+    0: "nothing is wrong, and enough was tried",
+    1: "findings: the report names them and the calls that show them",
+    2: "the call is wrong",
+    _COULD_NOT_RUN: "the run failed, or a file is no history, or two calls send one value; the error says why",
+    4: "too thin: less was tried than the floor asks for",
+}
 
 _FAULTS = frozenset({"client", "network", "broker"})
 _BROKERS = frozenset({"kafka", "pulsar", "rocketmq"})
 _SHORT_RUN_SECONDS = 300
-command = click.Group("conformance", help="Attack a broker, and say which promises it keeps.")
+
+
+class _CouldNotRun(click.ClickException):
+    exit_code = _COULD_NOT_RUN
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. Only findings end it with 1, which by default is the code of an unexpected error, too."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except (BackendMissing, InvalidOption):  # the URL is wrong
+            raise
+        except Exception as error:
+            raise _CouldNotRun(f"{type(error).__name__}: {error}") from error
+
+
+command = _Group(
+    "conformance",
+    help="Attack a broker, and say which promises it keeps.",
+    epilog="\b\nExit codes:\n" + "\n".join(f"  {code}  {sentence}" for code, sentence in EXIT_CODES.items()),
+)
 
 
 class _Seconds(click.ParamType[float]):
@@ -140,8 +168,7 @@ def run(
 
     URL names the broker. With kafka, pulsar or rocketmq instead, the run starts a broker of its own, which it kills and
     cuts off, too; at a URL it attacks only its own processes. Everything that a run creates at the broker has a name of
-    its own, and is deleted at the end. Exit code 0: all promises were kept, 1: findings, 2: too little was tried, 3:
-    the run failed.
+    its own, and is deleted at the end.
     """
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     name = secrets.token_hex(3)
@@ -159,21 +186,19 @@ def run(
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
-    try:
-        with _started(url, raw, seconds) if starts else nullcontext() as broker:
-            address = _url_of(broker) if broker else url
-            grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
-            settings = SETTINGS.get(url, {})
-            plan = Plan(
-                address, name, seed, seconds, str(folder), settings, plugins, workloads=workloads, raw=raw, grpc=grpc
-            )
-            plan.register_plugins()
-            if contract:
-                kept = _contract_results(address)
-            hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
-    except (RunFailed, TxnBridgeError, ImportError) as error:
-        click.echo(f"the run failed: {error}", err=True)
-        sys.exit(_COULD_NOT_RUN)
+    with _started(url, raw, seconds) if starts else nullcontext() as broker:
+        address = _url_of(broker) if broker else url
+        grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
+        settings = SETTINGS.get(url, {})
+        plan = Plan(
+            address, name, seed, seconds, str(folder), settings, plugins, workloads=workloads, raw=raw, grpc=grpc
+        )
+        plan.register_plugins()
+        if contract:
+            from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
+
+            kept = run_contract(address)
+        hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {url} --time {seconds:g} --seed {seed} --faults {','.join(sorted(kinds))}"
     if workloads != tuple(WORKLOADS):
         command += f" --workload {','.join(workloads)}"
@@ -293,8 +318,10 @@ def _verdicts(report: dict[str, Any]) -> dict[str, str]:
 @json_and_debug
 def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> None:
     """Run the contract suite on the broker at URL: one line a promise, kept, broken or declared absent."""
+    from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
+
     Plan(url, "", 0, 0, "", plugins=plugins).register_plugins()
-    promises = _contract_results(url, only)
+    promises = run_contract(url, only)
     if as_json:
         click.echo(json.dumps([asdict(promise) for promise in promises]))
     else:
@@ -304,16 +331,6 @@ def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> No
             for name in promise.failed:
                 click.echo(f"    failed: {name}")
     sys.exit(any(promise.verdict == "broken" for promise in promises))
-
-
-def _contract_results(url: str, only: str = "") -> list[ContractResult]:
-    from txnbridge_conformance.contract_run import run_contract  # pytest would double the time of every other command
-
-    try:
-        return run_contract(url, only)
-    except RuntimeError as error:
-        click.echo(f"the suite could not run: {error}", err=True)
-        sys.exit(_COULD_NOT_RUN)
 
 
 def _judge(
@@ -326,7 +343,7 @@ def _judge(
 ) -> None:
     # Imported here, because numpy would double the time of every other command.
     from txnbridge_conformance.checker import check
-    from txnbridge_conformance.history import HistoryError, read_history
+    from txnbridge_conformance.history import read_history
     from txnbridge_conformance.report import Report
     from txnbridge_conformance.run.verdict import floor_for, judge
 
@@ -334,9 +351,6 @@ def _judge(
     try:
         history = read_history(paths)
         findings = check(history)
-    except HistoryError as error:
-        click.echo(f"not judged: {error}", err=True)
-        sys.exit(_COULD_NOT_RUN)
     finally:
         gc.enable()
     judgement = judge(history, findings, {**floor_for(history), **floor})

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import pytest
 from click.testing import CliRunner
 from txnbridge_conformance.checker import MEANINGS, check
+from txnbridge_conformance.commands import EXIT_CODES
 from txnbridge_conformance.contract_run import ContractResult
 from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
@@ -27,7 +28,7 @@ from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
-from txnbridge_conformance.run.verdict import judge
+from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared
 
 from tests.conformance import broken
@@ -69,7 +70,7 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     broken_promises = [finding for finding in report["findings"] if finding["breaks a promise"]]
     assert (report["verdict"], broken_promises) == ("kept", [])
     again = conformance("check", str(tmp_path / "out"), "--floor", "committed=1000000")
-    assert again.returncode == 2
+    assert again.returncode == 4
     assert "instead of 1,000,000" in again.stdout
     both = conformance("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
     assert {"what": "verdict", "first": "kept", "second": "kept"} in json.loads(both.stdout), both.stderr
@@ -221,11 +222,12 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "embedded:{tmp}/b.db", "--hook", "false", "--target", "a:b", "--out", "{tmp}/out"], 3, "ended with 1"),
         (["run", "embedded:{tmp}/b.db", "--workload", "dances"], 2, "is not a list of transactions"),
         (["run", "embedded:{tmp}/b.db", "--through", "raw"], 2, "Kafka, Pulsar and RocketMQ"),
-        (["run", "nothing:here", "--out", "{tmp}/out"], 3, "no backend"),
+        (["run", "nothing:here", "--out", "{tmp}/out"], 2, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
         (["check", "{tmp}"], 3, "no history"),
         (["compare", "{tmp}", "{tmp}"], 2, "no report.json"),
         (["check", __file__], 3, "line 1: one line holds one object"),
+        (["contract", "embedded:{tmp}/b.db", "--plugin", "no.such"], 3, "No module named"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
@@ -233,6 +235,14 @@ def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
         main, ["conformance", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]
     )
     assert (done.exit_code, text in done.output) == (code, True), done.output
+
+
+def test_the_help_and_the_page_tell_every_exit_code():
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    told = CliRunner().invoke(main, ["conformance", "--help"]).stdout
+    for code, sentence in EXIT_CODES.items():
+        assert (f"| {code} | {sentence} |\n" in page, f"  {code}  {sentence}\n" in told) == (True, True)
+    assert {verdict.name: verdict.value for verdict in Verdict} == {"KEPT": 0, "BROKEN": 1, "THIN": 4}
 
 
 def test_the_page_explains_every_finding():

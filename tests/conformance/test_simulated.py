@@ -78,4 +78,4 @@ def test_a_run_that_was_cut_off_is_too_thin_however_much_it_tried(tmp_path):
     history(3, variant="cut").write(tmp_path)
     floor = [f"--floor={name}=1" for name in ("committed", "aborted", "read", "faults")]
     result = CliRunner().invoke(command, ["check", str(tmp_path), *floor])
-    assert (result.exit_code, result.stdout.startswith("Too thin")) == (2, True)
+    assert (result.exit_code, result.stdout.startswith("Too thin")) == (4, True)

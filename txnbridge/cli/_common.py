@@ -269,8 +269,9 @@ def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, errors.TxnBridgeError):
         return str(error) or type(error).__name__, exit_code(error)
     if isinstance(error, click.ClickException):
-        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "txnbridge"
-        return f"{error.format_message().rstrip('.')}; see `{where} --help`", error.exit_code
+        context = getattr(error, "ctx", None)  # of a wrong call
+        help_ = f"; see `{context.command_path} --help`" if context else ""
+        return f"{error.format_message().rstrip('.')}{help_}", error.exit_code
     if isinstance(error, OSError):
         return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
     # The text of an error that is not txnbridge's may contain any data, such as a message's body.

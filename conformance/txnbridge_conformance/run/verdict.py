@@ -52,7 +52,7 @@ class Verdict(Enum):
 
     KEPT = 0
     BROKEN = 1
-    THIN = 2
+    THIN = 4  # not 2, the code of a wrong call
 
 
 @dataclass(frozen=True)
