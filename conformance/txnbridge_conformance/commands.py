@@ -236,11 +236,12 @@ def _url_of(broker: Broker) -> str:
 
 @command.command("check")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--out", type=click.Path(file_okay=False), help="Write the report into this folder, too.")
 @_FLOOR
 @json_and_debug
-def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) -> None:
+def check_files(files: tuple[str, ...], out: str | None, floor: dict[str, int], as_json: bool) -> None:
     """Judge the histories in these files or folders, which any program may have recorded."""
-    _judge(files, floor, as_json)
+    _judge(files, floor, as_json, Path(out) if out else None)
 
 
 @command.command("plan")
@@ -356,6 +357,7 @@ def _judge(
     judgement = judge(history, findings, {**floor_for(history), **floor})
     report = Report(history, findings, judgement, command, contract)
     if folder:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(report.text())
         (folder / "report.json").write_text(report.json())
         (folder / "report.html").write_text(report.html())

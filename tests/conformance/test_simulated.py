@@ -70,8 +70,10 @@ def test_a_history_follows_from_its_seed():
 
 def test_the_command_judges_a_simulated_history(tmp_path):
     history(3, "duplicate").write(tmp_path)
-    result = CliRunner().invoke(command, ["check", str(tmp_path)])
+    result = CliRunner().invoke(command, ["check", str(tmp_path), f"--out={tmp_path / 'new' / 'report'}"])
     assert (result.exit_code, "duplicate" in result.stdout) == (1, True)
+    written = {path.suffix: path.read_text() for path in (tmp_path / "new" / "report").iterdir()}
+    assert (sorted(written), written[".txt"]) == ([".html", ".json", ".txt"], result.stdout)
 
 
 def test_a_run_that_was_cut_off_is_too_thin_however_much_it_tried(tmp_path):
