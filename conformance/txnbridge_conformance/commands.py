@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import secrets
 import sys
@@ -93,9 +94,28 @@ def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
     return floor
 
 
-_FLOOR = click.option(
-    "--floor", multiple=True, callback=_floor, metavar="NAME=NUMBER", help="Below it the run is too thin to say."
-)
+def _allowed(ctx: click.Context, param: click.Parameter, given: str | None) -> frozenset[str]:
+    if given is None:
+        return frozenset()
+    from txnbridge_conformance.checker import MEANINGS  # numpy would double the time of every other command
+
+    names = frozenset(line.partition("#")[0].strip() for line in Path(given).read_text().splitlines()) - {""}
+    if unknown := names - MEANINGS.keys() - {"every broker", *(each.value for each in Capability)}:
+        raise click.BadParameter(f"there is no finding and no capability {', '.join(sorted(unknown))}")
+    return names
+
+
+def _judging(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that are arguments of `_judge`."""
+    file, known = click.Path(dir_okay=False), click.Path(exists=True, dir_okay=False)
+    for option in (
+        click.option("--floor", multiple=True, callback=_floor, metavar="NAME=NUMBER", help="Least number of a count."),
+        click.option("--allow", "allowed", type=known, callback=_allowed, help="Known findings, one a line."),
+        click.option("--junit", type=file, help="Write the verdicts as JUnit's XML, too."),
+        json_and_debug,
+    ):
+        function = option(function)
+    return function
 
 
 def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> frozenset[str] | None:
@@ -146,8 +166,7 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
 @click.option(
     "--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, for a reader with the official client."
 )
-@_FLOOR
-@json_and_debug
+@_judging
 def run(
     url: str,
     seconds: float,
@@ -161,8 +180,7 @@ def run(
     targets: list[tuple[str, str]],
     plugins: tuple[str, ...],
     grpc: str,
-    floor: dict[str, int],
-    as_json: bool,
+    **judging: Any,
 ) -> None:
     """Run transactions on a broker from many processes, inject faults, and judge the result.
 
@@ -206,7 +224,7 @@ def run(
         command += " --through raw"
     if contract:
         command += " --contract"
-    _judge([str(folder)], floor, as_json, folder, command, kept)
+    _judge([str(folder)], folder, command, kept, **judging)
 
 
 def _check_raw(scheme: str, grpc: bool) -> None:
@@ -237,11 +255,10 @@ def _url_of(broker: Broker) -> str:
 @command.command("check")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--out", type=click.Path(file_okay=False), help="Write the report into this folder, too.")
-@_FLOOR
-@json_and_debug
-def check_files(files: tuple[str, ...], out: str | None, floor: dict[str, int], as_json: bool) -> None:
+@_judging
+def check_files(files: tuple[str, ...], out: str | None, **judging: Any) -> None:
     """Judge the histories in these files or folders, which any program may have recorded."""
-    _judge(files, floor, as_json, Path(out) if out else None)
+    _judge(files, Path(out) if out else None, **judging)
 
 
 @command.command("plan")
@@ -336,16 +353,19 @@ def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> No
 
 def _judge(
     paths: Any,
-    floor: dict[str, int],
-    as_json: bool,
-    folder: Path | None = None,
+    folder: Path | None,
     command: str = "",
     contract: Sequence[ContractResult] = (),
+    *,
+    floor: dict[str, int],
+    allowed: frozenset[str],
+    junit: str | None,
+    as_json: bool,
 ) -> None:
     # Imported here, because numpy would double the time of every other command.
     from txnbridge_conformance.checker import check
     from txnbridge_conformance.history import read_history
-    from txnbridge_conformance.report import Report
+    from txnbridge_conformance.report import Report, pipelines
     from txnbridge_conformance.run.verdict import floor_for, judge
 
     gc.disable()  # a history is millions of objects without cycles, among which a collection finds nothing
@@ -355,14 +375,19 @@ def _judge(
     finally:
         gc.enable()
     judgement = judge(history, findings, {**floor_for(history), **floor})
-    report = Report(history, findings, judgement, command, contract)
+    report = Report(history, findings, judgement, command, contract, allowed)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(report.text())
         (folder / "report.json").write_text(report.json())
         (folder / "report.html").write_text(report.html())
+    if junit:
+        Path(junit).write_text(pipelines.junit(report.document()))
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(summary, "a") as file:
+            file.write(pipelines.markdown(report.document()))
     click.echo(report.json() if as_json else report.text(), nl=False)
-    sys.exit(1 if report.broken_contract else judgement.verdict.value)
+    sys.exit(report.exit_code)
 
 
 def _progress() -> Callable[[str], None]:

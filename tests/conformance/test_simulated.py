@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -81,3 +84,27 @@ def test_a_run_that_was_cut_off_is_too_thin_however_much_it_tried(tmp_path):
     floor = [f"--floor={name}=1" for name in ("committed", "aborted", "read", "faults")]
     result = CliRunner().invoke(command, ["check", str(tmp_path), *floor])
     assert (result.exit_code, result.stdout.startswith("Too thin")) == (4, True)
+
+
+def test_a_finding_that_is_allowed_does_not_fail_and_one_that_is_gone_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    history(3, "duplicate").write(tmp_path / "run")
+    known, junit = tmp_path / "known", tmp_path / "junit.xml"
+    judge = ["check", str(tmp_path / "run"), f"--junit={junit}"]
+    found = json.loads(CliRunner().invoke(command, [*judge, "--json"]).stdout)["failing"]
+    assert "duplicate" in found and failures(junit) == {"exactly once", "in order", *found}
+    known.write_text("\n".join([*found, "lost-prepare  # since 1.2", "isolation"]))
+    result = CliRunner().invoke(command, [*judge, f"--allow={known}"])
+    assert (result.exit_code, failures(junit)) == (0, set())
+    assert f"does not fail: {', '.join(sorted(found))}.\n" in result.stdout
+    assert "not found any more: lost-prepare.\n" in result.stdout
+    summary = (tmp_path / "summary.md").read_text()
+    assert (summary.count("### Broken: "), summary.count("- Allowed, ")) == (2, 2)
+    known.write_text("dupilcate")
+    assert "no capability dupilcate" in CliRunner().invoke(command, [*judge, f"--allow={known}"]).output
+
+
+def failures(junit: Path) -> set[str | None]:
+    suite = ElementTree.parse(junit).getroot()
+    assert int(suite.attrib["tests"]) == len(suite.findall("testcase")) > 10
+    return {case.get("name") for case in suite.findall("testcase") if case.find("failure") is not None}

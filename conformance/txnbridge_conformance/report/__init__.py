@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from txnbridge_conformance.checker import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History, Operation
 from txnbridge_conformance.report.partitions import Partitions
 from txnbridge_conformance.report.promises import Row, rows
-from txnbridge_conformance.run.verdict import Judgement, declared_absent
+from txnbridge_conformance.run.verdict import Judgement, Verdict, declared_absent
 
 if TYPE_CHECKING:
     from txnbridge_conformance.contract_run import ContractResult
@@ -38,11 +38,32 @@ class Report:
     judgement: Judgement
     command: str = ""
     contract: Sequence[ContractResult] = ()  # verdicts of the contract suite, if the run began with it
+    allowed: Collection[str] = ()  # names of findings, and of broken capabilities, that do not fail
 
     @property
     def broken_contract(self) -> list[str]:
         """The names of the capabilities whose tests of the contract suite failed."""
         return [result.name for result in self.contract if result.verdict == "broken"]
+
+    @property
+    def failing(self) -> list[str]:
+        """The names of the findings that break a promise, and of broken capabilities, without those allowed."""
+        return [name for name in (*self.judgement.broken, *self.broken_contract) if name not in self.allowed]
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code: that of the verdict, if what is allowed had not been found."""
+        verdict = Verdict.BROKEN if self.failing else Verdict.THIN if self.judgement.missing else Verdict.KEPT
+        return int(verdict.value)
+
+    def _baseline(self) -> Iterator[str]:
+        """Yield sentences about what is allowed: that it was found, or that it is not found any more."""
+        found = {*self.findings.names, *self.broken_contract}
+        if known := sorted(found.intersection(self.allowed)):
+            yield f"Allowed, so that it does not fail: {', '.join(known)}."
+        gone = sorted(name for name in {*self.allowed} - found if name in MEANINGS or self.contract)
+        if gone:
+            yield f"Allowed, and not found any more: {', '.join(gone)}."
 
     def text(self) -> str:
         """Return the report as text: the verdict, the counts of the run, and each finding with its first cases."""
@@ -60,6 +81,7 @@ class Report:
         untested = [row.promise.name for row in self._rows() if row.verdict == "not tested"]
         if untested:
             yield f"Not tested: {', '.join(untested)}."
+        yield from self._baseline()
         causes = self.judgement.causes
         for name in self._names():
             promised = "" if name in self.judgement.broken else " (no promise excludes it)"
@@ -96,12 +118,16 @@ class Report:
             "sentence": self.judgement.sentence,
             "command": self.command,
             "counts": dict(self.judgement.counts),
+            "missing": dict(self.judgement.missing),
+            "failing": self.failing,
+            "baseline": list(self._baseline()),
             "promises": [
                 {
                     "name": row.promise.name,
                     "text": row.promise.text,
                     "verdict": row.verdict,
                     "evidence": row.evidence,
+                    "broken by": [name for name in row.promise.findings if name in self.judgement.broken],
                 }
                 for row in self._rows()
             ],
