@@ -8,19 +8,20 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
 
-from txnbridge import Capability, connect
+from txnbridge import Bridge, Capability, connect, plugins
 from txnbridge.commands import json_and_debug
-from txnbridge.errors import BackendMissing, InvalidOption
+from txnbridge.errors import BackendMissing, InvalidOption, NotFound
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
@@ -94,6 +95,24 @@ def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -
     return floor
 
 
+def _registered(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        Plan("", "", 0, 0, "", plugins=given).register_plugins()
+    except Exception as error:
+        raise click.BadParameter(f"{', '.join(given)} cannot be imported: {type(error).__name__}: {error}") from error
+    return given
+
+
+_PLUGIN = click.option(
+    "--plugin",
+    "modules",
+    multiple=True,
+    callback=_registered,
+    metavar="MODULE",
+    help="A module that adds the backend, in the current folder or installed.",
+)
+
+
 def _allowed(ctx: click.Context, param: click.Parameter, given: str | None) -> frozenset[str]:
     if given is None:
         return frozenset()
@@ -162,7 +181,7 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
 @click.option(
     "--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="A fault that the hook knows."
 )
-@click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@_PLUGIN
 @click.option(
     "--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, for a reader with the official client."
 )
@@ -178,7 +197,7 @@ def run(
     contract: bool,
     hook: str | None,
     targets: list[tuple[str, str]],
-    plugins: tuple[str, ...],
+    modules: tuple[str, ...],
     grpc: str,
     **judging: Any,
 ) -> None:
@@ -209,9 +228,8 @@ def run(
         grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
         settings = SETTINGS.get(url, {})
         plan = Plan(
-            address, name, seed, seconds, str(folder), settings, plugins, workloads=workloads, raw=raw, grpc=grpc
+            address, name, seed, seconds, str(folder), settings, modules, workloads=workloads, raw=raw, grpc=grpc
         )
-        plan.register_plugins()
         if contract:
             from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 
@@ -263,11 +281,12 @@ def check_files(files: tuple[str, ...], out: str | None, **judging: Any) -> None
 
 @command.command("plan")
 @click.argument("url")
+@_PLUGIN
 @json_and_debug
-def plan(url: str, as_json: bool) -> None:
+def plan(url: str, modules: tuple[str, ...], as_json: bool) -> None:
     """Say what a run on the broker at URL creates, needs and risks. This command connects, and changes nothing."""
     planned = Plan(url, "NAME", 0, 60, "FOLDER")
-    with connect(url) as bridge:
+    with _look(url) as bridge:
         absent = [role for role, needed in NEEDS.items() if not bridge.capabilities[needed]]
         possible = bool(bridge.capabilities[Capability.TOPIC_ADMIN])
         roles = planned.roles(bridge.capabilities)
@@ -294,6 +313,23 @@ def plan(url: str, as_json: bool) -> None:
         lines.append("not possible: this broker has no topic-admin, so that a run cannot create its topics")
     click.echo(json.dumps(document) if as_json else "\n".join(lines))
     sys.exit(0 if possible else _COULD_NOT_RUN)
+
+
+@contextmanager
+def _look(url: str) -> Iterator[Bridge]:
+    """Open a bridge that creates no topic and no broker's file; a temporary file replaces one that is missing."""
+    scheme, _, rest = url.partition(":")
+    with_file = [each.name for each in plugins.backends() if scheme in each.schemes and "create" in each.options]
+    options = {name: {"create": False} for name in with_file if "create=" not in rest}
+    with TemporaryDirectory() as folder:
+        try:
+            bridge = connect(url, create_topics=0, **options)
+        except NotFound:
+            if not options:
+                raise
+            bridge = connect(f"{scheme}:{folder}/broker.db?{rest.partition('?')[2]}")
+        with bridge:
+            yield bridge
 
 
 @command.command("compare")
@@ -331,14 +367,13 @@ def _verdicts(report: dict[str, Any]) -> dict[str, str]:
 
 @command.command("contract")
 @click.argument("url")
-@click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@_PLUGIN
 @click.option("--only", default="", metavar="EXPRESSION", help="Only tests whose names match it, as for pytest -k.")
 @json_and_debug
-def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> None:
+def contract(url: str, modules: tuple[str, ...], only: str, as_json: bool) -> None:
     """Run the contract suite on the broker at URL: one line a promise, kept, broken or declared absent."""
     from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 
-    Plan(url, "", 0, 0, "", plugins=plugins).register_plugins()
     promises = run_contract(url, only)
     if as_json:
         click.echo(json.dumps([asdict(promise) for promise in promises]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from txnbridge_conformance import suite
 
 from tests.conformance import broken
+from tests.house.rooms import ROOT
 from txnbridge import Capability
 
 
@@ -58,6 +60,26 @@ def conformance(project: Path, *arguments: str) -> subprocess.CompletedProcess[s
 def test_the_command_line_finds_an_installed_backend(project):
     done = conformance(project, "plan", f"{broken.scheme_of(broken.Sound)}:{project}/broker.db")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_plug_in_may_be_in_the_current_folder_and_says_why_it_cannot_be_imported(project):
+    shutil.copy(ROOT / "docs" / "toy_backend.py", project / "my_backend.py")
+    (project / "unfinished.py").write_text("import no_such_client")
+    # As the installed program is started; `python -m` searches the current folder by itself.
+    program = (sys.executable, "-P", "-c", "from txnbridge.cli import main; main()")
+    done, refused = (
+        subprocess.run(
+            [*program, "conformance", "plan", "toy:mine", "--plugin", name],
+            cwd=project,
+            env=environment(project),
+            capture_output=True,
+            text=True,
+        )
+        for name in ("my_backend", "unfinished")
+    )
+    assert (done.stderr, "not tried: sell" in done.stdout) == ("", True)
+    assert refused.returncode == 2
+    assert "unfinished cannot be imported: ModuleNotFoundError: No module named 'no_such_client'" in refused.stderr
 
 
 @pytest.mark.full

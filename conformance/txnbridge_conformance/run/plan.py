@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -203,7 +204,9 @@ class Plan:
         return replace(self, url=url)
 
     def register_plugins(self) -> None:
-        """Register the plan's plug-ins in this process. Raise `ImportError` for a module that does not exist."""
+        """Register the plan's plug-ins in this process. Modules are searched for in the current folder, too."""
+        if self.plugins and "" not in sys.path:
+            sys.path.insert(0, "")
         for name in self.plugins:
             plugins.register(importlib.import_module(name), name)
 
