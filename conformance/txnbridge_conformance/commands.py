@@ -26,7 +26,16 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of
+from txnbridge_conformance.run.plan import (
+    NEEDS,
+    PARTITIONS,
+    RAW_ROLES,
+    SETTINGS,
+    WORKLOADS,
+    Plan,
+    floor_of,
+    without_secrets,
+)
 from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 
 if TYPE_CHECKING:
@@ -235,7 +244,8 @@ def run(
 
             kept = run_contract(address)
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
-    command = f"txnbridge conformance run {url} --time {seconds:g} --seed {seed} --faults {','.join(sorted(kinds))}"
+    command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
+    command += f" --faults {','.join(sorted(kinds))}"
     if workloads != tuple(WORKLOADS):
         command += f" --workload {','.join(workloads)}"
     if raw:

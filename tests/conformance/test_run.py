@@ -24,7 +24,7 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run import program
 from txnbridge_conformance.run.client import Client, text_of
-from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.plan import Plan, without_secrets
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
@@ -116,6 +116,31 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
     time.sleep(600)
 
 
+def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
+    url = f"{scheme_of(broken.Sound)}:{tmp_path / 'broker.db'}?sasl.password=hunter2"
+    plan = Plan(url, "secret", 1, 60, str(tmp_path), plugins=["tests.conformance.broken"])
+    process = Process(plan, "write", 0, url, lambda role: (0, ()), print)
+    try:
+        eventually(lambda: "write0-1" in "".join(processes_of(tmp_path)), "the process does not begin")
+        assert "hunter2" not in "".join(processes_of(tmp_path))
+    finally:
+        process.kill()
+    assert [path.name for path in tmp_path.iterdir() if b"hunter2" in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ("", ""),
+        ("?a=1&sasl.password=hunter2", "?a=1&sasl.password=…"),
+        ("?jwt%5Ftoken=x&b=2", "?jwt_token=…&b=2"),
+        ("?password=env:PASSWORD&secret=file%3A/run/s", "?password=env:PASSWORD&secret=file%3A/run/s"),
+    ],
+)
+def test_a_report_s_command_keeps_only_secrets_that_are_elsewhere(options, shown):
+    assert without_secrets(f"kafka://host{options}") == f"kafka://host{shown}"
+
+
 def test_a_process_that_waits_is_ended_by_sigterm(tmp_path):
     plan = Plan("embedded:", "a", 1, 1.0, str(tmp_path))
     client = Client(plan, "p", Recorder(tmp_path / "p.jsonl", "p", "c"), random.Random(1))
@@ -131,9 +156,11 @@ def test_a_process_that_waits_is_ended_by_sigterm(tmp_path):
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Return the processes of the run with this folder, one line each."""
-    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if f'"{folder}"' in line and "run.program" in line]
+    """Return the writers of the run with this folder, one line each."""
+    told = [json.loads(path.read_text().partition("\n")[0]) for path in folder.glob("write*.jsonl")]
+    numbers = ",".join(str(each["pid"]) for each in told)
+    listed = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "-p", numbers], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if "run.program" in line]
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

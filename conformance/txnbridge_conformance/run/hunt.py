@@ -197,9 +197,15 @@ class Hunt:
         recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
         for topic in self._plan.all_topics:
             call = recorder.start("read", topics=[topic])
-            command = [sys.executable, "-m", official.__name__, self._plan.to_json(), topic]
+            command = [sys.executable, "-m", official.__name__, topic]
             try:
-                done = subprocess.run(command, capture_output=True, timeout=_READING_SECONDS, check=True)
+                done = subprocess.run(
+                    command,
+                    input=self._plan.to_json().encode(),
+                    capture_output=True,
+                    timeout=_READING_SECONDS,
+                    check=True,
+                )
             except subprocess.SubprocessError as error:
                 call.end("unknown", error=type(error).__name__)
             else:

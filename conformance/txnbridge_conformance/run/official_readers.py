@@ -122,8 +122,8 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     os._exit(0)  # threads of the client would go on
 
 
-def main(text: str, *topics: str) -> None:
-    plan = Plan.from_json(text)
+def main(*topics: str) -> None:
+    plan = Plan.from_json(sys.stdin.read())
     end_with(plan.run)
     read = {"kafka": read_kafka, "pulsar": read_pulsar, "rocketmq": read_rocketmq}[urlsplit(plan.url).scheme]
     for line in read(plan, topics):

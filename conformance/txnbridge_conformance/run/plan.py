@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from txnbridge import Capabilities, Capability, plugins
 
@@ -79,6 +80,22 @@ RAW_ROLES = {
     "pulsar": frozenset({"write"}),
     "rocketmq": frozenset({"sell"}),
 }
+
+
+_SECRET = re.compile("password|secret|token|credential|jaas|pem", re.IGNORECASE)
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL without the values of secret options, except those that only name a variable or a file."""
+    declared = {name for each in plugins.backends() for name, option in each.options.items() if option.secret}
+    address, mark, options = url.partition("?")
+
+    def shown(option: str) -> str:
+        name, value = (unquote(part) for part in option.partition("=")[::2])
+        secret = name in declared or _SECRET.search(name)
+        return f"{name}=…" if secret and not value.startswith(("env:", "file:")) else option
+
+    return address + mark + "&".join(map(shown, options.split("&")))
 
 
 def floor_of(workloads: Collection[str] = tuple(WORKLOADS)) -> dict[str, int]:

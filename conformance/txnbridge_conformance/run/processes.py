@@ -69,11 +69,17 @@ class Process:
     def start(self) -> None:
         self._starts += 1
         self._errors = Path(self._plan.folder) / f"{self.name}.err"
-        command = [sys.executable, "-m", "txnbridge_conformance.run.program", self._plan.through(self._url).to_json()]
+        command = [sys.executable, "-m", "txnbridge_conformance.run.program"]
         number, tried = self._next_kill(self.role)
         with open(self._errors, "wb") as errors:
             arguments = [*command, self.role, self.name, str(number), ",".join(tried)]
-            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
+            self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=errors, stderr=errors)
+        assert self._process.stdin is not None
+        with (
+            suppress(BrokenPipeError),
+            self._process.stdin as pipe,
+        ):  # others see arguments, and the URL may hold secrets
+            pipe.write(self._plan.through(self._url).to_json().encode())
 
     def replace_dead(self) -> str | None:
         """Start the process again if it has ended. Return the name of the event at which it killed itself.

@@ -1,4 +1,4 @@
-"""The program of one process of a run: `python -m txnbridge_conformance.run.program PLAN ROLE PROCESS N TRIED`.
+"""The program of one process of a run: `python -m txnbridge_conformance.run.program ROLE PROCESS N TRIED < PLAN`.
 
 The process works until SIGTERM, and records each call in its history. With N above 0 the process kills itself at the
 N-th event of txnbridge, not counting events named in TRIED (separated by commas). So the kills of a run reach one event
@@ -30,8 +30,8 @@ from txnbridge_conformance.run.workloads import WORK
 CLIENTS = {"kafka": "confluent_kafka", "rocketmq": "rocketmq-python-client"}
 
 
-def main(text: str, role: str, process: str, number: str, tried: str) -> None:
-    plan = Plan.from_json(text)
+def main(role: str, process: str, number: str, tried: str) -> None:
+    plan = Plan.from_json(sys.stdin.read())
     end_with(plan.run)
     plan.register_plugins()
     if plan.raw and urlsplit(plan.url).scheme == "pulsar":
