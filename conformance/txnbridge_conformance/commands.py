@@ -343,22 +343,45 @@ def _look(url: str) -> Iterator[Bridge]:
 
 
 @command.command("compare")
-@click.argument("first", type=click.Path(exists=True, file_okay=False))
-@click.argument("second", type=click.Path(exists=True, file_okay=False))
+@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
 @json_and_debug
-def compare(first: str, second: str, as_json: bool) -> None:
-    """Show two runs side by side, by the reports in their folders: promises, findings and counts."""
-    reports = [_report_in(folder) for folder in (first, second)]
-    rows = [("verdict", *(report["verdict"] for report in reports))]
-    for name in [promise["name"] for promise in reports[0]["promises"]]:
-        rows.append((name, *(_verdicts(report).get(name, "-") for report in reports)))
-    times = [{finding["name"]: finding["times"] for finding in report["findings"]} for report in reports]
-    rows += [(name, *(str(found.get(name, 0)) for found in times)) for name in dict.fromkeys([*times[0], *times[1]])]
-    rows += [(name, *(f"{report['counts'].get(name, 0):,}" for report in reports)) for name in reports[0]["counts"]]
+def compare(folders: tuple[str, ...], as_json: bool) -> None:
+    """Show runs side by side, by the reports in their folders, and find what is worse than in the first run.
+
+    Exit code 1: a run has findings that the first run does not have. 4: a run was too thin, and the first was not.
+    """
+    reports = [_report_in(folder) for folder in folders]
+    columns = [_column(report) for report in reports]
+    keys = sorted(dict.fromkeys(key for column in columns for key in column), key=lambda key: key[0])
+    rows = [(key[1], *(column.get(key, "-") for column in columns)) for key in keys]
     if as_json:
-        click.echo(json.dumps([dict(zip(("what", "first", "second"), row, strict=True)) for row in rows]))
+        click.echo(json.dumps([{"what": what, "runs": values} for what, *values in rows]))
     else:
-        click.echo("\n".join(f"{what:22} {a:>16} {b:>16}" for what, a, b in [("", first, second), *rows]))
+        for what, *values in [("", *folders), *rows]:
+            click.echo(" ".join([f"{what:22}", *(f"{value:>16}" for value in values)]))
+    (least, broken), *others = [
+        (bool(report.get("missing", report["verdict"] == "thin")), _broken(report)) for report in reports
+    ]
+    if any(found - broken for _, found in others):
+        sys.exit(1)
+    sys.exit(4 if not least and any(thin for thin, _ in others) else 0)
+
+
+def _column(report: dict[str, Any]) -> dict[tuple[int, str], str]:
+    """Return what `compare` shows of a report, by the number of its section and its name."""
+    sections: list[dict[str, Any]] = [
+        {**report.get("about", {}), "verdict": report["verdict"]},
+        {promise["name"]: promise["verdict"] for promise in report["promises"]},
+        {finding["name"]: f"{finding['times']:,}" for finding in report["findings"]},
+        {name: f"{number:,}" for name, number in report["counts"].items()},
+    ]
+    return {(at, name): value for at, section in enumerate(sections) for name, value in section.items()}
+
+
+def _broken(report: dict[str, Any]) -> set[str]:
+    """Return the names of the findings and capabilities that break a promise by this report."""
+    findings = {each["name"] for each in report["findings"] if each["breaks a promise"]}
+    return findings | {each["name"] for each in report["contract"] if each["verdict"] == "broken"}
 
 
 def _report_in(folder: str) -> dict[str, Any]:
@@ -369,10 +392,6 @@ def _report_in(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise click.BadParameter(f"{folder} holds no report.json of a run; make one with: txnbridge conformance run")
-
-
-def _verdicts(report: dict[str, Any]) -> dict[str, str]:
-    return {promise["name"]: promise["verdict"] for promise in report["promises"]}
 
 
 @command.command("contract")

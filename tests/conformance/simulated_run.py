@@ -219,6 +219,7 @@ class Simulated:
     is_planted: bool
 
     def write(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         for process, lines in self.files.items():
             (folder / f"{process}.jsonl").write_bytes(b"".join(lines))
 

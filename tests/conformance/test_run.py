@@ -31,6 +31,7 @@ from txnbridge_conformance.run.settling import acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared
 
+import txnbridge
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
 from txnbridge import Event, Headers, Message, connect
@@ -73,7 +74,10 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     assert again.returncode == 4
     assert "instead of 1,000,000" in again.stdout
     both = conformance("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
-    assert {"what": "verdict", "first": "kept", "second": "kept"} in json.loads(both.stdout), both.stderr
+    assert {"what": "verdict", "runs": ["kept", "kept"]} in json.loads(both.stdout), both.stderr
+    about = report["about"]
+    assert (about["product"], about["txnbridge"]) == ("the embedded broker", txnbridge.__version__)
+    assert f"product the embedded broker; url {url.partition('?')[0]}; " in done.stdout
     lost = cut(tmp_path / "out")
     found = conformance("check", str(tmp_path / "out"))
     assert found.returncode == 1

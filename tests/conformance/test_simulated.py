@@ -108,3 +108,21 @@ def failures(junit: Path) -> set[str | None]:
     suite = ElementTree.parse(junit).getroot()
     assert int(suite.attrib["tests"]) == len(suite.findall("testcase")) > 10
     return {case.get("name") for case in suite.findall("testcase") if case.find("failure") is not None}
+
+
+def test_the_comparison_of_many_runs_fails_if_one_is_worse_than_the_first(tmp_path):
+    for name, defect, more in ("sound", None, 1), ("twice", "duplicate", 1), ("thin", None, 1000):
+        history(3, defect).write(tmp_path / name)
+        floor = [f"--floor={count}=1" for count in ("aborted", "read", "faults")]
+        judged = CliRunner().invoke(
+            command, ["check", str(tmp_path / name), "--json", f"--floor=committed={more}", *floor]
+        )
+        (tmp_path / name / "report.json").write_text(judged.stdout)
+
+    def compared(*names: str) -> int:
+        result = CliRunner().invoke(command, ["compare", *(str(tmp_path / name) for name in names)])
+        assert "\nhonest  " in result.stdout
+        return result.exit_code
+
+    assert (compared("sound", "sound", "twice"), compared("twice", "twice", "sound")) == (1, 0)
+    assert (compared("sound", "sound", "thin"), compared("thin", "sound"), compared("thin", "twice")) == (4, 0, 1)

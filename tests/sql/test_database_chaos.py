@@ -242,8 +242,8 @@ def officially(address, broker):
     plan = Plan(address, "chaos", 0, 0, "", grpc=broker.grpc_address() if isinstance(broker, RocketMQ) else "")
     if official.name_of(plan) is None:
         pytest.skip("the broker's own client is not installed; our reader has found nothing wrong")
-    command = [sys.executable, "-m", official.__name__, plan.to_json(), *TOPICS]
-    done = subprocess.run(command, capture_output=True, timeout=300, check=True)
+    command = [sys.executable, "-m", official.__name__, *TOPICS]
+    done = subprocess.run(command, input=plan.to_json().encode(), capture_output=True, timeout=300, check=True)
     return [(topic, partition, name) for topic, partition, _, name in map(json.loads, done.stdout.splitlines())]
 
 

@@ -71,6 +71,8 @@ class Report:
 
     def _lines(self) -> Iterator[str]:
         yield self.judgement.sentence
+        if about := self._declared().get("about"):
+            yield "; ".join(f"{name} {value}" for name, value in about.items())
         if senders := self._senders():
             yield f"Sent through {', '.join(senders)}."
         yield ", ".join(f"{count:,} {name}" for name, count in self.judgement.counts.items())
@@ -131,7 +133,8 @@ class Report:
                 }
                 for row in self._rows()
             ],
-            "broker": list(self._broker()),
+            "about": self._declared().get("about", {}),  # the product with its version, the host, the date and so on
+            "broker": self._declared().get("settings", []),  # as `txnbridge doctor` tells them
             "contract": [{**asdict(result), "failed": list(result.failed)} for result in self.contract],
             "findings": [
                 {
@@ -178,11 +181,9 @@ class Report:
         processes = {self.history.operations[order].process for order, _, _ in self.history.sends}
         return sorted({self.history.processes[process].client for process in processes})
 
-    def _broker(self) -> Iterator[str]:
-        """Yield the broker's version and settings, as `txnbridge doctor` tells them at the begin of a run."""
-        for operation in self.history.operations:
-            if operation.what == "declares":
-                yield from operation.fields.get("settings", ())
+    def _declared(self) -> dict[str, Any]:
+        """Return what the history's program declared at its begin."""
+        return next((each.fields for each in self.history.operations if each.what == "declares"), {})
 
     def json(self) -> str:
         return json.dumps(self.document(), indent=1) + "\n"

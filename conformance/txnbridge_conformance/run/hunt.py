@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -117,7 +119,16 @@ class Hunt:
             settings = [f"{each.subject}: {each.text}" for each in bridge.admin.doctor()]
         self._roles = self._plan.roles(bridge.capabilities)
         workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
-        declared = {"absent": absent, "broker": bridge.backend, "settings": settings, "workloads": workloads}
+        about = {
+            "product": f"{bridge.capabilities.broker} {self._plan.version}".strip(),
+            "url": bridge.url,
+            "cluster": bridge.cluster,
+            "host": socket.gethostname(),
+            "begun": datetime.now(UTC).isoformat(" ", "seconds"),
+            "duration": f"{self._plan.seconds:g} s",
+            "txnbridge": txnbridge.__version__,
+        }
+        declared = {"absent": absent, "about": about, "settings": settings, "workloads": workloads}
         self._recorder.start("declares", **declared).end("ok")
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
@@ -231,6 +242,8 @@ def hunt(
     started for this run. `more` are further sources of faults.
     """
     os.makedirs(plan.folder, exist_ok=True)
+    if broker:
+        plan = replace(plan, version=f"{broker.version}, nodes: {len(broker.nodes)}")
     with ExitStack() as stack:
         proxy = stack.enter_context(faults.proxy(broker)) if broker and "network" in kinds else None
         running = Hunt(plan, progress, broker if "broker" in kinds else None, proxy, "client" in kinds, more)

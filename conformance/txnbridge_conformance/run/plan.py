@@ -118,6 +118,7 @@ class Plan:
     raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
     # The address of the gRPC proxy through which RocketMQ's official client reads, if there is one.
     grpc: str = ""
+    version: str = ""  # the broker's version and number of nodes, if they are known
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
