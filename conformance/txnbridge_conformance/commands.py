@@ -400,7 +400,10 @@ def _report_in(folder: str) -> dict[str, Any]:
 @click.option("--only", default="", metavar="EXPRESSION", help="Only tests whose names match it, as for pytest -k.")
 @json_and_debug
 def contract(url: str, modules: tuple[str, ...], only: str, as_json: bool) -> None:
-    """Run the contract suite on the broker at URL: one line a promise, kept, broken or declared absent."""
+    """Run the contract suite on the broker at URL: one line a promise, and why a test of it failed.
+
+    If the set-up of a test fails, such as the creation of its topic, its promise was not tried; exit code 3.
+    """
     from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 
     promises = run_contract(url, only)
@@ -412,7 +415,8 @@ def contract(url: str, modules: tuple[str, ...], only: str, as_json: bool) -> No
             click.echo(f"{promise.name:24} {promise.verdict:16} {tests}")
             for name in promise.failed:
                 click.echo(f"    failed: {name}")
-    sys.exit(any(promise.verdict == "broken" for promise in promises))
+    verdicts = {promise.verdict for promise in promises}
+    sys.exit(1 if "broken" in verdicts else _COULD_NOT_RUN if "set-up failed" in verdicts else 0)
 
 
 def _judge(

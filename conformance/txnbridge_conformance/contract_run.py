@@ -17,16 +17,17 @@ from txnbridge import Capability
 _TESTS = "from txnbridge_conformance.suite import *  # noqa: F403\n"
 # The name for tests that prove no single capability: every broker has to pass them.
 _ALWAYS = "every broker"
+_REASON_LENGTH = 500  # an assertion about many messages shows all of them
 
 
 @dataclass(frozen=True)
 class ContractResult:
-    """A capability, its number of tests, and the verdict: "kept", "broken", "declared absent" or "not tested"."""
+    """A capability and the verdict: "kept", "broken", "declared absent", "not tested" or "set-up failed"."""
 
     name: str
     verdict: str
     tests: int
-    failed: tuple[str, ...]  # the names of its failed tests
+    failed: tuple[str, ...]  # the names of its failed tests, each with the reason
 
 
 class ContractRecorder:
@@ -46,10 +47,15 @@ class ContractRecorder:
         if report.when != "call" and report.passed:
             return
         result = "absent" if hasattr(report, "wasxfail") and report.skipped else report.outcome
+        failure = ""
+        if result == "failed":
+            result = "failed" if report.when == "call" else "set-up failed"
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = f"{crash.message} ({Path(crash.path).name}:{crash.lineno})" if crash else report.longreprtext
+            failure = f"{report.nodeid.partition('::')[2]}: {' '.join(reason.split())[:_REASON_LENGTH]}"
         for name in self._proved.get(report.nodeid, ()):
             self.results[name][result] += 1
-            if result == "failed":
-                self.failed[name].append(report.nodeid.partition("::")[2])
+            self.failed[name] += [failure] if failure else []
 
     def promises(self) -> list[ContractResult]:
         names = [_ALWAYS, *(capability.value for capability in Capability)]
@@ -58,6 +64,8 @@ class ContractRecorder:
     def _promise(self, name: str, results: Mapping[str, int]) -> ContractResult:
         if results.get("failed"):
             verdict = "broken"
+        elif results.get("set-up failed"):
+            verdict = "set-up failed"
         elif results.get("passed"):
             verdict = "kept"
         else:
@@ -74,7 +82,7 @@ def run_contract(url: str, only: str = "") -> list[ContractResult]:
     with tempfile.TemporaryDirectory(prefix="txnbridge-contract-") as folder:
         (Path(folder) / "test_contract.py").write_text(_TESTS)
         options = ["-q", "-p", "no:cacheprovider", "-p", "txnbridge_conformance.plugin", "--rootdir", folder]
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = pytest.main([*options, "-k", only, "--txnbridge-url", url, folder], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(output.getvalue())

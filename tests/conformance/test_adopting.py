@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,14 @@ def test_a_plug_in_may_be_in_the_current_folder_and_says_why_it_cannot_be_import
     assert (done.stderr, "not tried: sell" in done.stdout) == ("", True)
     assert refused.returncode == 2
     assert "unfinished cannot be imported: ModuleNotFoundError: No module named 'no_such_client'" in refused.stderr
+
+
+def test_a_set_up_that_fails_is_no_broken_promise(project):
+    shutil.copy(ROOT / "docs" / "toy_backend.py", project / "my_backend.py")
+    only = "test_a_committed_message_is_read"
+    done = conformance(project, "contract", "toy:mine", "--plugin", "my_backend", "--only", only)
+    assert (done.returncode, "broken" in done.stdout) == (3, False), done.stdout + done.stderr
+    assert re.search(rf"set-up failed .*\n    failed: {only}: .*topic-admin", done.stdout), done.stdout
 
 
 @pytest.mark.full

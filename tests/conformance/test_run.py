@@ -230,6 +230,8 @@ def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
         done = conformance("contract", url, "--plugin", "tests.conformance.broken", *only)
         verdicts[name] = {each["name"]: each["verdict"] for each in json.loads(done.stdout)}
         assert done.returncode == (name != "Sound"), done.stdout + done.stderr
+        failed = " ".join(reason for each in json.loads(done.stdout) for reason in each["failed"])
+        assert ("test_an_aborted_message_is_never_seen: AssertionError: assert" in failed) == (name != "Sound")
     assert "broken" not in verdicts["Sound"].values()
     assert "kept" in verdicts["Sound"].values()
     assert "broken" in verdicts["ShowsWhatIsAborted"].values()
@@ -260,6 +262,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["check", "{tmp}"], 3, "no history"),
         (["compare", "{tmp}", "{tmp}"], 2, "no report.json"),
         (["check", __file__], 3, "line 1: one line holds one object"),
+        (["contract", "embedded:{tmp}", "--only", "a b"], 3, "Wrong expression"),
         (["contract", "embedded:{tmp}/b.db", "--plugin", "no.such"], 2, "No module named"),
     ],
 )

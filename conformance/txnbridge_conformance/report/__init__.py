@@ -53,7 +53,8 @@ class Report:
     @property
     def exit_code(self) -> int:
         """The exit code: that of the verdict, if what is allowed had not been found."""
-        verdict = Verdict.BROKEN if self.failing else Verdict.THIN if self.judgement.missing else Verdict.KEPT
+        thin = self.judgement.missing or any(result.verdict == "set-up failed" for result in self.contract)
+        verdict = Verdict.BROKEN if self.failing else Verdict.THIN if thin else Verdict.KEPT
         return int(verdict.value)
 
     def _baseline(self) -> Iterator[str]:
