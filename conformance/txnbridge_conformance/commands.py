@@ -50,7 +50,7 @@ EXIT_CODES = {
     4: "too thin: less was tried than the floor asks for",
 }
 
-_FAULTS = frozenset({"client", "network", "broker"})
+_FAULTS = ("client", "network", "broker")
 _BROKERS = frozenset({"kafka", "pulsar", "rocketmq"})
 _SHORT_RUN_SECONDS = 300
 
@@ -146,11 +146,12 @@ def _judging(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> frozenset[str] | None:
-    kinds = None if given is None else frozenset(given.split(","))
-    if kinds is not None and not kinds <= _FAULTS:
-        raise click.BadParameter(f"{given!r} is not a list of {', '.join(sorted(_FAULTS))}")
-    return kinds
+def _names(ctx: click.Context, param: click.Parameter, given: str | None) -> tuple[str, ...]:
+    known = WORKLOADS if param.name == "workloads" else _FAULTS
+    names = () if given is None else tuple(given.split(","))
+    if not set(names) <= set(known):
+        raise click.BadParameter(f"{given!r} is not a list of {', '.join(known)}")
+    return names
 
 
 def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -160,24 +161,15 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     return [(kind, target) for kind, _, target in pairs]
 
 
-def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) -> tuple[str, ...]:
-    names = tuple(WORKLOADS) if given is None else tuple(given.split(","))
-    if not set(names) <= set(WORKLOADS):
-        raise click.BadParameter(f"{given!r} is not a list of {', '.join(WORKLOADS)}")
-    return names
-
-
 @command.command("run")
 @click.argument("url")
 @click.option("--time", "seconds", type=_Seconds(), default="60", show_default=True, help="How long processes work.")
 @click.option("--seed", type=int, help="Choose the same faults and transactions as a run with this seed.")
 @click.option("--out", type=click.Path(file_okay=False), help="Keep histories and report in this new folder.")
 @click.option(
-    "--faults", callback=_kinds, metavar="KINDS", help="A list of client, network, broker; else all possible."
+    "--faults", callback=_names, metavar="KINDS", help="A list of client, network, broker; else all possible."
 )
-@click.option(
-    "--workload", "workloads", callback=_workloads, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}."
-)
+@click.option("--workload", "workloads", callback=_names, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}.")
 @click.option(
     "--through",
     type=click.Choice(["bridge", "raw"]),
@@ -200,7 +192,7 @@ def run(
     seconds: float,
     seed: int | None,
     out: str | None,
-    faults: frozenset[str] | None,
+    faults: tuple[str, ...],
     workloads: tuple[str, ...],
     through: str,
     contract: bool,
@@ -222,14 +214,15 @@ def run(
     if folder.exists():
         raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
     starts = url in _BROKERS
-    if faults and not starts and faults - {"client"}:
+    if not starts and {*faults} - {"client"}:
         raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
     if raw:
         _check_raw(urlsplit(url).scheme or url, starts or bool(grpc))
-    kinds = faults or (_FAULTS if starts else frozenset({"client"}))
+    kinds = faults or (_FAULTS if starts else ("client",))
+    workloads = workloads or tuple(WORKLOADS)
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
     with _started(url, raw, seconds) if starts else nullcontext() as broker:
@@ -245,7 +238,7 @@ def run(
             kept = run_contract(address)
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
-    command += f" --faults {','.join(sorted(kinds))}"
+    command += f" --faults {','.join(kinds)}"
     if workloads != tuple(WORKLOADS):
         command += f" --workload {','.join(workloads)}"
     if raw:
@@ -300,27 +293,18 @@ def plan(url: str, modules: tuple[str, ...], as_json: bool) -> None:
         absent = [role for role, needed in NEEDS.items() if not bridge.capabilities[needed]]
         possible = bool(bridge.capabilities[Capability.TOPIC_ADMIN])
         roles = planned.roles(bridge.capabilities)
-    topics = planned.all_topics
-    document = {
-        "topics": topics,
-        "partitions": PARTITIONS,
+    document: dict[str, list[str]] = {
+        "topics": planned.all_topics,
+        "partitions": [f"{PARTITIONS} or 1 a topic; topics are deleted at the end, groups stay"],
         "groups": [*planned.groups(roles), *([planned.sellers] if "sell" in roles else [])],
-        "transactional ids": [planned.owner],
-        "processes": roles,
-        "not tried": absent,
-        "possible": possible,
+        "transactional ids": [planned.owner, "made-up ones"],
+        "processes on this machine": [f"{count} {role}" for role, count in roles.items()],
+        "rights": ["create and delete these topics", "read and write them", "list and end their transactions"],
+        "risk": ["only processes of the run are killed; the broker gets some thousand small messages a minute"],
+        "not tried": [f"{role} (the broker has no {NEEDS[role].value})" for role in absent],
+        "not possible": [] if possible else ["the broker has no topic-admin, so that a run cannot create its topics"],
     }
-    lines = [
-        f"topics, each with {PARTITIONS} partitions or one, deleted at the end: {', '.join(topics)}",
-        f"groups, which stay: {', '.join(document['groups'])}",  # type: ignore[arg-type]
-        f"transactional ids: {planned.owner}, and made-up ones",
-        f"processes on this machine: {', '.join(f'{count} {role}' for role, count in roles.items())}",
-        "rights: to create and delete these topics, to read and write them, to list and end their transactions",
-        "risk: only processes of the run are killed; the broker gets some thousand small messages a minute",
-    ]
-    lines += [f"not tried: {role}, because this broker has no {NEEDS[role].value}" for role in absent]
-    if not possible:
-        lines.append("not possible: this broker has no topic-admin, so that a run cannot create its topics")
+    lines = [f"{name}: {', '.join(texts)}" for name, texts in document.items() if texts]
     click.echo(json.dumps(document) if as_json else "\n".join(lines))
     sys.exit(0 if possible else _COULD_NOT_RUN)
 
@@ -433,7 +417,7 @@ def _judge(
     # Imported here, because numpy would double the time of every other command.
     from txnbridge_conformance.checker import check
     from txnbridge_conformance.history import read_history
-    from txnbridge_conformance.report import Report, pipelines
+    from txnbridge_conformance.report import Report
     from txnbridge_conformance.run.verdict import floor_for, judge
 
     gc.disable()  # a history is millions of objects without cycles, among which a collection finds nothing
@@ -450,10 +434,10 @@ def _judge(
         (folder / "report.json").write_text(report.json())
         (folder / "report.html").write_text(report.html())
     if junit:
-        Path(junit).write_text(pipelines.junit(report.document()))
+        Path(junit).write_text(report.junit())
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(summary, "a") as file:
-            file.write(pipelines.markdown(report.document()))
+            file.write(report.markdown())
     click.echo(report.json() if as_json else report.text(), nl=False)
     sys.exit(report.exit_code)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
 _RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}
 _OF_PROCESSES = ("kill", "pause", "restart", "administrator's abort")
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _BARS = ("transaction", "half", "finish")  # the calls that the timeline shows
 
 
@@ -191,13 +193,24 @@ class Report:
 
     def html(self) -> str:
         """Return the report as one HTML page, with its script and style."""
+        return self._rendered("page.html", json.dumps(self._timeline(), separators=(",", ":")).replace("<", "\\u003c"))
+
+    def junit(self) -> str:
+        """Return the report as JUnit's XML: a test for the floor, and for each promise, finding and capability."""
+        return self._rendered("junit.xml")
+
+    def markdown(self) -> str:
+        """Return the verdict, promises and findings as Markdown, for the summary of a pipeline's step."""
+        return self._rendered("summary.md")
+
+    def _rendered(self, template: str, timeline: str = "") -> str:
         import jinja2  # imported here, because the text needs none of it
 
         environment = jinja2.Environment(
             loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
         )
-        timeline = json.dumps(self._timeline(), separators=(",", ":")).replace("<", "\\u003c")
-        return environment.get_template("page.html").render(**self.document(), timeline=timeline)
+        text = environment.get_template(template).render(**self.document(), timeline=timeline)
+        return _NOT_IN_XML.sub("?", text)
 
     def _timeline(self) -> dict[str, Any]:
         """Return the timeline: a lane for each process, a bar for each transaction, a band for each fault.
