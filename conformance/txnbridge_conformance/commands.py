@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 _COULD_NOT_RUN = 3
 EXIT_CODES = {
     0: "nothing is wrong, and enough was tried",
-    1: "findings: the report names them and the calls that show them",
+    1: "findings, with the calls that show them",
     2: "the call is wrong",
-    _COULD_NOT_RUN: "the run failed, or a file is no history, or two calls send one value; the error says why",
+    _COULD_NOT_RUN: "the run failed, or a file is no history; the error says why",
     4: "too thin: less was tried than the floor asks for",
 }
 
@@ -55,21 +55,24 @@ _BROKERS = frozenset({"kafka", "pulsar", "rocketmq"})
 _SHORT_RUN_SECONDS = 300
 
 
-class _CouldNotRun(click.ClickException):
-    exit_code = _COULD_NOT_RUN
-
-
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. Only findings end it with 1, which by default is the code of an unexpected error, too."""
+        """Run a command, and end it with 3 after an error, unless the call or its URL was wrong."""
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise
-        except (BackendMissing, InvalidOption):  # the URL is wrong
+        except (
+            click.ClickException,
+            click.exceptions.Exit,
+            click.Abort,
+            BrokenPipeError,
+            BackendMissing,
+            InvalidOption,
+        ):
             raise
         except Exception as error:
-            raise _CouldNotRun(f"{type(error).__name__}: {error}") from error
+            failure = click.ClickException(f"{type(error).__name__}: {error}")
+            failure.exit_code = _COULD_NOT_RUN
+            raise failure from error
 
 
 command = _Group(
@@ -113,12 +116,7 @@ def _registered(ctx: click.Context, param: click.Parameter, given: tuple[str, ..
 
 
 _PLUGIN = click.option(
-    "--plugin",
-    "modules",
-    multiple=True,
-    callback=_registered,
-    metavar="MODULE",
-    help="A module that adds the backend, in the current folder or installed.",
+    "--plugin", "modules", multiple=True, callback=_registered, metavar="MODULE", help="It adds the backend."
 )
 
 
@@ -170,22 +168,12 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     "--faults", callback=_names, metavar="KINDS", help="A list of client, network, broker; else all possible."
 )
 @click.option("--workload", "workloads", callback=_names, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}.")
-@click.option(
-    "--through",
-    type=click.Choice(["bridge", "raw"]),
-    default="bridge",
-    show_default=True,
-    help="Whether processes use txnbridge, or the broker's plain client.",
-)
+@click.option("--through", type=click.Choice(["bridge", "raw"]), help="With raw, use the broker's plain client.")
 @click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
-@click.option(
-    "--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="A fault that the hook knows."
-)
+@click.option("--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="For the hook.")
 @_PLUGIN
-@click.option(
-    "--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, for a reader with the official client."
-)
+@click.option("--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, by which its official client reads.")
 @_judging
 def run(
     url: str,
@@ -194,7 +182,7 @@ def run(
     out: str | None,
     faults: tuple[str, ...],
     workloads: tuple[str, ...],
-    through: str,
+    through: str | None,
     contract: bool,
     hook: str | None,
     targets: list[tuple[str, str]],
@@ -353,13 +341,10 @@ def compare(folders: tuple[str, ...], as_json: bool) -> None:
 
 def _column(report: dict[str, Any]) -> dict[tuple[int, str], str]:
     """Return what `compare` shows of a report, by the number of its section and its name."""
-    sections: list[dict[str, Any]] = [
-        {**report.get("about", {}), "verdict": report["verdict"]},
-        {promise["name"]: promise["verdict"] for promise in report["promises"]},
-        {finding["name"]: f"{finding['times']:,}" for finding in report["findings"]},
-        {name: f"{number:,}" for name, number in report["counts"].items()},
-    ]
-    return {(at, name): value for at, section in enumerate(sections) for name, value in section.items()}
+    promises = {promise["name"]: promise["verdict"] for promise in report["promises"]}
+    times = {finding["name"]: finding["times"] for finding in report["findings"]}
+    sections = [report.get("about", {}), {"verdict": report["verdict"]}, promises, times, report["counts"]]
+    return {(at, name): str(value) for at, section in enumerate(sections) for name, value in section.items()}
 
 
 def _broken(report: dict[str, Any]) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from txnbridge_conformance.checker import Findings
-from txnbridge_conformance.run.verdict import Judgement
+from txnbridge_conformance.run.verdict import OF_PARTITION_ORDER, Judgement
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,7 @@ PROMISES = (
     Promise(
         "in order",
         "Each message is in the partition that its sender chose, and each partition has one order for all readers.",
-        (
-            "wrong-partition",
-            "inconsistent-offsets",
-            "group-skip",
-            "int-poll-skip",
-            "int-nonmonotonic-poll",
-            "poll-skip",
-            "nonmonotonic-poll",
-            "int-nonmonotonic-send",
-            "nonmonotonic-send",
-            "G0-realtime",
-        ),
+        ("wrong-partition", "group-skip", *OF_PARTITION_ORDER),
         ("committed", "read"),
         "partition-order",
     ),

@@ -12,6 +12,11 @@ from txnbridge_conformance.checker import ABORTED, COMMITTED, Finding, Findings,
 from txnbridge_conformance.history import History, Key
 from txnbridge_conformance.run.plan import WORKLOADS, floor_of
 
+OF_PARTITION_ORDER = (
+    *("inconsistent-offsets", "int-poll-skip", "int-nonmonotonic-poll", "poll-skip", "nonmonotonic-poll"),
+    *("int-nonmonotonic-send", "nonmonotonic-send", "G0-realtime"),
+)
+
 # Findings that a broker does not promise to avoid if it declares one of these capabilities absent.
 EXCUSED_BY = {
     "torn-transaction": ("atomic-topics",),
@@ -26,19 +31,7 @@ EXCUSED_BY = {
     "lost-write": ("survives-broker-kill",),
     "unseen": ("survives-broker-kill",),
     "hang": ("deadline",),
-    **dict.fromkeys(
-        (
-            "inconsistent-offsets",
-            "int-poll-skip",
-            "int-nonmonotonic-poll",
-            "poll-skip",
-            "nonmonotonic-poll",
-            "int-nonmonotonic-send",
-            "nonmonotonic-send",
-            "G0-realtime",
-        ),
-        ("partition-order",),
-    ),
+    **dict.fromkeys(OF_PARTITION_ORDER, ("partition-order",)),
 }
 
 # Findings that no broker promises to avoid: in a log, messages of transactions that run at once may interleave, and a
