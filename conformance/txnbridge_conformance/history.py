@@ -186,9 +186,7 @@ class History:
     assigned: list[tuple[int, int, frozenset[Key]]] = field(default_factory=list)  # with the number of earlier polls
     acks: list[tuple[int, str, Sequence[str]]] = field(default_factory=list)  # with the group
     senders: dict[str, int] = field(default_factory=dict)  # by value: the order of the operation that sends it
-    turned_back: set[str] = field(
-        default_factory=set
-    )  # hosts whose clock went back, so that it orders no two processes
+    turned_back: set[str] = field(default_factory=set)  # hosts whose clock went back: it orders no two processes
 
     def add(self, lines: Iterable[bytes], name: str) -> None:
         """Add the lines of one process. Raise `HistoryError` for a line that is not of this format.
@@ -451,4 +449,5 @@ _TYPES: dict[str, Callable[[Any], object]] = {
     **dict.fromkeys(("deadline", "hold"), _seconds),
     **dict.fromkeys(("begun", "ending", "thread"), _number),
     "outcome": _outcome,
+    "about": lambda value: _texts([*(value | {}), *(value | {}).values()]),  # TypeError unless it is an object
 }

@@ -804,7 +804,14 @@ def broken_lines() -> Iterator[tuple[list[bytes], str]]:
     begin = b'{"start":0,"what":"x","mono":1}\n'
     for line in (b"{}", b"[]", b"1", b"[" * 100_000, b'{"end":0,"result":"ok","mono":1,"outcome":"COMMITTED"}'):
         yield [head, begin, line + b"\n"], "a, line 3: "
-    for more in (b'"deadline":"1"', b'"hold":1e400', b'"ending":"now"', b'"what":null', b'"error":"\\ud800"'):
+    for more in (
+        b'"deadline":"1"',
+        b'"hold":1e400',
+        b'"ending":"now"',
+        b'"what":null',
+        b'"about":[]',
+        b'"error":"\\ud800"',
+    ):
         yield [head, begin[:-2].replace(b"0", b"1") + b"," + more + b"}\n"], "a, line 2: "
     yield [head, begin, begin], "line 3: call 0 begins, and has not ended"
 

@@ -209,10 +209,7 @@ class PulsarProcess(Pulsar, ProcessBroker):
 def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], main: str, *arguments: str) -> list[str]:
     """Return the command that runs the class `main` of Pulsar's jars, with the Java options in `memory`."""
     unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
-    return [
-        *(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)),
-        *("-cp", f"{jars}/*", main, *arguments),
-    ]
+    return [*(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)), *("-cp", f"{jars}/*", main, *arguments)]
 
 
 def is_own(web: int, status: Path) -> bool:

@@ -103,10 +103,7 @@ class Proxy:
     """
 
     def __init__(
-        self,
-        routes: Sequence[Route],
-        conversation: type[Conversation] | None = None,
-        broker_url: str = "tcp:",
+        self, routes: Sequence[Route], conversation: type[Conversation] | None = None, broker_url: str = "tcp:"
     ) -> None:
         """Listen on each route's port (0: any free port). Without `conversation` no frame can be held."""
         self._broker_url = broker_url

@@ -22,35 +22,10 @@ _HOOK_SECONDS = 120.0
 
 # Requests whose loss or delay decides over transactions, by the scheme of the broker's URL.
 _REQUESTS = {
-    "kafka": (
-        "InitProducerId",
-        "AddPartitionsToTxn",
-        "AddOffsetsToTxn",
-        "TxnOffsetCommit",
-        "Produce",
-        "EndTxn",
-        "FindCoordinator",
-    ),
-    "pulsar": (
-        "PRODUCER",
-        "SEND",
-        "ACK",
-        "LOOKUP",
-        "NEW_TXN",
-        "ADD_PARTITION_TO_TXN",
-        "ADD_SUBSCRIPTION_TO_TXN",
-        "END_TXN",
-    ),
-    "rocketmq": (
-        "SEND_MESSAGE_V2",
-        "SEND_BATCH_MESSAGE",
-        "END_TRANSACTION",
-        "CHECK_TRANSACTION_STATE",
-        "PULL_MESSAGE",
-        "QUERY_MESSAGE",
-        "LOCK_BATCH_MQ",
-        "GET_ROUTE_INFO_BY_TOPIC",
-    ),
+    "kafka": "InitProducerId AddPartitionsToTxn AddOffsetsToTxn TxnOffsetCommit Produce EndTxn FindCoordinator",
+    "pulsar": "PRODUCER SEND ACK LOOKUP NEW_TXN ADD_PARTITION_TO_TXN ADD_SUBSCRIPTION_TO_TXN END_TXN",
+    "rocketmq": """SEND_MESSAGE_V2 SEND_BATCH_MESSAGE END_TRANSACTION CHECK_TRANSACTION_STATE PULL_MESSAGE QUERY_MESSAGE
+        LOCK_BATCH_MQ GET_ROUTE_INFO_BY_TOPIC""",
 }
 
 
@@ -125,7 +100,7 @@ class NetworkFaults(Faults):
 
     def __init__(self, proxy: Proxy, scheme: str) -> None:
         self._proxy = proxy
-        self._requests = _REQUESTS[scheme]
+        self._requests = _REQUESTS[scheme].split()
         self._busy = False
 
     def inject(self, chance: random.Random) -> Injected | None:

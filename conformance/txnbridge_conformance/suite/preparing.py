@@ -8,17 +8,7 @@ import time
 
 import pytest
 
-from txnbridge import (
-    Bridge,
-    Capability,
-    InvalidState,
-    InvalidToken,
-    Outcome,
-    OutcomeUnknown,
-    State,
-    Token,
-    TokenState,
-)
+from txnbridge import Bridge, Capability, InvalidState, InvalidToken, Outcome, OutcomeUnknown, State, Token, TokenState
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values

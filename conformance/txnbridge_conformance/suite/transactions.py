@@ -99,11 +99,7 @@ def test_a_transaction_tells_its_state_at_every_step(bridge: Bridge, topic: str)
     with bridge.transaction() as aborted:
         aborted.abort()
     states += [(txn.state, txn.outcome) for txn in (committed, aborted)]
-    assert states == [
-        (State.OPEN, None),
-        (State.COMMITTED, Outcome.COMMITTED),
-        (State.ABORTED, Outcome.ABORTED),
-    ]
+    assert states == [(State.OPEN, None), (State.COMMITTED, Outcome.COMMITTED), (State.ABORTED, Outcome.ABORTED)]
 
 
 def test_an_empty_transaction_commits(bridge: Bridge) -> None:
