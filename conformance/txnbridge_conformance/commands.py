@@ -26,16 +26,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import (
-    NEEDS,
-    PARTITIONS,
-    RAW_ROLES,
-    SETTINGS,
-    WORKLOADS,
-    Plan,
-    floor_of,
-    without_secrets,
-)
+from txnbridge_conformance.run.plan import NEEDS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of, without_secrets
 from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 
 if TYPE_CHECKING:
@@ -60,14 +51,9 @@ class _Group(click.Group):
         """Run a command, and end it with 3 after an error, unless the call or its URL was wrong."""
         try:
             return super().invoke(ctx)
-        except (
-            click.ClickException,
-            click.exceptions.Exit,
-            click.Abort,
-            BrokenPipeError,
-            BackendMissing,
-            InvalidOption,
-        ):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except (BackendMissing, InvalidOption):
             raise
         except Exception as error:
             failure = click.ClickException(f"{type(error).__name__}: {error}")
@@ -283,11 +269,12 @@ def plan(url: str, modules: tuple[str, ...], as_json: bool) -> None:
         roles = planned.roles(bridge.capabilities)
     document: dict[str, list[str]] = {
         "topics": planned.all_topics,
-        "partitions": [f"{PARTITIONS} or 1 a topic; topics are deleted at the end, groups stay"],
+        "partitions": [f"{planned.partitions(topic)}" for topic in planned.all_topics],
         "groups": [*planned.groups(roles), *([planned.sellers] if "sell" in roles else [])],
         "transactional ids": [planned.owner, "made-up ones"],
         "processes on this machine": [f"{count} {role}" for role, count in roles.items()],
         "rights": ["create and delete these topics", "read and write them", "list and end their transactions"],
+        "left at the end": ["groups, but no topics"],
         "risk": ["only processes of the run are killed; the broker gets some thousand small messages a minute"],
         "not tried": [f"{role} (the broker has no {NEEDS[role].value})" for role in absent],
         "not possible": [] if possible else ["the broker has no topic-admin, so that a run cannot create its topics"],
