@@ -65,7 +65,7 @@ class Report:
         if known := sorted(found.intersection(self.allowed)):
             yield f"Allowed, so that it does not fail: {', '.join(known)}."
         gone = sorted(name for name in {*self.allowed} - found if name in MEANINGS or self.contract)
-        if gone:
+        if gone and not self.judgement.missing:
             yield f"Allowed, and not found any more: {', '.join(gone)}."
 
     def text(self) -> str:
