@@ -1,4 +1,4 @@
-"""A topic that is made anew, once or again and again while it is copied."""
+"""A topic that is recreated, once or again and again while it is copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def renew(bridge: Bridge) -> Callable[[str], None]:
 
 
 def read_on_where_told(bridge: Bridge, topic: str, group: str | None, renew: Callable[[str], None]) -> list[Message]:
-    """Check that a reader reads on in a topic that is made anew only where it is told; return what it then reads."""
+    """Check that a reader reads on in a topic that is recreated only where it is told; return what it then reads."""
     send(bridge, topic, *FEW)
     with bridge.consumer(topic, group) as consumer:
         old = take(consumer, 5)
@@ -65,7 +65,7 @@ def read_on_where_told(bridge: Bridge, topic: str, group: str | None, renew: Cal
 
 
 class Renewal:
-    """A topic that is deleted and made anew at any instant; each message says which topic it is of, and its number."""
+    """A topic that is deleted and recreated at any instant; each message says which topic it is of, and its number."""
 
     def __init__(self, url: str, source: str) -> None:
         self.sizes: list[int] = []
@@ -130,7 +130,7 @@ class Copier:
 
 
 def made_anew_again_and_again(bridge: Bridge, source: str, target: str, group: str, url: str) -> None:
-    """Copy a topic into another one while it is made anew, and check that nothing of it was skipped or doubled."""
+    """Copy a topic into another one while it is recreated, and check that nothing of it was skipped or doubled."""
     copier, renewal = Copier(bridge, source, target, group), Renewal(url, source)
     with copier.consumer:
         until = time.monotonic() + chaos.SECONDS / 5

@@ -27,7 +27,7 @@ class Capability(Enum):
     ATOMIC_ACK = "atomic-ack", "Acknowledgements take effect together with the messages of their transaction."
     ISOLATION = "isolation", "A reader sees nothing of a transaction before its commit, and then all of it."
     PARTITION_ORDER = "partition-order", "Each partition is read in one order, the same for every reader."
-    GROUP_ORDER = "group-order", "A group gets the messages of each partition in order, also after it has gone back."
+    GROUP_ORDER = "group-order", "A group gets the messages of each partition in order, even after it has gone back."
     FENCING = "fencing", "Opening a transactional id fences its older owner."
     PREPARE = "prepare", "A transaction can be made durable and invisible, to be ended later by its token."
     RESOLVE_ANYWHERE = (
@@ -52,7 +52,7 @@ class Capability(Enum):
     REPLAY = "replay", "Reading can start again at an earlier position."
     RENEWED_TOPICS = (
         "renewed-topics",
-        "If a topic is deleted and made anew under its name, no reader skips its first messages.",
+        "If a topic is deleted and recreated under its name, no reader skips its first messages.",
     )
     TOMBSTONES = "tombstones", "A message without a value (None) differs from one with an empty value."
     EMPTY_VALUE = "empty-value", "A message may have an empty value."

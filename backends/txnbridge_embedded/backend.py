@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, Option] = {
         float, _DEFAULTS.keep_seconds, "how long the outcome of a transaction is kept, for `status`"
     ),
     "lease_seconds": Option(
-        float, _DEFAULTS.lease_seconds, "a member of a group that does not renew its lease so long loses its partitions"
+        float, _DEFAULTS.lease_seconds, "a group member that does not renew its lease in this time loses its partitions"
     ),
     "redeliver_seconds": Option(
         float,
@@ -63,7 +63,7 @@ OPTIONS: Mapping[str, Option] = {
     "half_check_seconds": Option(
         float, _DEFAULTS.half_check_seconds, "how long a resolver may take to answer the check-back of a half message"
     ),
-    "half_checks": Option(int, _DEFAULTS.half_checks, "after so many unanswered check-backs a half message is parked"),
+    "half_checks": Option(int, _DEFAULTS.half_checks, "unanswered check-backs after which a half message is parked"),
 }
 _SETTINGS = OPTIONS.keys() & {field.name for field in fields(Settings)}  # the options that are settings as they are
 

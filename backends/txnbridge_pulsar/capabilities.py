@@ -35,7 +35,7 @@ CAPABILITIES = Capabilities(
         ),
         Capability.REPLAY: Support(
             Level.NATIVE,
-            "a position is PositionLost if retention removed its ledger, or the topic was deleted and made anew."
+            "a position is PositionLost if retention removed its ledger, or the topic was deleted and recreated."
             " Without admin_url a group does not notice a new topic, and reads it from its beginning",
         ),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
@@ -44,7 +44,7 @@ CAPABILITIES = Capabilities(
         Capability.RESUME_SEQUENCE: Support(
             Level.NATIVE,
             "the broker forgets a name that is unused for 360 minutes"
-            " (brokerDeduplicationProducerInactivityTimeoutMinutes); then the name cannot send any more",
+            " (brokerDeduplicationProducerInactivityTimeoutMinutes); then the name can no longer send",
         ),
         Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
         Capability.HALF_MESSAGES: emulated(

@@ -13,7 +13,7 @@ RENEW = ("log", "renew", "--application", "billing")
 
 @pytest.fixture
 def old(url):
-    """A bridge that has used its application's log, which was then made anew behind its back."""
+    """A bridge that has used its application's log, which was then recreated behind its back."""
     with txnbridge.connect(url, application="billing") as bridge:
         decisions = bridge.decisions()
         decisions.open("owner")

@@ -16,7 +16,7 @@ from tests.conformance.simulated_defects import DEFECTS
 from tests.conformance.simulated_processes import SECONDS, SESSION, Killed, Log, Process, Task
 
 # The sound variants: processes on three machines, a clock that jumps back, pauses longer than every deadline, a topic
-# deleted and made anew, and a run that was cut off.
+# deleted and recreated, and a run that was cut off.
 VARIANTS = ("", "machines", "jump", "pauses", "renewed", "cut")
 
 TRIES = 40  # runs of a seed until one has a chance for the defect

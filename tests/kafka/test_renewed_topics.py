@@ -1,4 +1,4 @@
-"""A topic that is deleted and made anew under its name is another topic: a position in the one says nothing there."""
+"""A topic that is deleted and recreated under its name is another topic: a position in the one says nothing there."""
 
 from __future__ import annotations
 

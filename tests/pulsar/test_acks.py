@@ -444,7 +444,7 @@ def test_messages_refused_together_with_a_conflict_come_again(client, topic, mem
 def test_messages_that_were_given_back_cannot_be_acknowledged(client, topic, member):
     reader, found, txn = begun(client, topic, member, b"1", sharing="message")
     reader.nack(by_partition(found))
-    with pytest.raises(Conflict, match="not with this reader any more"):
+    with pytest.raises(Conflict, match="no longer with this reader"):
         reader.ack(txn, found)
     reader.end(txn, commit=False)
 

@@ -1,4 +1,4 @@
-"""A topic that is deleted and made anew under its name is another topic: a position in the one says nothing there."""
+"""A topic that is deleted and recreated under its name is another topic: a position in the one says nothing there."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
         renew(topic, *NEW)
         assert values(take(consumer, 5)) == OLD[5:]  # which had come before
         for _ in range(2):
-            with pytest.raises(PositionLost, match="made anew"):
+            with pytest.raises(PositionLost, match="recreated"):
                 take(consumer, 1)
         consumer.seek({(topic, 0): (0, 0, 0)})
         assert values(take(consumer, len(NEW))) == NEW
@@ -68,7 +68,7 @@ def test_a_position_in_the_older_topic_cannot_be_gone_to(
         place = take(consumer, 5)[-1].position
         renew(topic, *NEW)
         with bridge.consumer(topic) if noticed else consumer as restored:
-            with pytest.raises(PositionLost, match="made anew"):
+            with pytest.raises(PositionLost, match="recreated"):
                 restored.seek({(topic, 0): place})
 
 

@@ -184,7 +184,7 @@ def test_a_connection_that_has_fallen_silent_is_given_up(broker):
     other = connection.submit(echo(), LONG)
     with pytest.raises(errors.ResponseTimeout):
         connection.call(echo(), SHORT)
-    with pytest.raises(errors.Disconnected, match="sends nothing any more") as caught:
+    with pytest.raises(errors.Disconnected, match="no longer sends anything") as caught:
         other.result()
     assert caught.value.may_have_had_effect
     connection.close()

@@ -343,7 +343,7 @@ def test_an_append_is_one_request_and_reading_it_back_begins_with_the_last_known
     pulls = queue.counts["PULL_MESSAGE"]
     assert read(log, first, second) == [((0,), b"0"), ((1,), b"1")]
     assert queue.counts == {"SEND_MESSAGE_V2": 1, "PULL_MESSAGE": pulls}
-    # What was read once is read anew, because the log may have been made anew.
+    # What was read once is read anew, because the log may have been recreated.
     queue.records[0] = b"other"
     assert read(log, first, second) == [((0,), b"other"), ((1,), b"1")]
     append(log, b"2")

@@ -425,7 +425,7 @@ def test_a_topic_that_was_made_anew_stops_the_stream(url, bridge, topic, more):
     with txnbridge.connect(url) as fresh:
         fresh.admin.create_topic(topic, partitions=2)
         send(fresh, topic, range(100, 100 + more), partition=0)
-    with pytest.raises(PositionLost, match=r"made anew|retention has removed everything"):
+    with pytest.raises(PositionLost, match=r"recreated|retention has removed everything"):
         stream.plan()
     going_on = Stream(url, topic, start=stream.at, failOnDataLoss="false")
     assert flat(going_on.run()) == list(range(100, 100 + more))
@@ -445,9 +445,9 @@ def test_a_topic_that_is_made_anew_between_a_plan_and_its_tasks_stops_the_batch(
     with txnbridge.connect(url) as fresh:
         fresh.admin.create_topic(topic, partitions=2)
         send(fresh, topic, range(100, 130), partition=0)
-    with pytest.raises(PositionLost, match="made anew"):
+    with pytest.raises(PositionLost, match="recreated"):
         stream.read(end)
-    with pytest.raises(PositionLost, match="made anew"):
+    with pytest.raises(PositionLost, match="recreated"):
         values(reader, [task])
 
 

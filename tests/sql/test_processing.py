@@ -323,7 +323,7 @@ def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_
 
     with bridge.transaction() as txn:
         txn.send_many("in", [(value, b"key") for value in numbers(4)])
-    with pytest.raises(TransactionAborted, match="made anew"):
+    with pytest.raises(TransactionAborted, match="recreated"):
         run(each, max_messages=2, retry_for=0.3)
     assert done(shop.database) == numbers(2)
     bridge.admin.reset_group("g", "earliest")

@@ -188,7 +188,7 @@ class Follower:
         if not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
             raise errors.OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
         if self._state.completeness.complete and self._log_id not in (None, self._state.completeness.log):
-            self._lose("the decision log was made anew since this process first read it")
+            self._lose("the decision log was recreated since this process first read it")
         self._log_id = self._state.completeness.log or self._log_id
         if self._state.records_since_forgetting >= self._timing.forget_after and self._state.cursor is not None:
             with self._lock:

@@ -79,7 +79,7 @@ def require_begin(state: LogState, begin: EvidenceBegin) -> None:
         )
     raise EvidenceLost(
         f"the presence record at {list(begin.at)} where this token's evidence begins is not in the decision log: it"
-        f" was trimmed, or the log was truncated or made anew{_renewal(state)}"
+        f" was trimmed, or the log was truncated or recreated{_renewal(state)}"
     )
 
 

@@ -144,7 +144,7 @@ class HalfTransaction(ConnectionUser):
         if decision is Decision.COMMIT:
             raise errors.TransactionAborted(
                 f"transaction {self._id} was aborted although its work is done: {answered}. Whatever answers ABORT"
-                " has to make sure that the work cannot be done any more"
+                " has to make sure that the work can no longer be done"
             )
         raise errors.InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
 

@@ -40,7 +40,7 @@ class DeadLetters:
             if index:
                 return batch.first(index)
             why = "and there is no dead_letter= topic to set it aside in"
-            raise self._stopped_by(batch, 0, why, "Set dead_letter=, or mend the handler, and start again")
+            raise self._stopped_by(batch, 0, why, "Set dead_letter=, or fix the handler, and start again")
         return batch
 
     def send(self, batch: PolledBatch, txn: PassTransaction) -> int:

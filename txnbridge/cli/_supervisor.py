@@ -39,7 +39,7 @@ class WorkerSupervisor:
     """Runs `count` workers of an application by a command, to which the text for `WorkerProcess` is appended.
 
     Without an error of the application it works until a signal, or until the application stops itself. A worker that
-    dies is started again. With `reload`, the workers start anew when a Python file below the current folder changes.
+    dies is started again. With `reload`, the workers restart when a Python file below the current folder changes.
     With `measure`, the workers tell their metrics.
     """
 
@@ -165,7 +165,7 @@ class WorkerSupervisor:
             worker.stop(self._stop_timeout + _CLOSING_SECONDS, at_once)
 
     def _renew(self) -> None:
-        _log.info("a file has changed: the workers start anew")
+        _log.info("a file has changed: the workers restart")
         for worker in self._workers:
             if worker.runs:
                 worker.renewed = True

@@ -61,7 +61,7 @@ def _in_words(lost: IncompleteLog) -> list[str]:
     groups = [f"{group} at {':'.join(map(str, at))} in {p[0]}[{p[1]}]" for (group, p), at in lost.positions.items()]
     return [
         f"the evidence is gone: {lost.reason}",
-        f"decisions about {lost.decided} transactions with tokens are left, and cannot be told any more",
+        f"decisions about {lost.decided} transactions with tokens are left, and can no longer be reported",
         f"the owners, decisions and done marks of these ids, and of ids that are lost already: {_some(ids)}",
         f"the positions of groups: {_some(groups)}",
     ]

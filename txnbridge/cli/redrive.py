@@ -16,7 +16,7 @@ from txnbridge.cli._common import Cli, printable, when
 @click.argument("topic")
 @click.option("--limit", type=click.IntRange(min=1), help="Send back at most this many.")
 @click.option("--reason", metavar="TEXT", help="Only those whose reason contains this.")
-@click.option("--group", help="Only those of this group, which alone reads them again: by its retry topic.")
+@click.option("--group", help="Only those of this group, to its retry topic, which no other group reads.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent back; change nothing.")
 def command(cli: Cli, topic: str, limit: int | None, reason: str | None, group: str | None, dry_run: bool) -> None:
     """Send the dead letters in TOPIC back to the topics they came from, exactly once.

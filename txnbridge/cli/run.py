@@ -21,12 +21,12 @@ from txnbridge.commands import asked_for
 @click.argument("target", metavar="MODULE:NAME")
 @click.option("--until-idle", is_flag=True, help="End when all input is processed.")
 @click.option("--workers", metavar="N", type=click.IntRange(1), help="The number of processes of an App. Default: 1.")
-@click.option("--reload", is_flag=True, help="Start an App anew when a Python file below this folder changes.")
+@click.option("--reload", is_flag=True, help="Restart an App when a Python file below this folder changes.")
 @click.option(
     "--health-port",
     metavar="PORT",
     type=click.IntRange(0, 65535),
-    help="Answer /healthz, /readyz and /metrics for an App by HTTP.",
+    help="Answer /healthz, /readyz and /metrics for an App over HTTP.",
 )
 @click.option("--health-host", metavar="HOST", help="Answer at this address only. Default: all IPv4 addresses.")
 @click.option("--worker", hidden=True, help="For `WorkerProcess`.")

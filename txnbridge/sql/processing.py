@@ -191,7 +191,7 @@ class DatabaseTransactions:
         changed = {topic for topic, id in before.items() if self._topic_ids[topic] != id}
         changed |= {assigned[source] for source, id in now.items() if (self._assignments.get(source) or id) != id}
         if changed:
-            raise TransactionAborted(f"{', '.join(sorted(changed))} was deleted and made anew: another poll is needed")
+            raise TransactionAborted(f"{', '.join(sorted(changed))} was deleted and recreated: another poll is needed")
         self._assignments = {source: id for source, id in self._assignments.items() if not source.ended} | now
 
     def _is_same_topic(self, message: Message) -> bool:

@@ -96,7 +96,7 @@ def write_missing_markers_of_id(
     decisions = last_decisions(open_in, recorded_decisions(cluster, id, deadline) if open_in else ())
     if unknown := open_in.keys() - decisions:
         raise InvalidState(
-            f"the outcome of the transaction of {id} in {listed(unknown)} is not in its coordinator's log any more: its"
+            f"the outcome of the transaction of {id} in {listed(unknown)} is no longer in its coordinator's log: its"
             " owner may find the outcome in the decision log, and writes the markers before its next message there"
         )
     if cluster.requests.describe([id], deadline).get(id) != before:

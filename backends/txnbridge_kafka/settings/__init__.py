@@ -73,7 +73,7 @@ OPTIONS: Mapping[str, Option] = {
     "half_check_seconds": Option(
         float, HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
     ),
-    "half_checks": Option(int, HALF_CHECKS, "after so many check-backs without a decision a half message is parked"),
+    "half_checks": Option(int, HALF_CHECKS, "after this many check-backs without a decision a half message is parked"),
     "group_protocol": Option(
         str,
         _DEFAULTS.group_protocol,

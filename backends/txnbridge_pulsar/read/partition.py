@@ -354,7 +354,7 @@ class PulsarPartition:
             if not self._outstanding.get((ledger, entry), 0) >> index & 1:
                 topic, number = self.key
                 raise Conflict(
-                    f"the message at {topic}[{number}] {(ledger, entry, index)} is not with this reader any more; it"
+                    f"the message at {topic}[{number}] {(ledger, entry, index)} is no longer with this reader; it"
                     " comes again"
                 )
 

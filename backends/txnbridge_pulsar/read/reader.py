@@ -376,7 +376,7 @@ class PulsarReader(Reader):
         while partition.topic not in self._cluster.topics.existing(partition.key[0], deadline):
             if time.monotonic() > sure_at:
                 topic, number = partition.key
-                raise errors.NotFound(f"{topic}[{number}] does not exist any more: its topic was deleted")
+                raise errors.NotFound(f"{topic}[{number}] no longer exists: its topic was deleted")
             time.sleep(_DELETED_TOPIC_SECONDS / 10)
 
     def _apply_work(self, result: _BackgroundResult) -> None:

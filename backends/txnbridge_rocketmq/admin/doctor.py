@@ -122,7 +122,7 @@ def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterato
         yield Advice(
             "problem",
             f"broker {config.name}",
-            f"{asked}, also if no bridge was running to answer. Discarded halves in RocksDB cannot be listed: what an"
+            f"{asked}, even if no bridge was running to answer. Discarded halves in RocksDB cannot be listed: what an"
             " owner decided and did not publish stays unpublished, unless its transactional id is opened again",
             f"{_SETTING_COMMAND.format(key='transactionCheckMax', value=value)}. After a restart with that setting the"
             " broker sends check-backs again for the halves that it has discarded",
@@ -130,7 +130,7 @@ def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterato
     elif config.discarded_after < _LONGEST_OUTAGE_SECONDS:
         yield _warning(
             config,
-            f"{asked}, also if no bridge was running to answer; then only its token, or an administrator, ends it",
+            f"{asked}, even if no bridge was running to answer; then only its token, or an administrator, ends it",
             _SETTING_COMMAND.format(key="transactionCheckMax", value=value),
         )
 
@@ -141,7 +141,7 @@ def _check_retention(config: BrokerConfig, settings: RocketMQSettings) -> Iterat
         yield _problem(
             config,
             f"{kept}, and an open half for {config.discarded_after / 3600:g} h: it can outlive the record that decides"
-            " it, and then no process may end it any more",
+            " it, and then no process may end it",
             "fileReservedTime",
             f"{config.discarded_after / 3600 + 24:.0f}",
         )
@@ -216,7 +216,7 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
         yield Advice(
             "problem" if full >= _DROPS_FILES else "warning",
             f"broker {broker}",
-            f"its disk is filled to {full:.0%}: beyond {_DROPS_FILES:.0%} it drops records of any age, also of decision"
+            f"its disk is filled to {full:.0%}: beyond {_DROPS_FILES:.0%} it drops records of any age, even of decision"
             " logs, and beyond 90% it accepts no messages",
             "make room; open halves fill a disk, too, because each round of check-backs writes them again",
         )
@@ -250,7 +250,7 @@ def _check_transaction(listed: OpenTransaction, named: _HalfGroup) -> Iterator[A
         yield Advice(
             "problem",
             f"transaction {listed.transaction}",
-            f"of {listed.owner}: the broker has discarded {listed.messages} halves, and sends no check-backs any more",
+            f"of {listed.owner}: the broker has discarded {listed.messages} halves, and no longer sends check-backs",
             f"txnbridge transactions repair {shlex.quote(listed.transaction)} --yes --reason TEXT has it send"
             " check-backs again; commit or abort instead of repair ends the transaction",
         )

@@ -364,7 +364,7 @@ def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decisio
     action = f"looking for halves on broker {half.broker}"
     (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], action, deadline)
     if newest is None:
-        raise EvidenceLost(f"half {listed.name!r} is gone: broker {half.broker} does not find it any more")
+        raise EvidenceLost(f"half {listed.name!r} is gone: broker {half.broker} no longer finds it")
     _ask(cluster, half.broker, end(address_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
     return Outcome.ABORTED
 

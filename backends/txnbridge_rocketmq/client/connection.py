@@ -214,7 +214,7 @@ class RemotingConnection:
         text = f"{call.request.action}: {self.address} did not answer within {waited:.3g} s"
         self._finish(call, ResponseTimeout(text, may_have_had_effect=True))
         if time.monotonic() - max(self._heard_at, call.sent_at) >= self._settings.silence_seconds:
-            self._end(Disconnected(f"{self.address} sends nothing any more", may_have_had_effect=True))
+            self._end(Disconnected(f"{self.address} no longer sends anything", may_have_had_effect=True))
 
     def _finish(self, call: Call[Any], answer: RemotingCommand | RemotingError) -> None:
         call.slot.free()

@@ -159,7 +159,7 @@ def is_published(
     half = ender.only_half(transaction, topics, deadline)
     immune = immunity(ender.cluster.brokers.config(topics[0].broker, deadline))
     while not asked and not is_over(half.born_time + 1000 * immune, ender.cluster.settings.timing.clocks_differ):
-        deadline.check("waiting until another process cannot publish the message any more")
+        deadline.check("waiting until another process can no longer publish the message")
         time.sleep(_PROGRESS_POLL_SECONDS)
         if not ender.missing(transaction, topics, deadline):
             return True

@@ -44,7 +44,7 @@ def topic_recreated(name: str, partition: Partition, at: int, reference: Referen
     """Return the error for a position (`name` says whose) whose reference record is missing in the queue."""
     topic, number = partition
     return PositionLost(
-        f"{name} is {at} in {topic}[{number}], but the message that was read at {reference.offset} is not there any"
-        " more: the topic was deleted and created again, or the broker lost messages. Nothing was skipped:"
+        f"{name} is {at} in {topic}[{number}], but the message that was read at {reference.offset} is no longer"
+        " there: the topic was deleted and created again, or the broker lost messages. Nothing was skipped:"
         f" seek({{({topic!r}, {number}): (0,)}}) reads the queue from its beginning"
     )

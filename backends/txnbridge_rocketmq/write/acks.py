@@ -106,7 +106,7 @@ class RocketMQAckContext:
 def _has_left(partition: Partition) -> Conflict:
     topic, number = partition
     return Conflict(
-        f"{topic}[{number}] is not assigned to this reader any more; its messages will be delivered to another one"
+        f"{topic}[{number}] is no longer assigned to this reader; its messages will be delivered to another one"
     )
 
 

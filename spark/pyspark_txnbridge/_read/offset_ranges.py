@@ -197,13 +197,13 @@ def _ceil(dividend: int, divisor: int) -> int:
 
 def _check_kept(partition: Partition, at: Position, stop: Position, bounds: Bounds, options: SourceOptions) -> None:
     if partition not in bounds:
-        report_loss(partition, at, "the partition does not exist any more", options)
+        report_loss(partition, at, "the partition no longer exists", options)
         return
     first, end = bounds[partition]
     if at < first:
         report_loss(partition, at, f"retention has removed everything before {in_json(first)}", options)
     if stop > end:
-        report_loss(partition, stop, f"it can be read up to {in_json(end)} only. Was the topic made anew?", options)
+        report_loss(partition, stop, f"it can be read up to {in_json(end)} only. Was the topic recreated?", options)
 
 
 def report_loss(partition: Partition, at: Position, why: str, options: SourceOptions) -> None:
@@ -231,7 +231,7 @@ def is_recreated(before: str | None, now: str | None) -> bool:
     return before is not None and now is not None and before != now
 
 
-RECREATED = "the topic was deleted and made anew since"
+RECREATED = "the topic was deleted and recreated since"
 
 
 # --- the next batch of a stream --------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def other_rows(session: SinkSession, identity: BatchId, published: int, now: int
     return BatchInDoubt(
         f"{identity} is published with {published} rows, and comes again with {now} rows, or with others. Nothing of"
         " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
-        f" offsets/{of_checkpoint} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
+        f" offsets/{of_checkpoint} is gone), Spark has planned the batch again: compare its rows with the topic, and"
         " publish in another way those that are missing. Then:"
         f" {_recover_command(session.options, identity.query)} --skip {identity.batch}, and restart the query."
         " If the query makes other rows from the same input by itself (uuid(), rand()): with the"

@@ -427,7 +427,7 @@ def test_where_first_records_have_one_position_a_birth_record_elsewhere_proves_n
 
 
 def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, log):
-    """A process that slept while the log was made anew appends to the new one what it meant for the old one."""
+    """A process that slept while the log was recreated appends to the new one what it meant for the old one."""
     log.origin = (0,)
     sleeper = join()
     opening = sleeper.open("X")

@@ -299,7 +299,7 @@ def test_a_processor_without_a_dead_letter_topic_stops_after_the_last_delay_with
     assert re.fullmatch(
         r"<Message in\[0\] at \(0,\), 3 bytes> cannot be processed \(KeyError at .*test_processor_retry.py:\d+,"
         r" 2 attempts\), and there is no dead_letter= topic to set it aside in. It waits in 'g-retry-200ms'."
-        r" Set dead_letter=, or mend the handler, and start again",
+        r" Set dead_letter=, or fix the handler, and start again",
         str(raised.value),
     )
     assert isinstance(raised.value.__cause__, KeyError)
