@@ -103,7 +103,7 @@ class RocketMQTopics:
                 raise errors.DeadlineExceeded(
                     f"for {deadline.seconds:g} s the name server knew no topic {topic!r}, and broker {away[0]}, which"
                     " may have the topic, was down. (If that broker is gone for good, delete the topic"
-                    f" {self._settings.broker_topic(away[0])}, and open the bridge anew)"
+                    f" {self._settings.broker_topic(away[0])}, and reopen the bridge)"
                 )
             time.sleep(_BROKER_DOWN_PAUSE_SECONDS)
         return route

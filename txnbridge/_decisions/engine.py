@@ -110,7 +110,7 @@ class Engine:
         if self._closed:
             raise InvalidState("this decision log is closed")
         if self._process != os.getpid():
-            raise InvalidState("this decision log was opened before a fork: open it anew in the child process")
+            raise InvalidState("this decision log was opened before a fork: open it again in the child process")
 
     def close(self) -> None:
         if not self._closed and self._process == os.getpid():

@@ -291,8 +291,8 @@ class Follower:
         """Read the log from its beginning after a record was missing. Raise `EvidenceLost` if it was not trimmed."""
         begin, cursor = self._log.begin(deadline), self._state.cursor
         if begin is None or (cursor is not None and begin <= cursor[0]):
-            self._lose("the decision log no longer has a record that this process has read: it was truncated or made"
-                       " anew, and proves nothing")  # fmt: skip
+            self._lose("the decision log no longer has a record that this process has read: it was truncated or"
+                       " recreated, and proves nothing")  # fmt: skip
         deadline.check("reading a decision log that is being trimmed")
         self._read_anew(deadline)
 

@@ -162,7 +162,7 @@ class SqlLog(DecisionLog):
             else:
                 if rows:
                     continue
-            raise PositionLost(f"{self._what} has no record {at} any more: it was trimmed")
+            raise PositionLost(f"{self._what} no longer has record {at}: it was trimmed")
 
     def _page(self, connection: sa.Connection, first: int, last: int) -> list[tuple[int, bytes]]:
         wanted = sa.select(_records.c.position, _records.c.record).where(

@@ -248,8 +248,8 @@ class PollingReader(Reader):
         if offset > end:
             topic, number = cursor.partition
             raise errors.PositionLost(
-                f"{topic}[{number}] ends at {end}, before the position to seek, {offset}: the topic was made"
-                " anew, or the file is a restored copy"
+                f"{topic}[{number}] ends at {end}, before the position to seek, {offset}: the topic was"
+                " recreated, or the file is a restored copy"
             )
         return int(kept)
 

@@ -153,8 +153,8 @@ class UngroupedMode(SubscriptionMode):
             topic, number = partition.key
             raise PositionLost(
                 f"the position {topic}[{number}] {position} is lost: the broker keeps messages from"
-                f" {position_after(before)} on. Retention has removed earlier ones, or the topic was deleted and made"
-                " anew. Seek to a later position"
+                f" {position_after(before)} on. Retention has removed earlier ones, or the topic was deleted and"
+                " recreated. Seek to a later position"
             )
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:

@@ -43,7 +43,7 @@ class SequenceRecord:
             raise EvidenceLost(
                 f"publisher {self._name!r} has stored up to sequence {self._last} on topic {self._topic!r}, and the"
                 f" broker only knows of {stored if stored >= 0 else 'none'}: it forgets a name that is unused for hours"
-                " (brokerDeduplicationProducerInactivityTimeoutMinutes), or the topic was created anew. Messages that"
+                " (brokerDeduplicationProducerInactivityTimeoutMinutes), or the topic was recreated. Messages that"
                 " are sent again under this name would be stored twice: continue under another name, after the topic's"
                 " last message"
             )

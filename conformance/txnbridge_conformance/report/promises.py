@@ -63,14 +63,14 @@ PROMISES = (
     ),
     Promise(
         "fenced",
-        "A fenced owner of a transactional id publishes nothing any more.",
+        "A fenced owner of a transactional id publishes nothing more.",
         ("zombie-write",),
         ("fenced",),
         "fencing",
     ),
     Promise(
         "resolvable",
-        "Any process ends a prepared transaction by its token, and all are told one outcome.",
+        "Any process ends a prepared transaction by its token, and all learn the same outcome.",
         ("split-decision", "lost-prepare"),
         ("prepared", "finished"),
         "resolve-anywhere",
