@@ -40,7 +40,7 @@ class FailurePolicy:
 
     def __init__(self, poison: ExceptionClasses, fatal: ExceptionClasses, max_attempts: int | None) -> None:
         if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
-            raise errors.InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
+            raise errors.InvalidOption("max_attempts must be a whole number from 1, or None to try forever")
         self._poison = _poison_classes(poison)
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts

@@ -46,5 +46,5 @@ def in_words(status: Status) -> str:
     if status.state is TokenState.PREPARED and status.expires_at is not None:
         text += f", aborted at {when(status.expires_at)} if nobody ends it before"
     if status.permanent:
-        text += " for ever"
+        text += " forever"
     return f"{text} ({status.reason})" if status.reason else text

@@ -29,7 +29,7 @@ def list_(cli: Cli, internal: bool) -> None:
 
 def _retention(seconds: float | None, size: int | None) -> str:
     bounds = [None if seconds is None else f"{seconds:g} s", None if size is None else f"{size} bytes"]
-    return ", ".join(bound for bound in bounds if bound) or "for ever"
+    return ", ".join(bound for bound in bounds if bound) or "forever"
 
 
 @_common.command("create", help="Create topics. An existing topic with as many partitions is not changed.")

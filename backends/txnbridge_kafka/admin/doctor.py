@@ -129,14 +129,14 @@ def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]
         yield Advice(
             "problem",
             f"transaction {id}",
-            f"has ended, but its control marker is missing in {listed(each.open_in)}: readers wait there for ever",
+            f"has ended, but its control marker is missing in {listed(each.open_in)}: readers wait there forever",
             f"stop its writer, then: txnbridge transactions repair {shlex.quote(id)} --yes --reason TEXT",
         )
     for pid, open_in in seen.unknown.items():
         yield Advice(
             "problem",
             f"producer {pid}",
-            f"has a transaction open in {listed(open_in)}, and no coordinator knows it: readers wait there for ever",
+            f"has a transaction open in {listed(open_in)}, and no coordinator knows it: readers wait there forever",
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
     if seen.unread:

@@ -220,7 +220,7 @@ def check_stores(
                 f"group {group}",
                 f"the broker does not open the group's pending-ack store on {topic}: until then no member can"
                 " join the group there, and no transaction with its acknowledgements can end",
-                "if this lasts, restart that broker; brokers up to 4.2.4 may wait there for ever"
+                "if this lasts, restart that broker; brokers up to 4.2.4 may wait there forever"
                 " (https://github.com/apache/pulsar/issues/26368). If that does not help, the store cannot be read:"
                 " save the group's position, delete its subscription there, and restart the broker again",
             )
