@@ -146,7 +146,7 @@ class Decisions:
             try:
                 self._engine.tidy_if_due(Deadline(self._timeout))
             except Exception as error:
-                _log.warning("an idle decision log could not be tidied, that is tried again: %s", error)
+                _log.warning("an idle decision log could not be tidied, which is retried: %s", error)
 
     # --- owning -------------------------------------------------------------------------------------------------------
 

@@ -799,7 +799,7 @@ class Processor(ConnectionUser):
         for index, error in delayed.items():
             _log.debug("the handler of %r failed", self, exc_info=error)
             why = handler_location(error, __file__)
-            _log.warning("%r in group %r: to be processed again later, %s", done.originals[index], self._group, why)
+            _log.warning("%r in group %r: will be retried later, %s", done.originals[index], self._group, why)
         self._stats = self._stats._replace(
             messages=self._stats.messages + len(done),
             transactions=self._stats.transactions + 1,

@@ -97,7 +97,7 @@ def status(cli: Cli, database: str, name: str, schema: str | None) -> None:
         cli.say(f"a batch is being published (token: {state.token})")
 
 
-@_common.command("parked", broker=False, help="List parked rows: the broker does not take them.")
+@_common.command("parked", broker=False, help="List parked rows, which the broker refused.")
 @_outbox_options
 def parked(cli: Cli, database: str, name: str, schema: str | None) -> None:
     with _store(name, schema, database) as store:

@@ -24,9 +24,9 @@ _MOST_ROWS = 12
 
 
 @_common.command("top")
-@click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds per update.")
 @click.option("--halves", metavar="GROUP", multiple=True, help="Also count this group's parked half messages.")
-@click.option("--once", is_flag=True, help="Look once, and end; with --json for scripts.")
+@click.option("--once", is_flag=True, help="Print once and end; with --json for scripts.")
 def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None:
     """Show groups with their lag, open and prepared transactions, and the doctor's findings, until Ctrl-C.
 

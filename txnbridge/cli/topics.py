@@ -14,7 +14,7 @@ command: _common.Group = _common.Group("topics", help="List, create, delete and 
 
 
 @_common.command("list", help="List topics.")
-@click.option("--internal", is_flag=True, help="List also the topics that txnbridge made for itself.")
+@click.option("--internal", is_flag=True, help="Also list topics that txnbridge created for itself.")
 def list_(cli: Cli, internal: bool) -> None:
     with cli.look() as bridge:
         topics = bridge.admin.topics(internal)
@@ -35,7 +35,7 @@ def _retention(seconds: float | None, size: int | None) -> str:
 @_common.command("create", help="Create topics. An existing topic with as many partitions is not changed.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--partitions", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--retention-seconds", type=click.FloatRange(min=0, min_open=True), help="Older messages may go.")
+@click.option("--retention-seconds", type=click.FloatRange(min=0, min_open=True), help="Older messages may be deleted.")
 @click.option(
     "--retention-bytes", type=click.IntRange(min=1), help="Above this size the broker may delete the oldest messages."
 )

@@ -71,7 +71,7 @@ class PulsarAdmin(Admin):
             self._set_retention(name, policy, deadline)
         elif created and 0 in self._retention_of(name, deadline):
             _log.warning(
-                "topic %r has a retention of 0: brokers delete messages that no subscription needs, also those of open"
+                "topic %r has a retention of 0: brokers delete messages that no subscription needs, even those of open"
                 " and prepared transactions. Create the subscription before the first message, or set a retention",
                 name,
             )

@@ -199,7 +199,7 @@ class HalfEnder:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
             self._believed_brokers.update(published)
-            _log.warning("this user may not look messages up, so brokers are believed that they publish: %s", error)
+            _log.warning("this user may not look messages up, so brokers are trusted to publish: %s", error)
 
     def finds_published(self, settings: BrokerConfig) -> bool:
         """Return whether look-ups certainly find what this broker has published, also after it was killed."""
