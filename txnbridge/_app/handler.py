@@ -105,7 +105,7 @@ class Handler:
             if variable or parameter.default is not inspect.Parameter.empty:
                 return None
             raise InvalidOption(
-                f"{self.name} has an unknown parameter {parameter.name!r}: beside the message's value it may ask for"
+                f"{self.name} has an unknown parameter {parameter.name!r}: besides the message's value it may ask for"
                 f" {', '.join(_NAMES)}"
             )
         if role == "db" and self.settings.get("db") is None:

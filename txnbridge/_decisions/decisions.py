@@ -315,7 +315,7 @@ class Decisions:
             require_readable(state)
             if state.cursor is None:
                 raise NotFound(
-                    f"the decision log {self._name or ''!r} is empty, there is nothing to renew: look whether its name"
+                    f"the decision log {self._name or ''!r} is empty, there is nothing to renew: check that its name"
                     " (that of the application) and its place are right"
                 )
             if state.completeness.complete:

@@ -59,7 +59,7 @@ class HangingTransactionMonitor:
                 _log.warning("wrote the missing control marker of the hanging transaction %s", written)
         except AccessDenied as error:
             _log.warning(
-                "readers may wait for a hanging transaction, which this user may not look for or not end: %s. See"
+                "readers may wait for a hanging transaction, which this user may not look for or end: %s. See"
                 " txnbridge doctor",
                 error,
             )

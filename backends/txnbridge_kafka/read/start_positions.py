@@ -199,7 +199,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         except AccessDenied as error:
             _log.warning(
                 "group %r waits for the end of a transaction with acknowledgements. It may be a hanging transaction,"
-                " which this user may not look for or not end: %s. See txnbridge doctor",
+                " which this user may not look for or end: %s. See txnbridge doctor",
                 *(self._group, error),
             )
             return

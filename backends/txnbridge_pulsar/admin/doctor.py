@@ -118,7 +118,7 @@ def _check_kept(
             "warning",
             f"namespace {namespace}",
             f"{', '.join(sorted(dropped))}: their retention is 0 and they have no subscription, so brokers delete their"
-            " messages, also those of open transactions, before they are read",
+            " messages, even those of open transactions, before they are read",
             "create the subscription before the first message (pulsar-admin topics create-subscription), or keep unread"
             f" messages: pulsar-admin namespaces set-retention --time 7d --size -1 {namespace}",
         )
@@ -327,7 +327,7 @@ def _losses(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Ite
         yield Advice(
             "problem",
             whose,
-            f"{expiry} is {config[expiry]}: unused subscriptions are deleted, also those that keep internal topics",
+            f"{expiry} is {config[expiry]}: unused subscriptions are deleted, even those that keep internal topics",
             "let no subscriptions expire in the namespace of the internal topics",
         )
 
