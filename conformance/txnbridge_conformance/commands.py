@@ -57,7 +57,7 @@ class _Group(click.Group):
             raise
         except Exception as error:
             failure = click.ClickException(f"{type(error).__name__}: {error}")
-            failure.exit_code = _COULD_NOT_RUN
+            failure.exit_code = _COULD_NOT_RUN  # type: ignore[misc]
             raise failure from error
 
 
@@ -289,7 +289,7 @@ def _look(url: str) -> Iterator[Bridge]:
     """Open a bridge that creates no topic and no broker's file; a temporary file replaces one that is missing."""
     scheme, _, rest = url.partition(":")
     with_file = [each.name for each in plugins.backends() if scheme in each.schemes and "create" in each.options]
-    options = {name: {"create": False} for name in with_file if "create=" not in rest}
+    options: dict[str, Any] = {name: {"create": False} for name in with_file if "create=" not in rest}
     with TemporaryDirectory() as folder:
         try:
             bridge = connect(url, create_topics=0, **options)

@@ -46,7 +46,7 @@ class ContractRecorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        result = "absent" if hasattr(report, "wasxfail") and report.skipped else report.outcome
+        result: str = "absent" if hasattr(report, "wasxfail") and report.skipped else report.outcome
         failure = ""
         if result == "failed":
             result = "failed" if report.when == "call" else "set-up failed"

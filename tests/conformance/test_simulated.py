@@ -111,7 +111,7 @@ def failures(junit: Path) -> set[str | None]:
 
 
 def test_the_comparison_of_many_runs_fails_if_one_is_worse_than_the_first(tmp_path):
-    for name, defect, more in ("sound", None, 1), ("twice", "duplicate", 1), ("thin", None, 1000):
+    for name, defect, more in ("sound", "", 1), ("twice", "duplicate", 1), ("thin", "", 1000):
         history(3, defect).write(tmp_path / name)
         floor = [f"--floor={count}=1" for count in ("aborted", "read", "faults")]
         judged = CliRunner().invoke(
