@@ -23,7 +23,7 @@ Message = tuple[str, int, list[int], str]  # topic, partition, position, value
 PLAIN, SOLD, SOURCE = ("left", "right"), ("sold", "shipped"), "source"
 TOPICS = (*PLAIN, SOURCE, "target", "processed", *SOLD, "again")
 PARTITIONS = 2
-DEADLINE, HOLD, HALF_DEADLINE = 5.0, 30.0, 4.0
+HOLD = 30.0
 OPPOSITE = {"committed": "aborted", "aborted": "committed"}
 OUTCOMES = {"commit": "committed", "abort": "aborted"}
 
@@ -52,6 +52,13 @@ class Txn:
     answered: float | None = None  # the time at which a call returned its outcome
     is_unwanted: bool = False  # somebody asked for its abort before its outcome was known
     is_spared: bool = False  # nobody ends it before the run settles
+
+    @property
+    def is_told_commit(self) -> bool:
+        return self.told and self.way == "commit"
+
+    def is_of_thread(self, other: Txn) -> bool:
+        return (self.process, self.thread) == (other.process, other.thread)
 
     @property
     def topics(self) -> set[str]:
@@ -106,10 +113,10 @@ class Broker:
         self.openings: dict[int, tuple[float, float]] = {}  # when calls that opened it began and ended
         self.sales: dict[str, str] = {}
         self.claims: dict[str, str] = {}
-        self.held: dict[tuple[Process, int, Key], list[Entry]] = {}  # messages that are under way
-        self.overtaking: list[Txn] = []  # transactions whose messages are stored before those of `held`
-        self.cut: int | None = None  # the position from which on a partition was lost
         self.watched: dict[str, float] = {}  # when a reader without a group first read a message
+
+    def keys(self, *topics: str) -> list[Key]:
+        return [key for key in self.logs if key[0] in topics]
 
     def begin(self, process: Process, way: str, deadline: float, opening: int | None = None, thread: int = 0) -> Txn:
         txn = Txn(f"t{len(self.txns)}", process, way, opening, thread, begun=self.run.now)
@@ -144,17 +151,10 @@ class Broker:
             self.logs[key].append(Entry(values[0], txn, "committed"))
         self.check(txn, is_lenient=True)
         entries = [Entry(value, txn) for value in values]
-        thread = txn.process, txn.thread, key
-        is_late = key[0] in PLAIN and txn.way == "commit"
-        if self.plant("late-stored", is_late, lambda: txn.told and any(each.told for each in self.overtaking)):
-            self.held[thread] = entries
-            txn.process.is_immune = True
-            return
+        if key[0] in PLAIN:
+            self._truncate(key)
         txn.entries.setdefault(key, []).extend(entries)
         self.logs[key] += entries
-        if thread in self.held and txn.way == "commit":
-            self.logs[key] += self.held.pop(thread)
-            self.overtaking.append(txn)
 
     def ack(self, txn: Txn, group: Group, positions: dict[Key, int], values: list[str]) -> None:
         self.check(txn)
@@ -184,13 +184,15 @@ class Broker:
             hangs = is_killed and txn.topics <= {*PLAIN} and txn.opening is None
             if self.plant("hanging", hangs, lambda: txn.state == "open"):
                 return
-            moves = self.plant("position-moved-killed", is_killed and bool(txn.acks), lambda: self.is_passed(txn))
+            moves = self.plant(
+                "position-moved-killed", is_killed and bool(txn.acks), partial(self.is_passed, txn.group, txn.acked)
+            )
             self.end(txn, "aborted", moves)
 
     def abort(self, txn: Txn) -> None:
         """Abort a transaction as its process wishes."""
         self.check(txn)
-        moves = self.plant("abort-moves", bool(txn.acks), lambda: self.is_passed(txn))
+        moves = self.plant("abort-moves", bool(txn.acks), partial(self.is_passed, txn.group, txn.acked))
         self.end(txn, "aborted", moves)
         groups = [*txn.entries.values()] if txn.topics <= {*PLAIN} else []
         if self.plant("aborted-visible", bool(groups)):
@@ -226,7 +228,7 @@ class Broker:
         entries, topics, has_output = txn.messages, txn.topics, bool(txn.acks and txn.entries)
         is_plain = bool(entries) and topics <= {*PLAIN}
         is_zombie = is_plain and self.is_plainly_fenced(txn) and txn.state == "open"
-        if not (plant("zombie-told", is_zombie and told) or plant("zombie-killed", is_zombie and killed)):
+        if not plant(f"zombie-{heard}", is_zombie):
             self.check(txn)
         if plant("told-committed", told and is_plain):
             self.end(txn, "aborted")
@@ -239,7 +241,7 @@ class Broker:
             raise Refused("Conflict")
         if plant("told-aborted", told and is_plain):
             raise Refused("TransactionTimedOut")
-        if plant("torn-killed", killed and len(topics) > 1) or plant("torn-told", told and len(topics) > 1):
+        if plant(f"torn-{heard}", len(topics) > 1):
             self.hide_a_topic(txn)
         if plant("output-lost", told and has_output):
             self.show(entries, "aborted")
@@ -264,16 +266,24 @@ class Broker:
             self.logs[topic, (partition + 1) % PARTITIONS].append(Entry(entry.value, txn))
         if plant("copy-topic"):
             self.logs[PLAIN[topic == PLAIN[0]], partition].append(Entry(entry.value, txn))
-        if plant("log-truncated", True, lambda: self.is_reused(key, own[0])):
-            self.run.at(1.5, partial(self._truncate, key, own[0]))
+        log, unread = self.logs[key], max([watch.local.get(key, 0) for watch in self.run.alive("watch")], default=0)
+        to = log.index(own[0])
+        before = [at for at in range(to) if log[at].value and log[at].txn.is_of_thread(txn)][-1:]
+        if plant("late-stored", any(unread <= at and log[at].txn.is_told_commit for at in before)):
+            log[before[0]], log[to] = log[to], log[before[0]]
 
-    def _truncate(self, key: Key, entry: Entry) -> None:
-        position = self.logs[key].index(entry)
-        if all(each.state in OPPOSITE for each in self.logs[key][position:]):
-            del self.logs[key][position:]
-            self.cut = position
+    def _truncate(self, key: Key) -> None:
+        """Lose the last transaction in a partition, if it was read, so that its positions are used again."""
+        log = self.logs[key]
+        own = [entry for entry in log if entry.txn is log[-1].txn]
+        start = log.index(own[0]) if own else 0
+        is_over = all(each.state in OPPOSITE for each in log[start:])
+        if self.plant(
+            "log-truncated", bool(own) and is_over and own[0].txn.is_told_commit and own[0].value in self.watched
+        ):
+            del log[start:]
             for watch in self.run.alive("watch"):
-                watch.local[key] = min(watch.local.get(key, 0), position)
+                watch.local[key] = min(watch.local.get(key, 0), start)
 
     def resolve(self, txn: Txn, wish: str, asked: float) -> str:
         """Commit or abort by token, or return the status, for a call that began at the time `asked`."""
@@ -283,7 +293,9 @@ class Broker:
                 return "prepared"
             return "unknown" if txn.state == "open" else txn.state
         if txn.state == "prepared":
-            moves = wish == "abort" and self.plant("prepared-moves", bool(txn.acks), lambda: self.is_passed(txn))
+            moves = wish == "abort" and self.plant(
+                "prepared-moves", bool(txn.acks), partial(self.is_passed, txn.group, txn.acked)
+            )
             self.end(txn, OUTCOMES[wish], moves or None)
             if txn.state == "committed" and self.plant("torn-prepared", len(txn.topics) > 1):
                 self.hide_a_topic(txn)
@@ -313,26 +325,20 @@ class Broker:
 
     # --- half messages ------------------------------------------------------------------------------------------------
 
-    def store_halves(self, txn: Txn, sends: dict[Key, list[str]]) -> None:
-        self.check(txn)
-        txn.entries = {key: [Entry(value, txn) for value in values] for key, values in sends.items()}
-        if self.plant("dirty-half", True, lambda: self.is_dirty(txn)):
-            for key, entries in txn.entries.items():
-                self.show(entries, "committed")
-                self.logs[key] += entries
-
     def decide_half(self, txn: Txn, wish: str) -> str:
         """End a transaction of half messages, unless it has ended; return its outcome."""
         if txn.state == "open":
             is_wrong = self.plant("orphan-half", wish == "committed") or self.plant("phantom-commit", wish == "aborted")
-            state = OPPOSITE[wish] if is_wrong else wish
-            for key, entries in txn.entries.items() if state == "committed" else ():
-                self.logs[key] += [entry for entry in entries if not entry.fate]
-            self.end(txn, state)
-            if state == "committed" and self.plant("torn-half", len(txn.topics) > 1):
+            self.end(txn, OPPOSITE[wish] if is_wrong else wish)
+            if self.plant("torn-half", wish == "committed" and len(txn.topics) > 1):
                 self.hide_a_topic(txn)
             return wish
         return txn.state
+
+    def claim(self, id: str, wish: str) -> str:
+        is_second = id in self.claims
+        outcome = self.claims.setdefault(id, OUTCOMES[wish])
+        return OPPOSITE[outcome] if self.plant("claim-split", is_second) else outcome
 
     def check_back(self, txn: Txn) -> None:
         """Ask a living seller, or the run that settles, about an undecided transaction."""
@@ -360,27 +366,20 @@ class Broker:
         known = [txn for txn in self.txns if txn.told or txn.answered is not None or txn.entries]
         return max(self._acked(known).values(), default=0) > 1
 
-    def is_passed(self, txn: Txn) -> bool:
-        """Return whether a message that this transaction acknowledged is acknowledged by no committed transaction."""
-        counted = self._acked(self.txns)
-        return txn.group is not None and any(not counted[txn.group.name, value] for value in txn.acked)
+    def is_passed(self, group: Group | None, values: list[str]) -> bool:
+        """Return whether no committed transaction has acknowledged one of these messages for a group."""
+        done = self._acked(self.txns)
+        return group is not None and any(not done[group.name, value] for value in values)
 
     def is_lost(self, txn: Txn) -> bool:
         is_early = txn.answered is not None and txn.answered < txn.begun + HOLD
         return txn.state == "aborted" and txn.told and is_early and not txn.is_unwanted
-
-    def is_reused(self, key: Key, entry: Entry) -> bool:
-        again = [] if self.cut is None else self.logs[key][self.cut : self.cut + 1]
-        return entry not in again and entry.value in self.watched and any(each.value for each in again)
 
     def is_dirty(self, txn: Txn) -> bool:
         """Return whether a message was read before the request to commit it, perhaps a call without an answer."""
         first = min(self.watched.get(entry.value, 1e9) for entry in txn.messages)
         is_known = txn.told or txn.way != "prepare"
         return txn.state == "committed" and is_known and first < (txn.requested or 0)
-
-    def is_skipped(self, group: Group, messages: list[Message]) -> bool:
-        return not self._acked(self.txns)[group.name, messages[0][3]]
 
     def is_from_future(self, stamp: float) -> bool:
         later = [entry for txn in self.txns if txn.begun > stamp for entry in txn.messages]

@@ -13,28 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge_conformance.history import VERSION, RecordedCall, Recorder
 
-from tests.conformance.simulated_broker import (
-    DEADLINE,
-    HALF_DEADLINE,
-    HOLD,
-    OPPOSITE,
-    OUTCOMES,
-    PARTITIONS,
-    PLAIN,
-    SOLD,
-    SOURCE,
-    Group,
-    Key,
-    Message,
-    Refused,
-    Txn,
-)
+from tests.conformance.simulated_broker import HOLD, OPPOSITE, PLAIN, SOLD, SOURCE, Group, Key, Message, Refused, Txn
 
 if TYPE_CHECKING:
     from tests.conformance.simulated_run import Run
 
 Task = Generator[float, None, None]
 
+DEADLINE, HALF_DEADLINE = 5.0, 4.0
 SECONDS = 12.0  # of work; in the last quarter nothing is attacked
 SESSION = 1.5  # after it a group goes on without a member that was killed or is paused
 
@@ -108,7 +94,7 @@ class Process:
             self.kill(event)
 
     def sends(self, *topics: str, most: int = 4) -> dict[Key, list[str]]:
-        keys = [(topic, p) for topic in topics for p in range(PARTITIONS)]
+        keys = self.broker.keys(*topics)
         chosen = self.random.sample(keys, self.random.randint(1, min(len(keys), most)))
         return {
             key: [f"{self.name}/{next(self._values)}" for _ in range(self.random.choice((1, 1, 2, 3)))]
@@ -159,7 +145,7 @@ class Process:
         txn.requested = None if is_prepared else self.run.now
         self.risk(f"{verb}/before")
         if self.is_struck(0.4 if self.broker.is_fenced(txn) else 0.2):
-            self.run.at(self.wait(0, 0.5), partial(self._request, verb, txn, "killed"))
+            self.run.at(self.wait(0, 0.5), partial(getattr(self.broker, verb), txn, "killed"))
             self.kill(f"{verb}/after")
         yield self.wait()
         if self.broker.plant("hang-call", txn.thread > 0 and self.run.now < SECONDS / 2):
@@ -190,10 +176,6 @@ class Process:
         self.risk("ack/before")
         self.broker.ack(txn, group, {(t, p): position[0] + 1 for t, p, position, _ in messages}, values)
         self.risk("ack/after", 0.1)
-
-    def _request(self, verb: str, txn: Txn, heard: str) -> None:
-        with suppress(Refused):
-            getattr(self.broker, verb)(txn, heard)
 
     def end_by_token(self, txn: Txn, wish: str) -> Generator[float, None, bool]:
         """Commit, abort or query by token, as `Client.finish` does. Return whether the outcome is final."""
@@ -240,16 +222,7 @@ class Process:
     def feed(self, thread: int) -> Task:
         while not self.is_stopping:
             yield self.wait(0.2, 1)
-            if self.random.random() < 0.3:
-                sends = self.sends(SOURCE)
-                call = self.log.start("publish", deadline=DEADLINE)
-                txn = self.broker.begin(self, "commit", DEADLINE)
-                for key, values in sends.items():
-                    self._send(call, txn, key, values)
-                self.broker.end(txn, "committed")
-                call.end("ok")
-            else:
-                yield from self.transact(self.sends(SOURCE), "commit")
+            yield from self.transact(self.sends(SOURCE), "commit")
 
     def copy(self, thread: int) -> Task:
         return self._members(self.broker.groups["copiers"], "target", (6, 2, 2))
@@ -289,7 +262,8 @@ class Process:
                     group.positions[key] = 0
                 self.local[key] = group.positions.get(key, 0)
             messages, self.local[key] = self.broker.read(key, self.local[key], count)
-            if self.broker.plant("group-skip", len(messages) > 1, partial(self.broker.is_skipped, group, messages[:1])):
+            first = [value for *_, value in messages[:1]]
+            if self.broker.plant("group-skip", len(messages) > 1, partial(self.broker.is_passed, group, first)):
                 del messages[0]
             found += messages
         return found
@@ -303,7 +277,7 @@ class Process:
                 yield from self.end_by_token(txn, self.random.choice(("commit", "commit", "abort", "status")))
 
     def watch(self, thread: int) -> Task:
-        keys = [key for key in self.broker.logs if key[0] in (*PLAIN, *SOLD, "again")]
+        keys = self.broker.keys(*PLAIN, *SOLD, "again")
         is_first = True
         while not self.is_stopping:
             call = self.log.start("poll")
@@ -318,8 +292,7 @@ class Process:
                 self.log.stamp = stamp
             found: list[Message] = []
             for key in keys:
-                if key[0] in PLAIN and self.run.defect in ("dirty-read", "dirty-prepared"):
-                    self._read_dirty(key)
+                self._read_dirty(key)
                 messages, self.local[key] = self.broker.read(key, self.local.get(key, 0))
                 if self.broker.plant("watch-again", bool(messages) and not self.run.is_closing):
                     self.local[key], self.is_immune = messages[-1][2][0], True
@@ -333,15 +306,12 @@ class Process:
             self.log.stamp = None
 
     def _read_dirty(self, key: Key) -> None:
-        log = self.broker.logs[key]
-        entry = next((each for each in log[self.local.get(key, 0) :] if each.state not in OPPOSITE), None)
-        if entry is None:
-            return
-        txn = entry.txn
-        is_prepared = self.broker.plant("dirty-prepared", txn.state == "prepared", partial(self.broker.is_dirty, txn))
-        is_open = txn.way == "commit" and txn.requested is None
-        if is_prepared or self.broker.plant("dirty-read", is_open, partial(self.broker.is_dirty, txn)):
-            self.broker.show(txn.entries[key], "committed")
+        entries = self.broker.logs[key][self.local.get(key, 0) :]
+        for txn in [each.txn for each in entries if each.state not in OPPOSITE][:1]:
+            kind = {"half": "half", "prepare": "prepared", "commit": "read"}.get(txn.way, "")
+            is_due = txn.state == "prepared" or (txn.way != "prepare" and txn.requested is None)
+            if self.broker.plant(f"dirty-{kind}", is_due, partial(self.broker.is_dirty, txn)):
+                self.broker.show(txn.entries[key], "committed")
 
     def sell(self, thread: int) -> Task:
         while not self.is_stopping:
@@ -355,7 +325,8 @@ class Process:
                 call.send(*key, values)
             yield self.wait()
             with suppress(Refused):
-                self.broker.store_halves(txn, sends)
+                for key, values in sends.items():
+                    self.broker.store(txn, key, values)
             if txn.state != "open":
                 call.end("fail", error="TransactionTimedOut")
                 continue
@@ -379,6 +350,4 @@ class Process:
             id, wish = f"c{int(self.run.now)}", self.random.choice(("commit", "abort"))
             call = self.log.start("claim", transaction=id, wish=wish)
             yield self.wait()
-            is_second = id in self.broker.claims
-            outcome = self.broker.claims.setdefault(id, OUTCOMES[wish])
-            call.end("ok", outcome=OPPOSITE[outcome] if self.broker.plant("claim-split", is_second) else outcome)
+            call.end("ok", outcome=self.broker.claim(id, wish))

@@ -7,11 +7,12 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.conformance.simulated_broker import HOLD, OPPOSITE, PARTITIONS, SOURCE, TOPICS, Broker, Group, Txn
+from tests.conformance.simulated_broker import HOLD, OPPOSITE, SOURCE, TOPICS, Broker, Group, Refused, Txn
 from tests.conformance.simulated_defects import DEFECTS
 from tests.conformance.simulated_processes import SECONDS, SESSION, Killed, Log, Process, Task
 
@@ -97,8 +98,9 @@ class Run:
     def go(self) -> None:
         while self._events and not (self.variant == "cut" and self.now > SECONDS / 2):
             self.now, _, action = heapq.heappop(self._events)
-            if self.me.tasks:
-                action()
+            with suppress(Refused):  # a request whose process was killed
+                if self.me.tasks:
+                    action()
 
     def alive(self, *roles: str) -> list[Process]:
         return [each for each in self.processes if each.alive and each.role in roles]
@@ -121,9 +123,10 @@ class Run:
                 seconds = self.random.uniform(0.5, longest) if kind == "pause" else 0.0
                 process.paused = self.now + seconds
                 self.at(seconds, partial(self.me.log.fault, kind, process.name, "end"))
-                self.at(SESSION, partial(self._leave, process))
                 if kind == "kill":
                     self._bury(process)
+                else:
+                    self.at(SESSION, partial(self._leave, process))
 
     def _renew(self) -> Task:
         """Write to a topic and read it, delete it and make it anew, and write to it again."""
@@ -192,13 +195,13 @@ class Run:
         call.end("ok", error=None)
 
     def _is_drained(self, group: Group) -> bool:
-        keys = [(SOURCE, p) for p in range(PARTITIONS)]
+        keys = self.broker.keys(SOURCE)
         return not group.pending and not any(self.broker.read(key, group.positions.get(key, 0))[0] for key in keys)
 
     def _read(self, topic: str) -> Task:
         call = self.me.log.start("read", topics=[topic])
         yield 0.1
-        keys = [key for key in self.broker.logs if key[0] == topic]
+        keys = self.broker.keys(topic)
         if any(each.state not in OPPOSITE for key in keys for each in self.broker.logs[key]):
             yield 300.0
             call.end("unknown", error="BrokerUnavailable")
