@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 Key = tuple[str, int]
 Message = tuple[str, int, list[int], str]  # topic, partition, position, value
 
-PLAIN, SOLD, SOURCE = ("left", "right"), ("sold", "shipped"), "source"
-TOPICS = (*PLAIN, SOURCE, "target", "processed", *SOLD, "again")
+PLAIN, SOURCE = ("left", "right"), "source"
+TOPICS = (*PLAIN, SOURCE, "target", "processed", "sold", "shipped", "again")
 PARTITIONS = 2
-HOLD = 30.0
+DEADLINE, HOLD = 5.0, 30.0
 OPPOSITE = {"committed": "aborted", "aborted": "committed"}
 OUTCOMES = {"commit": "committed", "abort": "aborted"}
 
@@ -52,13 +52,6 @@ class Txn:
     answered: float | None = None  # the time at which a call returned its outcome
     is_unwanted: bool = False  # somebody asked for its abort before its outcome was known
     is_spared: bool = False  # nobody ends it before the run settles
-
-    @property
-    def is_told_commit(self) -> bool:
-        return self.told and self.way == "commit"
-
-    def is_of_thread(self, other: Txn) -> bool:
-        return (self.process, self.thread) == (other.process, other.thread)
 
     @property
     def topics(self) -> set[str]:
@@ -118,11 +111,11 @@ class Broker:
     def keys(self, *topics: str) -> list[Key]:
         return [key for key in self.logs if key[0] in topics]
 
-    def begin(self, process: Process, way: str, deadline: float, opening: int | None = None, thread: int = 0) -> Txn:
+    def begin(self, process: Process, way: str, opening: int | None = None, thread: int = 0) -> Txn:
         txn = Txn(f"t{len(self.txns)}", process, way, opening, thread, begun=self.run.now)
         self.txns.append(txn)
         if way != "half":
-            self.run.at(deadline, partial(self.expire, txn))
+            self.run.at(DEADLINE, partial(self.expire, txn))
         return txn
 
     def check(self, txn: Txn, is_lenient: bool = False) -> None:
@@ -152,7 +145,7 @@ class Broker:
         self.check(txn, is_lenient=True)
         entries = [Entry(value, txn) for value in values]
         if key[0] in PLAIN:
-            self._truncate(key)
+            self._truncate(key, values[0])
         txn.entries.setdefault(key, []).extend(entries)
         self.logs[key] += entries
 
@@ -268,19 +261,21 @@ class Broker:
             self.logs[PLAIN[topic == PLAIN[0]], partition].append(Entry(entry.value, txn))
         log, unread = self.logs[key], max([watch.local.get(key, 0) for watch in self.run.alive("watch")], default=0)
         to = log.index(own[0])
-        before = [at for at in range(to) if log[at].value and log[at].txn.is_of_thread(txn)][-1:]
-        if plant("late-stored", any(unread <= at and log[at].txn.is_told_commit for at in before)):
+        thread = txn.process, txn.thread
+        before = [at for at in range(to) if log[at].value and (log[at].txn.process, log[at].txn.thread) == thread][-1:]
+        if plant(
+            "late-stored", any(unread <= at and log[at].txn.told and log[at].txn.way == "commit" for at in before)
+        ):
             log[before[0]], log[to] = log[to], log[before[0]]
 
-    def _truncate(self, key: Key) -> None:
-        """Lose the last transaction in a partition, if it was read, so that its positions are used again."""
+    def _truncate(self, key: Key, value: str) -> None:
+        """Lose the last transaction in a partition, if it was read, before this value is stored at its position."""
         log = self.logs[key]
         own = [entry for entry in log if entry.txn is log[-1].txn]
         start = log.index(own[0]) if own else 0
         is_over = all(each.state in OPPOSITE for each in log[start:])
-        if self.plant(
-            "log-truncated", bool(own) and is_over and own[0].txn.is_told_commit and own[0].value in self.watched
-        ):
+        is_read = bool(own) and log[-1].txn.told and log[-1].txn.way == "commit" and own[0].value in self.watched
+        if self.plant("log-truncated", is_over and is_read, lambda: value in self.watched):
             del log[start:]
             for watch in self.run.alive("watch"):
                 watch.local[key] = min(watch.local.get(key, 0), start)

@@ -19,7 +19,7 @@ _DEFECTS = {
         "torn-partition": ("one partition of a committed transaction is dropped", "torn-transaction"),
         "torn-prepared": ("a commit by token reaches one topic of two", "torn-transaction"),
         "lost": ("a committed message is lost", "lost-write unseen"),
-        "log-truncated": ("messages are lost, their positions used again", "inconsistent-offsets lost-write unseen"),
+        "log-truncated": ("messages are lost, their positions used again", "inconsistent-offsets"),
         "duplicate": ("a message is twice in its partition", "duplicate"),
         "changed": ("the body of a message is another one", "phantom-message"),
         "aborted-visible": ("an aborted transaction is visible", "G1a"),

@@ -13,14 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge_conformance.history import VERSION, RecordedCall, Recorder
 
-from tests.conformance.simulated_broker import HOLD, OPPOSITE, PLAIN, SOLD, SOURCE, Group, Key, Message, Refused, Txn
+from tests.conformance.simulated_broker import (
+    DEADLINE,
+    HOLD,
+    OPPOSITE,
+    PLAIN,
+    SOURCE,
+    Group,
+    Key,
+    Message,
+    Refused,
+    Txn,
+)
 
 if TYPE_CHECKING:
     from tests.conformance.simulated_run import Run
 
 Task = Generator[float, None, None]
+Sends = dict[Key, list[str]]
 
-DEADLINE, HALF_DEADLINE = 5.0, 4.0
+HALF_DEADLINE = 4.0
 SECONDS = 12.0  # of work; in the last quarter nothing is attacked
 SESSION = 1.5  # after it a group goes on without a member that was killed or is paused
 
@@ -93,30 +105,19 @@ class Process:
         if self.is_struck(chance):
             self.kill(event)
 
-    def sends(self, *topics: str, most: int = 4) -> dict[Key, list[str]]:
+    def sends(self, *topics: str, most: int = 4) -> Sends:
         keys = self.broker.keys(*topics)
         chosen = self.random.sample(keys, self.random.randint(1, min(len(keys), most)))
-        return {
-            key: [f"{self.name}/{next(self._values)}" for _ in range(self.random.choice((1, 1, 2, 3)))]
-            for key in chosen
-        }
+        return {key: [f"{self.name}/{next(self._values)}" for _ in range(self.random.randint(1, 3))] for key in chosen}
 
     def transact(
-        self,
-        sends: dict[Key, list[str]],
-        way: str,
-        ack: tuple[Group, list[Message]] | None = None,
-        pause: float = 0.0,
-        thread: int = 0,
-        deadline: float = DEADLINE,
-        opening: int | None = None,
+        self, sends: Sends, way: str, ack: tuple[Group, list[Message]] | None = None, pause: float = 0.0, **more: Any
     ) -> Generator[float, None, Txn | None]:
         """Run a transaction, as `Client.transact` does. Return it if it was committed or prepared."""
-        more = {"thread": thread} if thread else {}
-        call = self.log.start("transaction", deadline=deadline, hold=HOLD, **self.session, **more)
+        txn = self.broker.begin(self, way, **more)
+        call = self.log.start("transaction", deadline=DEADLINE, hold=HOLD, thread=txn.thread, **self.session)
         if ack:
             call.poll(ack[1], ack[0].name)
-        txn = self.broker.begin(self, way, deadline, opening, thread)
         call.note(transaction=txn.id, begun=self.log.mono())
         steps: list[Callable[[], None]] = [partial(self._send, call, txn, key, values) for key, values in sends.items()]
         pause_at = self.random.choice((self.random.randint(0, len(steps)), len(steps)))
@@ -147,16 +148,14 @@ class Process:
         if self.is_struck(0.4 if self.broker.is_fenced(txn) else 0.2):
             self.run.at(self.wait(0, 0.5), partial(getattr(self.broker, verb), txn, "killed"))
             self.kill(f"{verb}/after")
-        yield self.wait()
-        if self.broker.plant("hang-call", txn.thread > 0 and self.run.now < SECONDS / 2):
-            self.is_immune = True
-            self.tasks -= 1
-            yield 1e9
+        is_early = self.run.now < SECONDS / 2
+        is_hung = self.broker.plant("hang-call", is_early and txn.thread > 0)
+        is_slow = self.broker.plant("hang-slow", is_early)
+        self.tasks -= is_hung
+        self.is_immune |= is_hung or is_slow
+        yield 1e9 if is_hung else DEADLINE + 12 if is_slow else self.wait()
         is_heard = self.is_immune or self.random.random() > 0.06
         getattr(self.broker, verb)(txn, "told" if is_heard else "lost")
-        if is_heard and self.broker.plant("hang-slow", self.run.now < SECONDS / 2):
-            self.is_immune = True
-            yield DEADLINE + 12
         if is_heard:
             txn.told = True
             call.end("ok", outcome=outcome, **({"token": txn.id} if is_prepared else {}))
@@ -199,8 +198,7 @@ class Process:
         while not self.is_stopping:
             yield self.wait(0.1, 1)
             way = self.random.choices(("commit", "abort", "prepare"), (6, 2, 2))[0]
-            deadline, pause = (1.0, 1.5) if self.random.random() < 0.05 else (DEADLINE, 0.0)
-            yield from self.transact(self.sends(*PLAIN), way, pause=pause, thread=thread, deadline=deadline)
+            yield from self.transact(self.sends(*PLAIN), way, thread=thread)
 
     def own(self, thread: int) -> Task:
         while not self.is_stopping:
@@ -277,21 +275,16 @@ class Process:
                 yield from self.end_by_token(txn, self.random.choice(("commit", "commit", "abort", "status")))
 
     def watch(self, thread: int) -> Task:
-        keys = self.broker.keys(*PLAIN, *SOLD, "again")
-        is_first = True
         while not self.is_stopping:
             call = self.log.start("poll")
-            if is_first:
-                call.assign(keys)
-            is_first = False
+            call.assign(list(self.broker.logs))
             stamp = self.run.now
-            seen = self.broker.watched
             yield self.wait(0.2, 0.4) + 3 * self.run.is_closing
             if self.broker.plant("future-read", True, partial(self.broker.is_from_future, stamp)):
                 yield 3.0
                 self.log.stamp = stamp
             found: list[Message] = []
-            for key in keys:
+            for key in self.broker.logs:
                 self._read_dirty(key)
                 messages, self.local[key] = self.broker.read(key, self.local.get(key, 0))
                 if self.broker.plant("watch-again", bool(messages) and not self.run.is_closing):
@@ -300,7 +293,7 @@ class Process:
                     del messages[1]
                 found += messages
             for *_, value in found:
-                seen.setdefault(value, self.log.stamp or self.run.now)
+                self.broker.watched.setdefault(value, self.log.stamp or self.run.now)
             call.poll(found)
             call.end("ok")
             self.log.stamp = None
@@ -317,10 +310,10 @@ class Process:
         while not self.is_stopping:
             yield self.wait(0.3, 1.5)
             call = self.log.start("half", deadline=HALF_DEADLINE + 6)
-            txn = self.broker.begin(self, "half", HALF_DEADLINE)
+            txn = self.broker.begin(self, "half")
             call.note(begun=self.log.mono())
             self.run.at(HALF_DEADLINE + self.wait(0, 2), partial(self.broker.check_back, txn))
-            sends = self.sends(*SOLD, most=3)
+            sends = self.sends("sold", "shipped", most=3)
             for key, values in sends.items():
                 call.send(*key, values)
             yield self.wait()
