@@ -159,14 +159,14 @@ class Broker:
         txn.group, txn.acks, txn.acked = group, positions, values
         group.pending.update(dict.fromkeys(positions, txn))
 
-    def end(self, txn: Txn, state: str, moves: bool | None = None) -> None:
-        """End a transaction. `moves` says whether its acknowledgements count: by default those of a commit."""
+    def end(self, txn: Txn, state: str, is_wrong: bool = False) -> None:
+        """End a transaction. Its acknowledgements count if it commits, or if they `is_wrong` only if it aborts."""
         txn.state = state
         for key in txn.entries:
             self.logs[key].append(Entry("", txn))
         for key, position in txn.acks.items():
             assert txn.group is not None
-            if (state == "committed") if moves is None else moves:
+            if (state == "committed") is not is_wrong:
                 txn.group.positions[key] = position
             if txn.group.pending.get(key) is txn:
                 del txn.group.pending[key]
@@ -177,16 +177,17 @@ class Broker:
             hangs = is_killed and txn.topics <= {*PLAIN} and txn.opening is None
             if self.plant("hanging", hangs, lambda: txn.state == "open"):
                 return
-            moves = self.plant(
-                "position-moved-killed", is_killed and bool(txn.acks), partial(self.is_passed, txn.group, txn.acked)
-            )
-            self.end(txn, "aborted", moves)
+            self.drop(txn, "position-moved-killed", is_killed)
+
+    def drop(self, txn: Txn, defect: str, is_possible: bool = True) -> None:
+        """Abort a transaction, whose acknowledgements count by this defect."""
+        is_evident = partial(self.is_passed, txn.group, txn.acked)
+        self.end(txn, "aborted", self.plant(defect, is_possible and bool(txn.acks), is_evident))
 
     def abort(self, txn: Txn) -> None:
         """Abort a transaction as its process wishes."""
         self.check(txn)
-        moves = self.plant("abort-moves", bool(txn.acks), partial(self.is_passed, txn.group, txn.acked))
-        self.end(txn, "aborted", moves)
+        self.drop(txn, "abort-moves")
         groups = [*txn.entries.values()] if txn.topics <= {*PLAIN} else []
         if self.plant("aborted-visible", bool(groups)):
             self.show(itertools.chain(*groups), "committed")
@@ -197,9 +198,11 @@ class Broker:
         for entry in entries:
             entry.fate = state
 
-    def hide_a_topic(self, txn: Txn) -> None:
-        hidden = self.random.choice(sorted(txn.topics))
-        self.show((entry for key in txn.entries if key[0] == hidden for entry in txn.entries[key]), "aborted")
+    def tear(self, txn: Txn, defect: str) -> None:
+        """Hide the messages in one topic of a transaction by this defect."""
+        if self.plant(defect, txn.state == "committed" and len(txn.topics) > 1):
+            hidden = self.random.choice(sorted(txn.topics))
+            self.show((entry for key in txn.entries if key[0] == hidden for entry in txn.entries[key]), "aborted")
 
     def prepare(self, txn: Txn, heard: str) -> None:
         self.check(txn)
@@ -218,8 +221,8 @@ class Broker:
     def commit(self, txn: Txn, heard: str) -> None:
         """Commit a transaction whose process hears it ("told"), loses the answer ("lost"), or is killed ("killed")."""
         told, killed, plant = heard == "told", heard == "killed", self.plant
-        entries, topics, has_output = txn.messages, txn.topics, bool(txn.acks and txn.entries)
-        is_plain = bool(entries) and topics <= {*PLAIN}
+        entries, has_output = txn.messages, bool(txn.acks and txn.entries)
+        is_plain = bool(entries) and txn.topics <= {*PLAIN}
         is_zombie = is_plain and self.is_plainly_fenced(txn) and txn.state == "open"
         if not plant(f"zombie-{heard}", is_zombie):
             self.check(txn)
@@ -229,13 +232,12 @@ class Broker:
         is_lost = plant("position-lost-killed", killed and has_output, self.is_replayed)
         is_lost |= plant("ack-lost", told and bool(txn.acks) and not entries, self.is_replayed)
         is_refused = plant("output-without-ack", told and has_output)
-        self.end(txn, "committed", not (is_lost or is_refused))
+        self.end(txn, "committed", is_lost or is_refused)
         if is_refused:
             raise Refused("Conflict")
         if plant("told-aborted", told and is_plain):
             raise Refused("TransactionTimedOut")
-        if plant(f"torn-{heard}", len(topics) > 1):
-            self.hide_a_topic(txn)
+        self.tear(txn, f"torn-{heard}")
         if plant("output-lost", told and has_output):
             self.show(entries, "aborted")
         if told and is_plain:
@@ -260,13 +262,11 @@ class Broker:
         if plant("copy-topic"):
             self.logs[PLAIN[topic == PLAIN[0]], partition].append(Entry(entry.value, txn))
         log, unread = self.logs[key], max([watch.local.get(key, 0) for watch in self.run.alive("watch")], default=0)
-        to = log.index(own[0])
-        thread = txn.process, txn.thread
-        before = [at for at in range(to) if log[at].value and (log[at].txn.process, log[at].txn.thread) == thread][-1:]
-        if plant(
-            "late-stored", any(unread <= at and log[at].txn.told and log[at].txn.way == "commit" for at in before)
-        ):
-            log[before[0]], log[to] = log[to], log[before[0]]
+        to, thread = log.index(own[0]), (txn.process, txn.thread)
+        before = [at for at in range(to) if log[at].value and (log[at].txn.process, log[at].txn.thread) == thread]
+        at = before[-1] if before else 0
+        if plant("late-stored", bool(before) and unread <= at and log[at].txn.told and log[at].txn.way == "commit"):
+            log[at], log[to] = log[to], log[at]
 
     def _truncate(self, key: Key, value: str) -> None:
         """Lose the last transaction in a partition, if it was read, before this value is stored at its position."""
@@ -288,12 +288,11 @@ class Broker:
                 return "prepared"
             return "unknown" if txn.state == "open" else txn.state
         if txn.state == "prepared":
-            moves = wish == "abort" and self.plant(
-                "prepared-moves", bool(txn.acks), partial(self.is_passed, txn.group, txn.acked)
-            )
-            self.end(txn, OUTCOMES[wish], moves or None)
-            if txn.state == "committed" and self.plant("torn-prepared", len(txn.topics) > 1):
-                self.hide_a_topic(txn)
+            if wish == "abort":
+                self.drop(txn, "prepared-moves")
+            else:
+                self.end(txn, "committed")
+                self.tear(txn, "torn-prepared")
         elif self.plant("split", is_old):
             return OPPOSITE[txn.state]
         return txn.state
@@ -323,10 +322,9 @@ class Broker:
     def decide_half(self, txn: Txn, wish: str) -> str:
         """End a transaction of half messages, unless it has ended; return its outcome."""
         if txn.state == "open":
-            is_wrong = self.plant("orphan-half", wish == "committed") or self.plant("phantom-commit", wish == "aborted")
+            is_wrong = self.plant("orphan-half" if wish == "committed" else "phantom-commit")
             self.end(txn, OPPOSITE[wish] if is_wrong else wish)
-            if self.plant("torn-half", wish == "committed" and len(txn.topics) > 1):
-                self.hide_a_topic(txn)
+            self.tear(txn, "torn-half")
             return wish
         return txn.state
 
