@@ -360,9 +360,10 @@ class Broker:
         return max(self._acked(known).values(), default=0) > 1
 
     def is_passed(self, group: Group | None, values: list[str]) -> bool:
-        """Return whether no committed transaction has acknowledged one of these messages for a group."""
-        done = self._acked(self.txns)
-        return group is not None and any(not done[group.name, value] for value in values)
+        """Return whether one of these messages is known as committed, and no committed transaction acknowledged it."""
+        done, known = self._acked(self.txns), [txn for txn in self.txns if txn.told or txn.answered is not None]
+        sent = {entry.value for txn in known for entry in txn.messages}
+        return group is not None and any(value in sent and not done[group.name, value] for value in values)
 
     def is_lost(self, txn: Txn) -> bool:
         is_early = txn.answered is not None and txn.answered < txn.begun + HOLD

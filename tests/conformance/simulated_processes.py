@@ -6,6 +6,7 @@ A process's threads are generators that yield how long they wait.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
@@ -47,7 +48,7 @@ class Log(Recorder):
     def __init__(self, run: Run, process: str, host: int) -> None:
         self._run, self._host = run, host
         self._numbers = itertools.count()
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[bytes] = []
         self.stamp: float | None = None  # the time that is recorded instead of the present
         self.write(history=VERSION, process=process, client="simulated", host=f"host{host}", pid=len(run.logs), mono=0)
         run.logs[process] = self
@@ -56,7 +57,7 @@ class Log(Recorder):
         if "mono" in line:
             line["mono"] = self.mono()
             line.pop("wall", None)
-        self.lines.append(line)
+        self.lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def mono(self) -> int:
         now = self._run.now if self.stamp is None else self.stamp
@@ -79,17 +80,11 @@ class Process:
         self.session: dict[str, str] = {}
         self._values = itertools.count()
         for thread in range(2 if role == "write" else 1):
-            self.begin(self.work(thread))
+            self.begin(run.settle() if role == "run" else getattr(self, role)(thread))
 
     def begin(self, task: Task) -> None:
         self.tasks += 1
-        self.run.resume(self, task)
-
-    def work(self, thread: int) -> Task:
-        call = self.log.start("open")
-        yield self.wait()
-        call.end("ok")
-        yield from self.run.settle() if self.role == "run" else getattr(self, self.role)(thread)
+        self.run.resume(self, task, self.wait())
 
     def wait(self, least: float = 0.005, most: float = 0.05) -> float:
         return self.random.uniform(least, most)
@@ -158,7 +153,7 @@ class Process:
         getattr(self.broker, verb)(txn, "told" if is_heard else "lost")
         if is_heard:
             txn.told = True
-            call.end("ok", outcome=outcome, **({"token": txn.id} if is_prepared else {}))
+            call.end("ok", outcome=outcome, token=txn.id)
         else:
             yield 1.0
             call.end("unknown", error="OutcomeUnknown", token=txn.id)
