@@ -329,9 +329,9 @@ class Broker:
         return txn.state
 
     def claim(self, id: str, wish: str) -> str:
-        is_second = id in self.claims
+        is_wrong = self.plant("claim-split", id in self.claims)
         outcome = self.claims.setdefault(id, OUTCOMES[wish])
-        return OPPOSITE[outcome] if self.plant("claim-split", is_second) else outcome
+        return OPPOSITE[outcome] if is_wrong else outcome
 
     def check_back(self, txn: Txn) -> None:
         """Ask a living seller, or the run that settles, about an undecided transaction."""

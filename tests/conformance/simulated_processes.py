@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -308,16 +307,12 @@ class Process:
             txn = self.broker.begin(self, "half")
             call.note(begun=self.log.mono())
             self.run.at(HALF_DEADLINE + self.wait(0, 2), partial(self.broker.check_back, txn))
-            sends = self.sends("sold", "shipped", most=3)
-            for key, values in sends.items():
-                call.send(*key, values)
             yield self.wait()
-            with suppress(Refused):
-                for key, values in sends.items():
-                    self.broker.store(txn, key, values)
             if txn.state != "open":
                 call.end("fail", error="TransactionTimedOut")
                 continue
+            for key, values in self.sends("sold", "shipped", most=3).items():
+                self._send(call, txn, key, values)
             call.note(transaction=txn.id)
             self.risk("half/before", 0.1)
             yield self.wait(0.05, 0.5)
