@@ -21,7 +21,7 @@ VARIANTS = ("", "machines", "jump", "pauses", "renewed", "cut")
 
 TRIES = 80  # runs of a seed until one has a chance for the defect
 ROLES = {"write": 1, "own": 2, "feed": 1, "copy": 2, "process": 1, "finish": 1, "watch": 1, "sell": 1, "decide": 2}
-SOURCES = ("write", "own", "feed", "sell", "decide")
+SOURCES = ("write", "own", "feed", "sell", "decide", "finish")
 
 
 class Run:
@@ -150,15 +150,12 @@ class Run:
         if self.defect and not self.planted:
             return  # the rest would be in vain: this run had no chance for its defect
         yield from self._stop(*SOURCES)
-        yield from self._stop("finish")
         for txn in txns:
             if txn.is_spared:
                 yield HOLD + 100
                 yield from self.me.end_by_token(txn, "commit")
         yield from self._finish("commit", "abort")
-        halves = [each for each in txns if each.way == "half"]
-        yield from self._await("half messages are not published", lambda: _are_decided(halves))
-        yield from self._await("transactions of the run are still open", lambda: _are_decided(self.broker.txns))
+        yield from self._await("transactions are still open", lambda: all(each.state in OPPOSITE for each in txns))
         yield from self._await("groups have not read everything", lambda: all(map(self._is_drained, groups)))
         yield from self._stop("copy", "process", "watch")
         for id, decision in self.broker.sales.items():
@@ -183,13 +180,11 @@ class Run:
         call.end("ok" if is_met() else "fail", error=None if is_met() else "")
 
     def _finish(self, *wishes: str) -> Task:
-        call = self.me.log.start("settle", condition="transactions have no outcome")
         for txn in self.tokens:
             while txn.answered is None:
                 wish = self.random.choice(wishes) if txn.way == "prepare" else "status"
                 yield from self.me.end_by_token(txn, wish)
                 yield 0.2
-        call.end("ok", error=None)
 
     def _is_drained(self, group: Group) -> bool:
         keys = self.broker.keys(SOURCE)
@@ -205,10 +200,6 @@ class Run:
         else:
             call.poll([message for key in keys for message in self.broker.read(key, 0)[0]])
             call.end("ok")
-
-
-def _are_decided(txns: list[Txn]) -> bool:
-    return all(each.state in OPPOSITE for each in txns)
 
 
 @dataclass
