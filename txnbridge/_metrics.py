@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +23,10 @@ from txnbridge.errors import InvalidOption, TxnBridgeError
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
+
+    from txnbridge.spi import OpenTransaction
+
+_log = logging.getLogger("txnbridge")
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[tuple[str, str], ...]  # names and values
@@ -56,6 +62,7 @@ DEFINITIONS = {
     "relay_rows_total": Definition("counter", "Rows of an outbox that a relay has published or parked."),
     "relay_lag": Definition("gauge", "Rows of an outbox that wait."),
     "open_transactions": Definition("gauge", "Transactions that are open at the broker, by state."),
+    "oldest_open_transaction_seconds": Definition("gauge", "Age of the oldest open transaction at the broker."),
     "half_messages_parked": Definition("gauge", "Half messages without a decision, which somebody has to end."),
 }
 
@@ -94,6 +101,7 @@ class Metrics:
 
     txnbridge_event_names: frozenset[str] = frozenset(
         {"transaction.end", "abort", "resolve", "half.store", "half.end", "half.park", "half.check"}
+        | {"processor.count", "relay.count"}
     )
 
     def __init__(self) -> None:
@@ -144,10 +152,22 @@ class Metrics:
             self._count("half_checks_total", backend, ("decision", data.get("decision", "undecided")))
         elif event.name in _HALF_EVENTS and event.phase == "after":
             self._count("half_messages_total", backend, ("event", data.get("outcome", _HALF_EVENTS[event.name])))
+        elif event.name in ("processor.count", "relay.count"):
+            self._count_work(event.name, backend, dict(data))
 
-    def _count(self, name: str, *labels: tuple[str, str]) -> None:
+    def _count_work(self, event: str, backend: tuple[str, str], counts: dict[str, Any]) -> None:
+        if event == "processor.count":
+            labels = backend, ("group", counts.pop("group")), ("topics", counts.pop("topics"))
+            for name, count in counts.items():
+                self._count(f"processor_{name}_total", *labels, count=count)
+        else:
+            service = ("service", counts.pop("service"))
+            for result in counts.keys() & {"published", "parked"}:
+                self._count("relay_rows_total", backend, service, ("result", result), count=counts[result])
+
+    def _count(self, name: str, *labels: tuple[str, str], count: int = 1) -> None:
         with self._lock:
-            _family(self._counted, name).add(labels, 1)
+            _family(self._counted, name).add(labels, count)
 
     def _observe(self, name: str, seconds: float, *labels: tuple[str, str]) -> None:
         with self._lock:
@@ -168,9 +188,7 @@ def _family(families: dict[str, Family], name: str) -> Family:
 def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
     """Yield the present values of a bridge's processors and services: name, labels, value."""
     for processor in list(bridge._connection.processors):
-        labels = (("group", processor._group), ("topics", ",".join(topic.name for topic in processor._topics)))
-        for name in ("messages", "transactions", "dead_letters", "delayed", "retries"):
-            yield f"processor_{name}_total", labels, getattr(processor.stats, name)
+        labels = tuple(processor._names.items())
         if processor.lag is not None:
             yield "processor_lag", labels, processor.lag
         yield "processor_healthy", labels, processor.healthy
@@ -179,9 +197,6 @@ def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
         label = ("service", service._name)
         if hasattr(service, "healthy"):
             yield "service_healthy", (label,), service.healthy
-        if _is_relay(service):
-            yield "relay_rows_total", (label, ("result", "published")), service.stats.published
-            yield "relay_rows_total", (label, ("result", "parked")), service.stats.parked
 
 
 def _is_relay(service: object) -> bool:
@@ -197,6 +212,7 @@ class BrokerWatch(Service):
         super().__init__(bridge._connection, "watch of metrics", stop_timeout=1.0)
         self._bridge = bridge
         self._every = every
+        self._warned = False  # of the oldest open transaction
         self.families: list[Family] = []
 
     def _loop(self) -> None:
@@ -217,6 +233,22 @@ class BrokerWatch(Service):
                 yield "open_transactions", ("state", state), 0
             for transaction in transactions:
                 yield "open_transactions", ("state", transaction.state), 1
+            since = {each.since: each for each in transactions if each.since is not None}
+            for state in ("open", "prepared"):
+                begun = min((at for at, each in since.items() if each.state == state), default=None)
+                yield "oldest_open_transaction_seconds", ("state", state), 0.0 if begun is None else _age(begun)
+            self._warn(since[min(since)] if since else None)
+
+    def _warn(self, oldest: OpenTransaction | None) -> None:
+        """Warn once if the oldest open transaction is older than the bridge's timeout."""
+        age = 0.0 if oldest is None else _age(oldest.since or 0)
+        if oldest is None or age <= self._connection.timeout:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            where = ", ".join(f"{topic}[{number}]" for topic, number in oldest.partitions[:8])
+            text = "transaction %s of %s has been open for %.0f s, and readers may wait for it (%s): see `txnbridge"
+            _log.warning(text + " transactions list`", oldest.transaction, oldest.owner or "a stranger", age, where)
 
     def _ask_services(self) -> Iterator[tuple[str, tuple[str, str], float]]:
         groups = set()
@@ -229,6 +261,10 @@ class BrokerWatch(Service):
         for group in groups:
             parked = half_store(self._connection).parked(group, self._connection.deadline())
             yield "half_messages_parked", ("group", group), len(parked)
+
+
+def _age(since: int) -> float:
+    return max(0.0, time.time() - since / 1000)
 
 
 def merged(parts: Iterable[Iterable[Family]]) -> list[Family]:

@@ -99,13 +99,20 @@ def test_processors_and_half_messages_are_counted(bridge, collected):
     with bridge.half_messages("sales", execute=decide, check=decide) as halves, halves.transaction() as half:
         half.send("orders", b"4")
     assert values(collected, "half_messages_total") == {"stored": 1, "committed": 1}
+    bridge.close()
+    assert values(collected, "processor_messages_total") == {"shipping,orders": 3}, "counters outlive their bridge"
 
 
-def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed(bridge, collected, monkeypatch):
-    with bridge.transaction(prepare=True) as txn:
+def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed(
+    bridge, collected, monkeypatch, caplog
+):
+    monkeypatch.setattr(bridge._connection, "timeout", 0.5)
+    with bridge.transaction(prepare=True, timeout=30) as txn:
         txn.send("orders", b"1")
     watch = collected.watch(bridge, every=0.05)
     wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 1})
+    wait_until(lambda: values(collected, "oldest_open_transaction_seconds").get("prepared", 0) > 0.6)
+    assert caplog.text.count("readers may wait for it (orders[0])") == 1
     bridge.abort(str(txn.token))
     wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
 

@@ -52,6 +52,8 @@ EVENT_NAMES = (
     "database.read",
     "database.barrier",
     "database.commit",
+    "processor.count",
+    "relay.count",
 )
 
 _log = logging.getLogger("txnbridge")

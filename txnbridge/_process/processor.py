@@ -249,6 +249,8 @@ class Processor(ConnectionUser):
         self._failure: BaseException | None = None  # the error that ended the loop in its thread
         self._stop = Shutdown(stop_timeout, group, self._hurry, self._give_up)
         connection.processors.add(self)
+        self._names = {"group": group, "topics": ",".join(topic.name for topic in self._topics)}
+        self._add(messages=0, transactions=0, dead_letters=0, delayed=0, retries=0)
 
     def _observe_handler(self) -> None:
         """Call the handler inside the context managers of plug-ins, if there are any."""
@@ -481,7 +483,8 @@ class Processor(ConnectionUser):
 
     def _count_failure(self, error: BaseException) -> None:
         self._failures += 1
-        self._stats = self._stats._replace(retries=self._stats.retries + 1, last_error=loggable(error))
+        self._stats = self._stats._replace(last_error=loggable(error))
+        self._add(retries=1)
 
     # --- one pass -------------------------------------------------------------------------------------------------
 
@@ -800,12 +803,12 @@ class Processor(ConnectionUser):
             _log.debug("the handler of %r failed", self, exc_info=error)
             why = handler_location(error, __file__)
             _log.warning("%r in group %r: will be retried later, %s", done.originals[index], self._group, why)
-        self._stats = self._stats._replace(
-            messages=self._stats.messages + len(done),
-            transactions=self._stats.transactions + 1,
-            dead_letters=self._stats.dead_letters + len(dead),
-            delayed=self._stats.delayed + len(delayed),
-        )
+        self._add(messages=len(done), transactions=1, dead_letters=len(dead), delayed=len(delayed))
+
+    def _add(self, **more: int) -> None:
+        before = self._stats._asdict()
+        self._stats = self._stats._replace(**{name: before[name] + count for name, count in more.items()})
+        self._connection.events.emit("processor.count", "after", **self._names, **more)
 
 
 def _check_takes_two(setting: str, handler: Any) -> None:

@@ -385,6 +385,7 @@ class Relay(Service):
         self._failing_since: float | None = None
         self._purged = 0.0
         self._stats = RelayStats()
+        self._add(published=0, parked=0)
 
     @property
     def stats(self) -> RelayStats:
@@ -538,15 +539,11 @@ class Relay(Service):
         if outcome is Outcome.ABORTED:
             _log.warning("the %s publishes a batch again, because its transaction was aborted", self._name)
             self._store.withdraw_batch(token, self._relay, self._connection.deadline())
-            self._stats = self._stats._replace(aborted=self._stats.aborted + 1)
+            self._add(aborted=1)
         elif outcome is not Outcome.COMMITTED:
             raise errors.OutcomeUnknown("the outcome of a batch is not known yet", token=token)
         elif self._delete(token, batch):
-            before = self._stats
-            self._stats = before._replace(
-                published=before.published + sum(last - first + 1 for first, last in _parsed(batch)),
-                batches=before.batches + 1,
-            )
+            self._add(published=sum(last - first + 1 for first, last in _parsed(batch)), batches=1)
 
     def _delete(self, token: str, batch: str) -> bool:
         """Delete or keep the rows of a batch that is committed, and read the next rows in the same transaction.
@@ -575,7 +572,12 @@ class Relay(Service):
         self._failed_deliveries = 0
         if self._store.park(version, row.id, str(error), self._relay, self._connection.deadline()):
             _log.error("the %s has parked row %d: %s", self._name, row.id, error)
-            self._stats = self._stats._replace(parked=self._stats.parked + 1)
+            self._add(parked=1)
+
+    def _add(self, **more: int) -> None:
+        before = self._stats._asdict()
+        self._stats = self._stats._replace(**{name: before[name] + count for name, count in more.items()})
+        self._connection.events.emit("relay.count", "after", service=self._name, **more)
 
 
 def _now() -> int:
