@@ -15,6 +15,7 @@ import pytest
 
 from tests.in_time import wait_until, within
 from txnbridge import App, DeadlineExceeded, InvalidOption, InvalidState, Poison, Router, connect
+from txnbridge._app import app as app_module
 
 
 def send(bridge, *values: bytes, topic: str = "in") -> None:
@@ -272,6 +273,34 @@ def test_a_lifespan_that_fails_ends_the_start_and_closes_what_is_open(bridge):
     with pytest.raises(ValueError, match="a test says so"):
         app.run()
     assert events == ["closed"]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_an_error_of_a_background_function_ends_the_app_or_is_followed_by_a_restart(bridge, monkeypatch, restart):
+    monkeypatch.setattr(app_module, "_RESTART_SECONDS", 0.01)
+    calls: list[str] = []
+
+    async def refresh(what: str) -> None:
+        calls.append(what)
+        await asyncio.sleep(0.01)  # the loop runs although no message comes
+        raise ValueError("a test says so")
+
+    async def opening(app: App) -> AsyncIterator[None]:
+        app.background(refresh, "rates", restart=restart)
+        yield
+
+    app = App(lifespan=opening)
+
+    @app.process("in", group="g")
+    async def in_app(value): ...
+
+    if restart:
+        with app:
+            wait_until(lambda: len(calls) > 2)
+    else:
+        with pytest.raises(ValueError, match="a test says so"):
+            app.run()
+        assert calls == ["rates"]
 
 
 async def on_loop(app: App) -> AsyncIterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -19,10 +21,13 @@ from txnbridge._bridge import Bridge, connect
 from txnbridge._process.processor import ProcessorStats
 from txnbridge.errors import InvalidOption, InvalidState
 
+_log = logging.getLogger("txnbridge")
+
 Makers = list[Callable[[], ServedProcessor]]
 
 # The default of `connect`. An app with more functions has a writer for each, because each may have a transaction open.
 _LEAST_WRITERS = 4
+_RESTART_SECONDS = 1.0  # the pause before a function of `background` is called again
 
 
 class App(Router):
@@ -73,6 +78,8 @@ class App(Router):
         self._was_running = False  # whether the start of this run or the last one succeeded
         self._stopped_itself = False  # whether `stop` was called in this run or the last one
         self._block: ExitStack | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # those of `background`
+        self._failure: Exception | None = None  # the error of one of them, which ended this run or the last one
 
     @property
     def bridge(self) -> Bridge:
@@ -165,6 +172,32 @@ class App(Router):
         self._stopped_itself = True
         self._stop_all()
 
+    def background(
+        self, function: Callable[..., Coroutine[Any, Any, object]], *args: Any, restart: bool = False
+    ) -> None:
+        """Run `function(*args)` on the event loop of the asynchronous lifespan that calls this, until that is closed.
+
+        An error of the function ends the app, whose `run` raises it. With `restart` it is logged, and the function is
+        called again after a second.
+        """
+
+        async def work() -> None:
+            while True:
+                try:
+                    await function(*args)
+                    return
+                except Exception as error:
+                    if not restart:
+                        self._failure = self._failure or error
+                        self._stop_all()
+                        return
+                    _log.exception("%s of the app has failed, and is called again", function.__name__)
+                    await asyncio.sleep(_RESTART_SECONDS)
+
+        task = asyncio.get_running_loop().create_task(work())
+        self._tasks.add(task)  # the loop has weak references only
+        task.add_done_callback(self._tasks.discard)
+
     def _stop_all(self) -> None:
         stop = self._stop  # another thread may be closing the app
         if stop is not None:
@@ -223,9 +256,11 @@ class App(Router):
         handlers = list(self._collect())
         self._check(handlers)
         with ExitStack() as stack:
+            stack.callback(self._raise_failure)
             stack.callback(self._forget)
             self._finished = []
             self._was_running = self._stopped_itself = False
+            self._failure = None
             self._stop = Shutdown(self.stop_timeout, "app", lambda _: None, lambda: None)
             options = {"writers": max(_LEAST_WRITERS, len(handlers)), **self._connect_options}
             bridge = self._bridge = stack.enter_context(connect(**options))
@@ -283,11 +318,16 @@ class App(Router):
         """Return a function's state and event loop, open until `stack` ends; `states` has plain lifespans' states."""
         if not handler.is_async:
             return states.get(lifespan), None
-        loop = EventLoop(side_by_side=handler.settings.get("concurrency", 1) != 1)
+        is_open = lifespan is not None and lifespan.is_async
+        loop = EventLoop(runs_always=is_open or handler.settings.get("concurrency", 1) != 1)
         stack.callback(loop.close)
-        if lifespan is not None and lifespan.is_async:
+        if lifespan is not None and is_open:
             return stack.enter_context(loop.opened(lifespan.open(self))), loop
         return states[lifespan], loop
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _forget(self) -> None:
         self._stop = self._bridge = None

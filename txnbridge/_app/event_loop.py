@@ -32,16 +32,16 @@ async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, Excepti
 class EventLoop:
     """An event loop of one handler.
 
-    It runs while a call of the handler runs, in the calling thread. With `side_by_side` many threads call at once, and
-    it runs in a thread of its own until it is closed.
+    It runs while a call of the handler runs, in the calling thread. With `runs_always` it runs in a thread of its own
+    until it is closed: many threads may call at once, and tasks of a lifespan run between two calls.
     """
 
-    def __init__(self, side_by_side: bool = False) -> None:
+    def __init__(self, runs_always: bool = False) -> None:
         self._loop = asyncio.new_event_loop()
         self._calls: set[asyncio.Task[Any] | Future[Any]] = set()
         self._cancelled = False
         self._thread: Thread | None = None
-        if side_by_side:
+        if runs_always:
             self._thread = Thread(target=self._loop.run_forever, name="txnbridge event loop", daemon=True)
             self._thread.start()
 
