@@ -39,6 +39,16 @@ def test_a_group_goes_on_at_either_end_or_at_a_time(bridge: Bridge, read: tuple[
     assert bridge.admin.group(group).lag == {(topic, 0): 3}
 
 
+def test_control_markers_are_no_lag(bridge: Bridge, read: tuple[str, str]) -> None:
+    topic, group = read
+    with bridge.transaction() as txn:
+        txn.send(topic, b"3")
+        txn.abort()
+    with bridge.consumer(topic, group) as consumer, bridge.transaction() as txn:
+        txn.ack(next(iter(consumer)))
+    assert bridge.admin.group(group).lag == {(topic, 0): 0}
+
+
 def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_of_it(
     bridge: Bridge, read: tuple[str, str]
 ) -> None:

@@ -808,7 +808,7 @@ class Processor(ConnectionUser):
     def _add(self, **more: int) -> None:
         before = self._stats._asdict()
         self._stats = self._stats._replace(**{name: before[name] + count for name, count in more.items()})
-        self._connection.events.emit("processor.count", "after", **self._names, **more)
+        self._connection.events.emit("processor.count", "after", None, **self._names, **more)
 
 
 def _check_takes_two(setting: str, handler: Any) -> None:

@@ -577,7 +577,7 @@ class Relay(Service):
     def _add(self, **more: int) -> None:
         before = self._stats._asdict()
         self._stats = self._stats._replace(**{name: before[name] + count for name, count in more.items()})
-        self._connection.events.emit("relay.count", "after", service=self._name, **more)
+        self._connection.events.emit("relay.count", "after", None, service=self._name, **more)
 
 
 def _now() -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, ConsumerGroupType, KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import InvalidState, NotFound
-from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
+from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position, Subscription
 from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, result_of, seconds
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.read.assignment import open_consumer
 
 _HAS_MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
+_SEARCH_SECONDS = 2.0
 _CONSUMER_GROUP_TYPES = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
 
 
@@ -45,13 +48,29 @@ class KafkaGroups:
         positions = self._positions(name)
         if not members and not positions:
             raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows all groups")
+        return GroupInfo(name, members, {p: (at,) for p, at in positions.items()}, self._lag(positions))
+
+    def _lag(self, positions: dict[Partition, int]) -> dict[Partition, int]:
+        """Return the number of offsets from the first message on, because markers before it are no lag.
+
+        In a partition where the first message is not found in time, all offsets count.
+        """
         ends = self._cluster.requests.ends(positions, self._deadline)
-        return GroupInfo(
-            name,
-            members,
-            {partition: (at,) for partition, at in positions.items()},
-            {partition: max(0, ends[partition] - at) for partition, at in positions.items()},
-        )
+        if ends == positions:
+            return dict.fromkeys(positions, 0)
+        first = {partition: at for partition, at in positions.items() if at < ends[partition]}
+        until = Deadline(min(_SEARCH_SECONDS, self._deadline.left()))
+        with closing(open_consumer(self._cluster.settings, Subscription((), None), ignore)) as client:
+            client.assign([TopicPartition(*partition, at) for partition, at in first.items()])
+            waiting = set(first)
+            while waiting and not until.expired:
+                found: Any = client.poll(seconds(until))
+                if found is not None and (not found.error() or found.error().code() == KafkaError._PARTITION_EOF):
+                    partition = found.topic(), found.partition()
+                    client.pause([TopicPartition(*partition)])
+                    waiting.discard(partition)
+                    first[partition] = found.offset()
+        return {partition: max(0, ends[partition] - first.get(partition, at)) for partition, at in positions.items()}
 
     def reset(self, name: str, to: str | int, topics: Sequence[str] | None) -> dict[Partition, Position]:
         """Set a group's offsets to "earliest", "latest" or a time in milliseconds, and return the new offsets.

@@ -57,7 +57,7 @@ class KafkaAssignment:
         self.closed = False
         self._in_group = subscription.group is not None
         self._watched = cluster.watched_partitions
-        self.client = _connect(settings, subscription, on_commit)
+        self.client = open_consumer(settings, subscription, on_commit)
 
     def log_for_group(self, text: str, *args: object) -> None:
         """Log a line about the reader's group. A reader without a group logs nothing."""
@@ -212,7 +212,9 @@ def as_text(partitions: Iterable[Partition]) -> str:
 _RESOLVERS = {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 2_000}
 
 
-def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Callable[..., None]) -> ConfluentConsumer:
+def open_consumer(
+    settings: KafkaSettings, subscription: Subscription, on_commit: Callable[..., None]
+) -> ConfluentConsumer:
     """Return a new consumer. Raise `InvalidOption` for settings that the client refuses."""
     protocol = {"group.protocol": settings.group_protocol}
     resolvers = settings.group_protocol == "classic" and (subscription.group or "").startswith(settings.prefix)
