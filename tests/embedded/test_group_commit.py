@@ -14,7 +14,7 @@ from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
 from tests.interrupts import interrupted_everywhere
-from txnbridge import Bridge, DeadlineExceeded, Outcome, OutcomeUnknown, Status, TokenState, Transaction
+from txnbridge import Bridge, DeadlineExceeded, Outcome, OutcomeUnknown, Status, TokenState, Transaction, TransactionTimedOut
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
@@ -115,7 +115,7 @@ def test_a_transaction_whose_deadline_passes_before_its_batch_begins_ends_wherev
     def act() -> None:
         nonlocal last
         last = None
-        with suppress(DeadlineExceeded), bridge.transaction(timeout=0.02) as txn:
+        with suppress(DeadlineExceeded, TransactionTimedOut), bridge.transaction(timeout=0.02) as txn:
             last = txn
             txn.send("left", b"never")
 

@@ -31,7 +31,7 @@ def hold(path, seconds):
 
 def test_a_file_that_another_process_sits_on_is_waited_for(broker, path):
     writer = open_writer(broker)
-    begin(writer, "orders", b"1")
+    begin(writer, "orders", b"1", timeout=60)
     with Child(hold, path, 1.5) as child:
         child.told()
         writer.commit(Deadline(60))
