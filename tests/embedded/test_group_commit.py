@@ -14,7 +14,16 @@ from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
 from tests.interrupts import interrupted_everywhere
-from txnbridge import Bridge, DeadlineExceeded, Outcome, OutcomeUnknown, Status, TokenState, Transaction, TransactionTimedOut
+from txnbridge import (
+    Bridge,
+    DeadlineExceeded,
+    Outcome,
+    OutcomeUnknown,
+    Status,
+    TokenState,
+    Transaction,
+    TransactionTimedOut,
+)
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
