@@ -10,13 +10,19 @@ import builtins
 import dataclasses
 import json as _json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_origin
+from datetime import date, datetime
+from enum import Enum
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from uuid import UUID
 
 from txnbridge._base.messages import NO_HEADERS, Headers
+from txnbridge.errors import InvalidOption
 
-__all__ = ["Codec", "CodecContext", "bytes", "dataclass_json", "json", "pydantic", "str"]
+__all__ = ["Codec", "CodecContext", "avro", "bytes", "confluent", "dataclass_json", "json", "pydantic", "str"]
 
 _T = TypeVar("_T")
 
@@ -97,8 +103,19 @@ class pydantic(Generic[_T]):
         return encoded
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
+        return self._checked(self._adapter.validate_json, data)
+
+    def to_builtins(self, obj: _T) -> Any:
+        import msgspec
+
+        return msgspec.to_builtins(self._adapter.dump_python(obj), builtin_types=_AVRO_VALUES)  # enums are left
+
+    def from_builtins(self, data: Any) -> _T:
+        return self._checked(self._adapter.validate_python, data)
+
+    def _checked(self, decode: Callable[[Any], _T], data: Any) -> _T:
         try:
-            decoded: _T = self._adapter.validate_json(data)
+            return decode(data)
         except self._invalid as error:
             # The names of fields tell nothing of the message, as keys of its mappings and pydantic's own text would.
             wrong = [
@@ -107,7 +124,6 @@ class pydantic(Generic[_T]):
                 if e["loc"] and e["loc"][0] in self._fields
             ]
             raise TypeError(f"invalid: {', '.join(dict.fromkeys(wrong)) or 'the value'}") from error
-        return decoded
 
 
 class dataclass_json(Generic[_T]):
@@ -123,6 +139,7 @@ class dataclass_json(Generic[_T]):
         self._decoder: Any = msgspec.json.Decoder(cls)
         self._invalid = msgspec.ValidationError
         self._builtins = msgspec.to_builtins
+        self._convert = partial(msgspec.convert, type=cls)
 
     def encode(self, obj: _T, context: CodecContext) -> builtins.bytes:
         if not isinstance(obj, get_origin(self._cls) or self._cls):
@@ -135,13 +152,163 @@ class dataclass_json(Generic[_T]):
         raise TypeError(f"{type(obj).__name__} is no JSON")
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
+        return self._checked(self._decoder.decode, data)
+
+    def to_builtins(self, obj: _T) -> Any:
+        return self._builtins(obj, builtin_types=_AVRO_VALUES)
+
+    def from_builtins(self, data: Any) -> _T:
+        return self._checked(self._convert, data)
+
+    def _checked(self, decode: Callable[[Any], _T], data: Any) -> _T:
         try:
-            decoded: _T = self._decoder.decode(data)
+            return decode(data)
         except self._invalid as error:
             if error.__cause__ is not None:  # of the program's own check, whose text may have data of the message
                 raise
             raise TypeError(builtins.str(error)) from error  # names the field and no value
-        return decoded
+
+
+class confluent:
+    """The codec of a `serializer` and a `deserializer` of confluent-kafka: Avro, Protobuf or JSON Schema of a registry.
+
+    A message whose schema the registry does not know, or that does not fit its schema, is poison; the reason names the
+    schema's id. While the registry is away nothing is poison, and the message is tried again.
+    """
+
+    def __init__(self, serializer: Any = None, deserializer: Any = None) -> None:
+        if not callable(serializer or deserializer):
+            raise InvalidOption("codecs.confluent takes a serializer, a deserializer, or both, of confluent-kafka")
+        self._serializer, self._deserializer = serializer, deserializer
+
+    def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
+        encoded: builtins.bytes = self._call("serializer", self._serializer, obj, context)
+        return encoded
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> Any:
+        try:
+            return self._call("deserializer", self._deserializer, data, context)
+        except OSError:
+            raise
+        except Exception as error:
+            schema = _schema_id(data)
+            raise TypeError("it has no schema id" if schema is None else f"schema {schema}: {_why(error)}") from error
+
+    def _call(self, what: builtins.str, function: Any, data: Any, context: CodecContext) -> Any:
+        from confluent_kafka.serialization import SerializationContext
+
+        if function is None:
+            raise TypeError(f"the codec of {context.topic} was made without a {what}")
+        try:
+            return function(data, SerializationContext(context.topic, context.field, list(context.headers)))
+        except Exception as error:
+            if _is_away(error):
+                raise ConnectionError("the schema registry does not answer") from error
+            raise
+
+
+class avro(confluent, Generic[_T]):
+    """The codec of Avro with a schema registry, for a dataclass or a model of pydantic: one line for each topic.
+
+        orders = Topic("orders", codecs.avro(Order, registry="http://localhost:8081"))
+
+    The Avro schema is made of the class, or it is the text `schema`. `registry` is an address, or a
+    `SchemaRegistryClient` with the settings that your registry needs. `settings` are those of `AvroSerializer`, such as
+    {"auto.register.schemas": False}.
+    """
+
+    def __init__(
+        self,
+        model: type[_T],
+        registry: Any,
+        *,
+        schema: builtins.str | None = None,
+        settings: Mapping[builtins.str, Any] | None = None,
+    ) -> None:
+        try:
+            from confluent_kafka.schema_registry import SchemaRegistryClient
+            from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
+        except ImportError as error:
+            raise InvalidOption(f"codecs.avro needs packages: pip install 'txnbridge[schemas]' ({error})") from None
+        client = SchemaRegistryClient.new_client({"url": registry}) if isinstance(registry, builtins.str) else registry
+        schema = _json.dumps(_avro_type(model, set())) if schema is None else schema
+        typed: Any = pydantic(model) if hasattr(model, "model_fields") else dataclass_json(model)
+        super().__init__(
+            AvroSerializer(client, schema, lambda obj, _: typed.to_builtins(obj), dict(settings or {})),
+            AvroDeserializer(client, schema, lambda data, _: typed.from_builtins(data)),
+        )
+
+
+def _schema_id(data: builtins.bytes) -> builtins.str | None:
+    """Return the id of the schema in the first bytes of a registry's formats: a number, or a UUID."""
+    if data[:1] == b"\0" and len(data) >= 5:
+        return builtins.str(int.from_bytes(data[1:5], "big"))
+    return builtins.str(UUID(bytes=data[1:17])) if data[:1] == b"\1" and len(data) >= 17 else None
+
+
+def _why(error: Exception) -> builtins.str:
+    if getattr(error, "http_status_code", None) == 404:
+        return "the registry does not know it"
+    return builtins.str(error) if isinstance(error, TypeError) else type(error).__name__
+
+
+def _is_away(error: BaseException | None) -> bool:
+    """Return whether a registry's client failed for a reason that has nothing to do with the message."""
+    while error is not None:
+        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS:
+            return True
+        if (
+            getattr(error, "http_status_code", 0) in (401, 403, 408, 429)
+            or getattr(error, "http_status_code", 0) >= 500
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+_HTTP_CLIENTS = ("httpx", "httpx2", "httpcore", "authlib")
+_AVRO_VALUES = (builtins.bytes, datetime, date, UUID)
+_AVRO_TYPES: dict[Any, Any] = {
+    builtins.str: "string",
+    int: "long",
+    float: "double",
+    bool: "boolean",
+    builtins.bytes: "bytes",
+    datetime: {"type": "long", "logicalType": "timestamp-micros"},
+    date: {"type": "int", "logicalType": "date"},
+    UUID: {"type": "string", "logicalType": "uuid"},
+}
+
+
+def _avro_type(hint: Any, named: set[builtins.str]) -> Any:
+    """Return the Avro schema of a type; `named` has the names of the records and enums that the schema has already."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _AVRO_TYPES:
+        return _AVRO_TYPES[hint]
+    if origin is list:
+        return {"type": "array", "items": _avro_type(arguments[0], named)}
+    if origin is dict and arguments[0] is builtins.str:
+        return {"type": "map", "values": _avro_type(arguments[1], named)}
+    if origin in (Union, UnionType):
+        # Null is first, because the first type is that of a default.
+        kinds = sorted(arguments, key=lambda each: each is not NoneType)
+        return ["null" if kind is NoneType else _avro_type(kind, named) for kind in kinds]
+    if not isinstance(hint, type) or not (
+        dataclasses.is_dataclass(hint) or hasattr(hint, "model_fields") or issubclass(hint, Enum)
+    ):
+        raise InvalidOption(f"codecs.avro knows no Avro type for {hint!r}: give the schema, by schema=")
+    if hint.__name__ in named:
+        return hint.__name__
+    named.add(hint.__name__)
+    if issubclass(hint, Enum):
+        return {"type": "enum", "name": hint.__name__, "symbols": [each.value for each in hint]}
+    fields = []
+    for name, kind in get_type_hints(hint).items():
+        written = {"name": name, "type": _avro_type(kind, named)}
+        if isinstance(written["type"], list):
+            written["default"] = None
+        fields.append(written)
+    return {"type": "record", "name": hint.__name__, "fields": fields}
 
 
 bytes: _Bytes = _Bytes()

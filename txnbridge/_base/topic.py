@@ -45,7 +45,7 @@ class Topic:
         try:
             return _bytes(self.codec.encode(value, CodecContext(self.name, "value", headers)))
         except Exception as error:
-            raise InvalidOption(f"the value for {self.name} cannot be encoded: {_reason(error)}") from error
+            raise self._unencoded("value", error) from error
 
     def encode_key(self, key: Any) -> bytes | None:
         if key is None or self.key is None:
@@ -53,7 +53,14 @@ class Topic:
         try:
             return _bytes(self.key.encode(key, CodecContext(self.name, "key")))
         except Exception as error:
-            raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
+            raise self._unencoded("key", error) from error
+
+    def _unencoded(self, what: str, error: Exception) -> TxnBridgeError:
+        if isinstance(error, OSError):
+            return BrokerUnavailable(
+                f"the codec of {self.name} raised {type(error).__name__}: the {what} is not encoded"
+            )
+        return InvalidOption(f"the {what} for {self.name} cannot be encoded: {_reason(error)}")
 
     def decode(self, message: Message) -> Message:
         """Return a message with key and value decoded. Raise `Poison` with the undecoded message if a codec fails.

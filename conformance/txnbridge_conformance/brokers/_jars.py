@@ -101,12 +101,12 @@ def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Ar
     return _fetch(name, goal, bar)
 
 
-def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True) -> Path:
+def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True, classifier: str = "bin") -> Path:
     """Return a folder with the files of a program's archive that match the pattern `files`, with their paths.
 
     The first call fetches the archive, with the locking and errors of `fetch`.
     """
-    wanted = [f"-Dartifact={':'.join(map(str, archive))}:tar.gz:bin", f"-Dmdep.unpack.includes={files}"]
+    wanted = [f"-Dartifact={':'.join(map(str, archive))}:tar.gz:{classifier}", f"-Dmdep.unpack.includes={files}"]
     return _fetch(name, lambda folder: [f"{_PLUGIN}:unpack", *wanted], bar)
 
 

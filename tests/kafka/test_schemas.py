@@ -1,0 +1,104 @@
+"""Messages with schemas of a real registry: an official producer's, and those that nobody can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
+from confluent_kafka.serialization import SerializationContext
+from txnbridge_conformance.brokers import _jars, _ports
+
+from tests.in_time import wait_until
+from txnbridge import Bridge, Topic, codecs
+
+
+@dataclasses.dataclass
+class Order:
+    id: int
+    note: str | None = None
+
+
+class Registry:
+    """Apicurio's registry, in memory, which answers as Confluent's does."""
+
+    def __init__(self) -> None:
+        self._port = _ports.free_ports(1)[0]
+        self.url = f"http://{_ports.HOST}:{self._port}/apis/ccompat/v7"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        archive = _jars.Artifact("io.apicurio", "apicurio-registry-app", "2.6.13.Final")
+        folder = _jars.fetch_from_archive("apicurio-registry-2.6.13", archive, "**/*.jar", classifier="all")
+        jar = next(Path(folder).glob("*-runner.jar"))
+        settings = [f"-Dquarkus.http.port={self._port}", f"-Dquarkus.http.host={_ports.HOST}"]
+        command = [_jars.java(), "-Xmx256m", *settings, "-jar", str(jar)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"{self.url}/subjects", timeout=5).status == 200)
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    found = Registry()
+    found.start()
+    yield found
+    found.kill()
+
+
+def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(
+    bridge: Bridge, registry: Registry, unique: Callable[[str], str]
+) -> None:
+    orders = Topic(unique("orders"), codecs.avro(Order, registry.url))
+    bridge.ensure_topics(orders, "lost")
+    with bridge.transaction() as txn:
+        txn.send(orders, Order(1, "first"))
+        txn.send(orders.name, b"\0\0\0\0\x63", key=b"unknown")
+    registry.kill()
+    found: list[Order] = []
+    readable = Topic(orders.name, codecs.avro(Order, SchemaRegistryClient({"url": registry.url, "max.retries": 0})))
+    processor = bridge.processor(
+        readable, group=unique("g"), each=lambda message, _: found.append(message.value), dead_letter="lost"
+    )
+    with processor:
+        wait_until(lambda: processor.stats.retries > 1)
+        assert processor.stats.dead_letters == 0 and not found
+        registry.start()
+        codecs.avro(Order, registry.url).encode(Order(0), codecs.CodecContext(orders.name, "value"))  # schema 1 again
+        wait_until(lambda: processor.stats.messages == 2)
+    assert found == [Order(1, "first")]
+    (dead,) = bridge.read("lost", 60)
+    assert "schema 99: the registry does not know it" in str(dict(dead.headers))
+
+
+def test_an_official_producer_and_a_bridge_read_each_other(
+    bridge: Bridge, registry: Registry, unique: Callable[[str], str], kafka_broker
+) -> None:
+    client = SchemaRegistryClient({"url": registry.url})
+    schema = '{"title": "Order", "type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}'
+    codec = codecs.confluent(JSONSerializer(schema, client), JSONDeserializer(schema))
+    topic = Topic(unique("orders"), codec)
+    bridge.ensure_topics(topic)
+    producer = Producer({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
+    producer.produce(topic.name, JSONSerializer(schema, client)({"id": 1}, SerializationContext(topic.name, "value")))
+    assert producer.flush(60) == 0
+    with bridge.transaction() as txn:
+        txn.send(topic, {"id": 2})
+    with bridge.consumer(topic) as reader:
+        assert [next(iter(reader)).value for _ in range(2)] == [{"id": 1}, {"id": 2}]
