@@ -195,12 +195,13 @@ class confluent:
             raise TypeError("it has no schema id" if schema is None else f"schema {schema}: {_why(error)}") from error
 
     def _call(self, what: builtins.str, function: Any, data: Any, context: CodecContext) -> Any:
-        from confluent_kafka.serialization import SerializationContext
+        from confluent_kafka.serialization import MessageField, SerializationContext
 
         if function is None:
             raise TypeError(f"the codec of {context.topic} was made without a {what}")
         try:
-            return function(data, SerializationContext(context.topic, context.field, list(context.headers)))
+            field = MessageField(context.field)
+            return function(data, SerializationContext(context.topic, field, list(context.headers.raw)))
         except Exception as error:
             if _is_away(error):
                 raise ConnectionError("the schema registry does not answer") from error
@@ -229,7 +230,8 @@ class avro(confluent, Generic[_T]):
             from confluent_kafka.schema_registry import SchemaRegistryClient
             from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
         except ImportError as error:
-            raise InvalidOption(f"codecs.avro needs packages: pip install 'txnbridge[schemas]' ({error})") from None
+            what = f"codecs.avro needs packages ({error}): in a clone of txnbridge, pip install -e '.[schemas]'"
+            raise InvalidOption(what) from None
         client = SchemaRegistryClient.new_client({"url": registry}) if isinstance(registry, builtins.str) else registry
         schema = _json.dumps(_avro_type(model, set())) if schema is None else schema
         typed: Any = pydantic(model) if hasattr(model, "model_fields") else dataclass_json(model)

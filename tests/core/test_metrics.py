@@ -106,7 +106,8 @@ def test_processors_and_half_messages_are_counted(bridge, collected):
 def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed(
     bridge, collected, monkeypatch, caplog
 ):
-    monkeypatch.setattr(bridge._connection, "timeout", 0.5)
+    connection = bridge._connection
+    monkeypatch.setattr(connection, "timeout", 0.5)
     with bridge.transaction(prepare=True, timeout=30) as txn:
         txn.send("orders", b"1")
     watch = collected.watch(bridge, every=0.05)
@@ -119,7 +120,7 @@ def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed
     def away(*_: object) -> list[object]:
         raise BrokerUnavailable("away")
 
-    monkeypatch.setattr(bridge._connection.broker.admin, "transactions", away)
+    monkeypatch.setattr(connection.broker.admin, "transactions", away)
     wait_until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
     bridge.close()
     assert values(collected, "open_transactions") == {}

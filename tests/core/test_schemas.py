@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroSerializer
-from confluent_kafka.serialization import SerializationContext
+from confluent_kafka.serialization import MessageField, SerializationContext
 
 from txnbridge import BrokerUnavailable, InvalidOption, Message, Poison, Topic, codecs
 from txnbridge.spi import NO_HEADERS
@@ -77,7 +77,7 @@ def test_dataclasses_and_models_become_avro_and_come_back(registry: SchemaRegist
 def test_a_message_of_an_older_schema_is_read_and_one_that_does_not_fit_names_its_schema(registry):
     schema = '{"type": "record", "name": "Item", "fields": [{"name": "name", "type": "string"}%s]}'
     topic = Topic("orders", codecs.avro(Item, registry, schema=schema % ', {"name": "price", "type": "double"}'))
-    context = SerializationContext("orders", "value")
+    context = SerializationContext("orders", MessageField.VALUE)
     newer = AvroSerializer(registry, schema % ', {"name": "price", "type": "double"}, {"name": "x", "type": "int"}')
     older = AvroSerializer(registry, schema % "")
     assert topic.decode(message(newer({"name": "pen", "price": 2.0, "x": 1}, context))).value == Item("pen", 2.0)

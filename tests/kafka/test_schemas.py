@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
-from confluent_kafka.serialization import SerializationContext
+from confluent_kafka.serialization import MessageField, SerializationContext
 from txnbridge_conformance.brokers import _jars, _ports
 
 from tests.in_time import wait_until
@@ -96,7 +96,9 @@ def test_an_official_producer_and_a_bridge_read_each_other(
     topic = Topic(unique("orders"), codec)
     bridge.ensure_topics(topic)
     producer = Producer({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
-    producer.produce(topic.name, JSONSerializer(schema, client)({"id": 1}, SerializationContext(topic.name, "value")))
+    producer.produce(
+        topic.name, JSONSerializer(schema, client)({"id": 1}, SerializationContext(topic.name, MessageField.VALUE))
+    )
     assert producer.flush(60) == 0
     with bridge.transaction() as txn:
         txn.send(topic, {"id": 2})
