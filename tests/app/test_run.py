@@ -37,6 +37,7 @@ def ship(order: bytes) -> bytes:
     time.sleep(0.002)  # so that most kills hit a transaction
     if order == b"100":
         print("in the middle", flush=True)
+        time.sleep(0.3)  # for the kill
     return order
 
 @app.process("shipments", group="billing", to="bills", max_messages=8)
@@ -185,10 +186,11 @@ def sent(url, topic) -> list[Any]:
 
 def test_killed_in_the_middle_and_run_again_each_function_processes_each_order_once(folder, url, orders):
     fed = [b"%d" % number for number in range(500)]
-    orders(*fed[:400])
     with Service(folder, "shop:app", "--workers", "2", "--health-port", "0") as first:
-        assert first.line() == "in the middle\n"
+        wait_until(first.is_ready)
         workers = first.workers()
+        orders(*fed[:400])
+        assert first.line() == "in the middle\n"
         first.kill()
         for pid in workers:
             os.kill(pid, signal.SIGKILL)

@@ -6,15 +6,17 @@ The pages leave out what a program has of its own, such as a place to store toke
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import sqlalchemy as sa
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
 from sqlalchemy import orm
 
 import txnbridge
@@ -25,6 +27,11 @@ from txnbridge.sql import Outbox
 
 class Done(Exception):
     """Ends a loop that runs for ever."""
+
+
+@dataclasses.dataclass
+class Item:
+    name: str
 
 
 class Base(orm.DeclarativeBase):
@@ -74,15 +81,19 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
         yield {
             "Base": Base,
             "Outbox": Outbox,
-            "SerializationContext": lambda topic, field: SimpleNamespace(topic=topic, field=field),
+            "Item": Item,
+            "JSONDeserializer": JSONDeserializer,
+            "JSONSerializer": JSONSerializer,
             "Session": orm.Session,
             "book": lambda txn, order: Decision.COMMIT,
             "bridge": bridge,
+            "client": SchemaRegistryClient.new_client({"url": "mock://guide"}),
             "engine": engine,
             "open_bridge": bridge,
             "order": Order(id=1),
             "remember": stored.append,
             "rows": [b"1", b"2"],
+            "schema": '{"title": "Item", "type": "object"}',
             "ship": ship,
             "shipped": shipped,
             "store": stored.append,
@@ -113,8 +124,6 @@ def test_every_block_of_the_guide_runs(names):
     assert len(values(bridge, "orders")) == 5
     with orm.Session(names["engine"]) as session:
         assert {order.id for order in session.scalars(sa.select(Order))} == {1, 42}
-    codec = names["Registry"](lambda obj, context: obj + context.topic.encode(), lambda data, context: data)
-    assert codec.encode(b"x", SimpleNamespace(topic="t", field="value")) == b"xt"
 
 
 def test_every_block_of_the_readme_runs(names):

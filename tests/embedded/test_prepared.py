@@ -127,8 +127,8 @@ def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(b
 
 def test_prepare_after_the_deadline_is_refused(broker):
     writer = open_preparing(broker)
-    begin(writer, "orders", b"1", timeout=0.01, prepare=True)
-    time.sleep(0.02)
+    begin(writer, "orders", b"1", timeout=1, prepare=True)
+    time.sleep(1.01)
     with pytest.raises(TransactionTimedOut):
         writer.prepare(Deadline(5))
     assert rows(broker, "SELECT * FROM transactions") == []
