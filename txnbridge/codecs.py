@@ -10,7 +10,7 @@ import builtins
 import dataclasses
 import json as _json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from enum import Enum
@@ -249,9 +249,15 @@ def _schema_id(data: builtins.bytes) -> builtins.str | None:
 
 
 def _why(error: Exception) -> builtins.str:
-    if getattr(error, "http_status_code", None) == 404:
+    if 404 in _http_statuses(error):
         return "the registry does not know it"
     return builtins.str(error) if isinstance(error, TypeError) else type(error).__name__
+
+
+def _http_statuses(error: BaseException | None) -> Iterator[int]:
+    while error is not None:
+        yield getattr(error, "http_status_code", 0)
+        error = error.__cause__ or error.__context__
 
 
 def _is_away(error: BaseException | None) -> bool:

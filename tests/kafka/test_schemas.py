@@ -18,6 +18,9 @@ from txnbridge_conformance.brokers import _jars, _ports
 from tests.in_time import wait_until
 from txnbridge import Bridge, Topic, codecs
 
+# The registry's clients leave their sockets to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @dataclasses.dataclass
 class Order:
