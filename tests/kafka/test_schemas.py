@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ def registry() -> Iterator[Registry]:
     found.start()
     yield found
     found.kill()
+    gc.collect()
 
 
 def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(
