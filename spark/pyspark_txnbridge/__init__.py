@@ -5,11 +5,16 @@
 Spark imports every installed module whose name begins with `pyspark_`, and a module that fails to import takes all
 Python data sources down, so importing this package never fails. The package imports a module only when one of its names
 is accessed, because txnbridge itself loads the package to find its commands.
+
+Spark's JVM and executors start the Python that `PYSPARK_PYTHON` names, else `python3`, which in a virtual environment
+does not have this package. So importing it in a driver names the driver's own Python, unless the variable is set.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,3 +43,27 @@ def __getattr__(name: str) -> Any:
             # PySpark is missing, or too old to write Arrow batches. Spark looks names up with hasattr().
             raise AttributeError(f"pyspark_txnbridge.{name} needs PySpark 4.1 or newer: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _PySparkImport:
+    """A finder that finds no module: it waits for the import of PySpark.
+
+    A process that never imports PySpark keeps its environment: every bridge loads this package.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pyspark":
+            _name_this_python()
+
+
+def _name_this_python() -> None:
+    # `spark-submit` has chosen its Python before it started this one, and a worker starts no Spark.
+    if not any(name.startswith(("PYSPARK_GATEWAY", "PYTHON_WORKER_FACTORY")) for name in os.environ):
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+
+if "pyspark" in sys.modules:
+    _name_this_python()
+else:
+    sys.meta_path.insert(0, _PySparkImport)
