@@ -46,24 +46,15 @@ def __getattr__(name: str) -> Any:
 
 
 class _PySparkImport:
-    """A finder that finds no module: it waits for the import of PySpark.
-
-    A process that never imports PySpark keeps its environment: every bridge loads this package.
-    """
+    """A finder that finds no module: every bridge loads this package, and what never imports PySpark is left alone."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name == "pyspark":
-            _name_this_python()
+    def find_spec(name: str, *more: object) -> None:
+        # `spark-submit` has chosen its Python before it started this one, and a worker starts no Spark.
+        if name == "pyspark" and not os.environ.keys() & {"PYSPARK_GATEWAY_PORT", "PYTHON_WORKER_FACTORY_SECRET"}:
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
 
-def _name_this_python() -> None:
-    # `spark-submit` has chosen its Python before it started this one, and a worker starts no Spark.
-    if not any(name.startswith(("PYSPARK_GATEWAY", "PYTHON_WORKER_FACTORY")) for name in os.environ):
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-
-
+sys.meta_path.insert(0, _PySparkImport)
 if "pyspark" in sys.modules:
-    _name_this_python()
-else:
-    sys.meta_path.insert(0, _PySparkImport)
+    _PySparkImport.find_spec("pyspark")

@@ -50,7 +50,15 @@ def test_the_project_files_that_new_writes_fit_the_service(project, invoke, brid
     assert created == {name for names in used for name in names if name}
     workflow = yaml.safe_load((project / ".github" / "workflows" / "test.yml").read_text())
     assert workflow["jobs"]["test"]["steps"][1]["with"] == {"python-version": "${{ matrix.python }}"}
-    assert "COPY pyproject.toml app.py" in (project / "Dockerfile").read_text()
+    assert "COPY pyproject.toml *.py" in (project / "Dockerfile").read_text()
+
+
+def test_a_new_service_runs_on_no_broker_that_is_not_named(project, monkeypatch):
+    monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
+    command = [sys.executable, "-m", "txnbridge.cli", "run", "app:app"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2 and "TXNBRIDGE_URL" in done.stderr
+    assert list(project.glob("*.db*")) == []
 
 
 @pytest.mark.parametrize("name", ["My-Shop", "1shop", "shop/a", "a--b", "..", ""])

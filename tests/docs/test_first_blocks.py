@@ -31,7 +31,7 @@ PAGES = {
 def first_program(page: str) -> str:
     found = re.search(r"^```python\n(.+?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
-    return found[1]
+    return re.sub(r'--8<-- "(.+)"\n', lambda file: (ROOT / file[1]).read_text(), found[1])
 
 
 def run(source: str, folder: Path) -> str:

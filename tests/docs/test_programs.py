@@ -6,12 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.house.rooms import ROOT
@@ -25,15 +22,6 @@ class Programs:
         for name, source in re.findall(r"^```python\n# (\w+\.py)\n(.+?)^```$", text, re.MULTILINE | re.DOTALL):
             (folder / name).write_text(source)
         self.folder, self.url = folder, f"embedded:{folder}/shop.db"
-
-    @contextmanager
-    def service(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [sys.executable, "-m", "txnbridge.cli", "run", "--url", self.url, *arguments]
-        with subprocess.Popen(command, cwd=self.folder, stderr=subprocess.DEVNULL) as process:
-            try:
-                yield process
-            finally:
-                process.kill()  # its workers then stop by themselves
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "TXNBRIDGE_URL": self.url}
@@ -56,25 +44,6 @@ class Programs:
 @pytest.fixture
 def cookbook(tmp_path: Path) -> Programs:
     return Programs("cookbook.md", tmp_path)
-
-
-@pytest.mark.full
-def test_the_service_ships_each_order_of_the_database_once_although_it_is_killed(cookbook):
-    items = [f"item {number}" for number in range(100)]
-    cookbook.run("service.py", *items[:60])
-    with txnbridge.connect(cookbook.url) as bridge:
-        bridge.ensure_topics("shipments")
-    shipped = {b'{"order":%d}' % number for number in range(1, 101)}
-    with cookbook.service("service:app") as service:
-        eventually(lambda: cookbook.values("shipments"), "the first orders are shipped")
-        service.kill()
-    cookbook.run("service.py", *items[60:])
-    with cookbook.service("service:app", "--workers", "2") as service:
-        eventually(lambda: len(cookbook.values("shipments")) >= 100, "all orders are shipped")
-        service.terminate()
-        assert service.wait(60) == 0
-    assert sorted(cookbook.values("shipments")) == sorted(shipped)
-    assert len(cookbook.values("orders")) == 100
 
 
 @pytest.mark.full

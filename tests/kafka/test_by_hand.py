@@ -16,6 +16,7 @@ from tests.house.rooms import ROOT
 @pytest.mark.timeout(200)
 def test_a_group_moves_from_the_loop_by_hand_to_a_processor(kafka_broker, tmp_path):
     page = (ROOT / "docs" / "from-confluent-kafka.md").read_text()
+    (tmp_path / "by_hand.py").write_text((ROOT / "docs" / "programs" / "by_hand.py").read_text())
     for name, source in re.findall(r"^```python\n# (\w+\.py)\n(.+?)^```$", page, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(source)
     servers = kafka_broker.url.removeprefix("kafka://").partition("?")[0]

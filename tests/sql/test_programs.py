@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -40,9 +39,7 @@ class Program:
     """One program of the page, in a folder of its own, with a database and a broker."""
 
     def __init__(self, heading, folder, database) -> None:
-        page = (ROOT / "docs" / "databases-programs.md").read_text()
-        found = re.findall(rf"^```python\n(# {heading}.+?)^```$", page, re.MULTILINE | re.DOTALL)
-        (folder / "shop.py").write_text(found[0])
+        (folder / "shop.py").write_text((ROOT / "docs" / "programs" / f"{heading.lower()}_shop.py").read_text())
         self.folder, self.database, self.url = folder, database, f"embedded:{folder / 'broker.db'}"
         self.environment = {**os.environ, "DATABASE_URL": database, "TXNBRIDGE_URL": self.url}
 
