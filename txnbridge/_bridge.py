@@ -148,12 +148,7 @@ def _log_provider(where: str | Engine, application: str, timeout: float) -> LogP
     try:
         from txnbridge.sql.decision_log import SqlLogs
     except ModuleNotFoundError as error:
-        if error.name != "sqlalchemy":
-            raise
-        raise BackendMissing(
-            "decision_log= is the URL of another broker, or a database's, which needs SQLAlchemy: in a clone of"
-            " txnbridge, pip install -e '.[sql]'"
-        ) from error
+        raise BackendMissing(f"decision_log= is the URL of another broker, or a database's: {error}") from error
     return SqlLogs(where)
 
 

@@ -16,9 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import context, propagate, trace
-from opentelemetry import metrics as otel
-from opentelemetry.trace import SpanKind, StatusCode
+try:
+    from opentelemetry import context, propagate, trace
+    from opentelemetry import metrics as otel
+    from opentelemetry.trace import SpanKind, StatusCode
+except ModuleNotFoundError as _error:
+    _text = (
+        "txnbridge.opentelemetry needs opentelemetry-api: in a clone of txnbridge, pip install -e '.[opentelemetry]'"
+    )
+    raise ModuleNotFoundError(_text, name=_error.name) from _error
 
 from txnbridge import _metrics as metrics
 from txnbridge._base.events import Event

@@ -33,7 +33,11 @@ def _started(name: str) -> Iterator[str]:
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
     """Return the commands `txnbridge brokers` and `txnbridge conformance`."""
-    from txnbridge_conformance import commands
-    from txnbridge_conformance.brokers.commands import command
+    try:
+        from txnbridge_conformance import commands
+        from txnbridge_conformance.brokers.commands import command
+    except ModuleNotFoundError as error:
+        text = f"conformance and brokers need {error.name}: in a clone of txnbridge, pip install -e '.[conformance]'"
+        raise ModuleNotFoundError(text, name=error.name) from error
 
     return [command, commands.command]

@@ -54,6 +54,27 @@ def test_functions_work_side_by_side_until_the_end_of_the_block_again_and_again(
         _ = app.bridge
 
 
+def test_a_function_that_comes_after_the_start_is_refused_until_the_app_has_stopped(bridge):
+    router = Router()
+    app = App()
+    app.include(router)
+
+    @app.process("in", group="g")
+    def take(value: bytes) -> None: ...
+
+    def late(value: bytes) -> None: ...
+
+    with app:
+        for adds in (app, router):
+            with pytest.raises(InvalidOption, match="the app runs: functions and routers are added"):
+                adds.process("in", group="h")(late)
+        with pytest.raises(InvalidOption, match="the app runs"):
+            app.include(Router())
+    router.process("in", group="h")(late)
+    app.run(until_idle=True)
+    assert set(app.stats) == {"take", "late"}
+
+
 def test_an_app_runs_in_a_test_with_another_broker(bridge, tmp_path):
     other = f"embedded:{tmp_path}/other.db"
     app = App("embedded:/nowhere/of-the-app.db", timeout=1)

@@ -435,7 +435,7 @@ def returns_none(value) -> None: ...
         (returns_order, {"to": "out", "db": "sqlite://"}, "is sent through an outbox"),
         (one, {"to": "out", "dead_leter": "x"}, "process() has no dead_leter=; did you mean dead_letter=?"),
         (one, {"to": "out", "stop_timeout": 3}, "process() has no stop_timeout="),
-        (one, {"to": "out", "group": ""}, "group= is a non-empty name"),
+        (one, {"to": "out", "group": ""}, "@app.process needs group="),
         (len, {}, "process() decorates a function"),
         (take_anything, {"inputs": ["other", "in"]}, "before and take_anything both read 'in' in group 'g'"),
     ],

@@ -258,6 +258,8 @@ class App(Router):
         with ExitStack() as stack:
             stack.callback(self._raise_failure)
             stack.callback(self._forget)
+            for router in self._routers():
+                router._runs += 1
             self._finished = []
             self._was_running = self._stopped_itself = False
             self._failure = None
@@ -330,6 +332,8 @@ class App(Router):
             raise self._failure
 
     def _forget(self) -> None:
+        for router in self._routers():
+            router._runs -= 1
         self._stop = self._bridge = None
         self._running = False
 

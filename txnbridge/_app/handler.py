@@ -76,7 +76,7 @@ class Handler:
 
     def _check_settings(self) -> None:
         if not self.group or not isinstance(self.group, str):
-            raise InvalidOption(f"{self.name} reads in a group: group= is a non-empty name")
+            raise InvalidOption(f"@app.process needs group=, the name of the group in which {self.name} reads")
         known = inspect.signature(Processor.__init__).parameters.keys() - _OF_THE_APP
         for setting in self.settings.keys() - known:
             near = nearest(setting, known)

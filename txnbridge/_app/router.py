@@ -30,12 +30,13 @@ class Router:
         self._lifespan = None if lifespan is None else Lifespan(lifespan)
         self._handlers: list[Handler] = []
         self._included: list[Router] = []
+        self._runs = 0  # the running apps that have taken its functions
 
     def process(
         self,
         inputs: str | Topic | Iterable[str | Topic],
         *,
-        group: str,
+        group: str = "",
         to: str | Topic | None = None,
         **settings: Unpack[HandlerSettings],
     ) -> Callable[[F], F]:
@@ -101,6 +102,8 @@ class Router:
         return list(dict.fromkeys(router._lifespan for router in self._routers() if router._lifespan is not None))
 
     def _require_distinct(self) -> None:
+        if self._runs:
+            raise InvalidOption("the app runs: functions and routers are added before its start")
         seen: dict[tuple[str, str], str] = {}
         for handler, _ in self._collect():
             for topic in handler.inputs:

@@ -101,13 +101,15 @@ def find_backend(scheme: str) -> Backend:
         extra = _EXTRAS[scheme]
         raise BackendMissing(
             f"there is no backend for {scheme}: here; in a clone of txnbridge,"
-            f" pip install -e '.[{extra}]'" + _failures()
+            f" pip install -e '.[{extra}]'" + plugin_failures()
         )
     known = ", ".join(sorted(s for backend in backends for s in backend.schemes)) or "none"
-    raise BackendMissing(f"no backend knows the URL scheme {scheme!r}; known here: {known}" + _failures())
+    text = f"no backend knows the URL scheme {scheme!r}; known here: {known}; a host is kafka://{scheme}:9092, say"
+    raise BackendMissing(text + plugin_failures())
 
 
-def _failures() -> str:
+def plugin_failures() -> str:
+    """Return the errors of plug-ins that could not be loaded, to add to an error; '' if there are none."""
     if not plugins.failed:
         return ""
     told = "; ".join(f"{name}: {type(e).__name__}: {e}" for name, e in sorted(plugins.failed.items()))

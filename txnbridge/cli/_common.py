@@ -32,7 +32,7 @@ import click
 
 import txnbridge
 from txnbridge import errors
-from txnbridge._base.url import find_backend, nearest, parse_url
+from txnbridge._base.url import find_backend, nearest, parse_url, plugin_failures
 from txnbridge.commands import asked_for, json_and_debug
 
 if TYPE_CHECKING:
@@ -189,7 +189,8 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = nearest(args[0], self.list_commands(ctx))
-            ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {near!r}?" if near else ""))
+            hint = f"; did you mean {near!r}?" if near else plugin_failures()
+            ctx.fail(f"there is no command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
 
 
