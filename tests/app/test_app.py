@@ -75,6 +75,32 @@ def test_a_function_that_comes_after_the_start_is_refused_until_the_app_has_stop
     assert set(app.stats) == {"take", "late"}
 
 
+def test_a_paused_function_processes_nothing_until_it_is_resumed_and_others_go_on(bridge):
+    app = App()
+
+    @app.process("in", group="g", to="out")
+    def ship(value: bytes) -> bytes:
+        return value
+
+    @app.process("in", group="h")
+    def note(value: bytes) -> None: ...
+
+    with pytest.raises(InvalidState, match="no function 'ship' runs"):
+        app.pause("ship")
+    with app:
+        send(bridge, b"1")
+        wait_until(lambda: values(bridge) == [b"1"])
+        app.pause("ship")
+        send(bridge, b"2")
+        wait_until(lambda: app.stats["note"].messages == 2)
+        time.sleep(1)  # four polls of a function that is not paused
+        assert values(bridge) == [b"1"] and app.healthy
+        app.resume("ship")
+        wait_until(lambda: values(bridge) == [b"1", b"2"])
+        with pytest.raises(InvalidState, match="no function 'shipp' runs; the app has ship, note"):
+            app.resume("shipp")
+
+
 def test_an_app_runs_in_a_test_with_another_broker(bridge, tmp_path):
     other = f"embedded:{tmp_path}/other.db"
     app = App("embedded:/nowhere/of-the-app.db", timeout=1)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -506,3 +507,77 @@ def test_every_setting_of_a_processor_can_be_given():
     of_the_app = {"self", "consumers", "begin", "inputs", "group", "each", "batch", "stop_timeout"}
     taken = inspect.signature(Processor.__init__).parameters.keys() - of_the_app
     assert HandlerSettings.__optional_keys__ == taken
+
+
+# --- batches and middleware -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_function_gets_the_messages_of_a_poll_and_all_or_none_of_them_take_effect(bridge):
+    app, calls = App(), []
+
+    @app.process("in", group="g", to="out", batch=True, dead_letter="dead")
+    def count(orders: list[Order]) -> list[dict[str, int]]:
+        calls.append([order.id for order in orders])
+        if len(calls) == 1:
+            raise ConnectionError("the first call fails")
+        return [{"orders": len(orders)}, {"sum": sum(order.id for order in orders)}]
+
+    send(bridge, b'{"id": 1}', b"no order", b'{"id": 3}', key=b"k")
+    app.run(until_idle=True)
+    assert calls == [[1, 3], [1, 3]]
+    assert [(message.key, message.value) for message in bridge.read("out", 10)] == [
+        (None, b'{"orders":2}'),
+        (None, b'{"sum":4}'),
+    ]
+    assert [message.value for message in bridge.read("dead", 10)] == [b"no order"]
+
+
+def test_an_asynchronous_batch_function_may_ask_for_whole_messages_and_the_transaction(bridge):
+    app = App()
+
+    @app.process("in", group="g", batch=True)
+    async def copy(orders: list[Message[Order]], txn: Transaction) -> None:
+        for order in orders:
+            txn.send("out", str(order.value.id).encode(), key=order.key)
+
+    send(bridge, b'{"id": 1}', b'{"id": 2}', key=b"k")
+    app.run(until_idle=True)
+    assert [(message.key, message.value) for message in bridge.read("out", 10)] == [(b"k", b"1"), (b"k", b"2")]
+
+
+def test_a_batch_function_that_takes_no_list_or_one_message_is_refused():
+    app = App()
+
+    def one(order: Order) -> None: ...
+
+    def both(orders: list[Order], message: Message) -> None: ...
+
+    for function, sentence in ((one, "is a list, such as list"), (both, "with batch=True it gets many")):
+        with pytest.raises(InvalidOption, match=sentence):
+            app.process("in", group="g", batch=True)(function)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_middleware_is_around_each_call_and_what_it_raises_is_the_functions_failure(bridge, batch):
+    app, steps = App(), []
+
+    @contextmanager
+    def around(given: Any) -> Iterator[None]:
+        steps.append("begin")
+        if steps == ["begin"]:
+            raise ConnectionError("tried again")
+        try:
+            yield
+        except ValueError as error:
+            raise Poison("no number") from error
+        steps.append("end")
+
+    def number(value: Any) -> None:
+        int(value[0] if batch else value)
+
+    number.__annotations__["value"] = list[bytes] if batch else bytes
+    app.process("in", group="g", batch=batch, middleware=around, dead_letter="dead", max_messages=1)(number)
+    send(bridge, b"1", b"x")
+    app.run(until_idle=True)
+    assert steps == ["begin", "begin", "end", "begin"]
+    assert [message.value for message in bridge.read("dead", 10)] == [b"x"]

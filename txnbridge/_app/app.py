@@ -132,6 +132,7 @@ class App(Router):
         functions = {
             each.name: {
                 "healthy": each.healthy,
+                "paused": each.paused,
                 "lag": each.lag,
                 "messages": each.stats.messages,
                 "hangs": each._call_seconds > (10 * each._timeout if self.hang_after is None else self.hang_after),
@@ -197,6 +198,20 @@ class App(Router):
         task = asyncio.get_running_loop().create_task(work())
         self._tasks.add(task)  # the loop has weak references only
         task.add_done_callback(self._tasks.discard)
+
+    def pause(self, name: str) -> None:
+        """Hold a function of this process after its present batch; it keeps its partitions. Any thread may call."""
+        self._named_processor(name).paused = True
+
+    def resume(self, name: str) -> None:
+        """Let a paused function go on."""
+        self._named_processor(name).paused = False
+
+    def _named_processor(self, name: str) -> ServedProcessor:
+        for processor in self._processors if self._running else ():
+            if processor.name == name:
+                return processor
+        raise InvalidState(f"no function {name!r} runs; the app has {', '.join(self._named())}")
 
     def _stop_all(self) -> None:
         stop = self._stop  # another thread may be closing the app

@@ -13,6 +13,7 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType, NoneType, SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
@@ -21,7 +22,7 @@ from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.outgoing import Outgoing, ResultPublisher, Send, UnfitResult
 from txnbridge._app.value_types import alternatives, for_input, for_output, require_codec, without_none
 from txnbridge._base.connection import Connection
-from txnbridge._base.messages import Message
+from txnbridge._base.messages import Batch, Message
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._base.url import nearest
 from txnbridge._process.processor import Processor
@@ -48,6 +49,8 @@ class Handler:
         group: str,
         to: str | Topic | None,
         settings: Mapping[str, Any],
+        batch: bool = False,
+        middleware: Callable[[Any], AbstractContextManager[object]] | None = None,
     ) -> None:
         if not isinstance(function, FunctionType | MethodType):
             raise InvalidOption(f"process() decorates a function, not {type(function).__name__}")
@@ -55,6 +58,8 @@ class Handler:
         self.name = function.__name__
         self.group = group
         self.settings = dict(settings)
+        self.batch = batch
+        self._around = middleware
         self.is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
         self._yields_async = inspect.isasyncgenfunction(function)
         self._check_settings()
@@ -87,6 +92,12 @@ class Handler:
     def _read_first(self, parameter: inspect.Parameter) -> None:
         """Note, from the first parameter, the type of the value, and whether it may be a `Message` or None."""
         kind = self._type(parameter.annotation, needed=True)
+        if self.batch:
+            if get_origin(kind) is not list:
+                raise InvalidOption(
+                    f"with batch=True the first parameter of {self.name} is a list, such as list[Order]"
+                )
+            (kind,) = get_args(kind)
         self.takes_message = _is_message(kind) or (kind in _UNKNOWN and parameter.name == "message")
         if self.takes_message:
             kind = next(iter(get_args(kind)), Any)
@@ -108,6 +119,8 @@ class Handler:
                 f"{self.name} has an unknown parameter {parameter.name!r}: besides the message's value it may ask for"
                 f" {', '.join(_NAMES)}"
             )
+        if role == "message" and self.batch:
+            raise InvalidOption(f"{self.name} asks for message, but with batch=True it gets many: list[Message[Order]]")
         if role == "db" and self.settings.get("db") is None:
             raise InvalidOption(f"{self.name} asks for db: give process() a db=, an Engine of SQLAlchemy")
         if role == "txn" and self.settings.get("db") is not None:
@@ -164,24 +177,34 @@ class Handler:
 
     # --- a message ------------------------------------------------------------------------------------------------
 
-    def each(self, state: Any, loop: EventLoop | None) -> Callable[[Message, Any], None]:
-        """Return the function as the argument `each` of a processor; `loop` runs an asynchronous function."""
+    def calls(self, state: Any, loop: EventLoop | None) -> dict[str, Callable[[Any, Any], None]]:
+        """Return the function as the argument `each` or `batch` of a processor; `loop` runs an `async def` function."""
 
-        def call(message: Message, given: Any) -> None:
-            if message.value is None and not self._takes_none:
-                raise Poison(f"a tombstone, which {self.name} does not take (its value would be None)", message=message)
-            asked = {"txn": given, "db": given, "message": message, "state": state}
-            extras = {name: asked[role] for name, role in self.extras.items()}
-            result = self.function(message if self.takes_message else message.value, **extras)
-            send = self._sender(given)
-            if loop is None:
-                self._publisher.publish(result, message, send)
-            elif self._yields_async:
-                loop.run(self._publisher.publish_all(result, message, send))
-            else:
-                self._publisher.publish(loop.run(result), message, send)
+        def call(given: Message | Batch, txn: Any) -> None:
+            with self._around(given) if self._around else nullcontext():
+                if isinstance(given, Batch):
+                    self._call(None, [self._value(message) for message in given], txn, state, loop)
+                else:
+                    self._call(given, self._value(given), txn, state, loop)
 
-        return call
+        return {"batch" if self.batch else "each": call}
+
+    def _value(self, message: Message) -> Any:
+        if message.value is None and not self._takes_none:
+            raise Poison(f"a tombstone, which {self.name} does not take (its value would be None)", message=message)
+        return message if self.takes_message else message.value
+
+    def _call(self, message: Message | None, value: Any, given: Any, state: Any, loop: EventLoop | None) -> None:
+        asked = {"txn": given, "db": given, "message": message, "state": state}
+        extras = {name: asked[role] for name, role in self.extras.items()}
+        result = self.function(value, **extras)
+        send = self._sender(given)
+        if loop is None:
+            self._publisher.publish(result, message, send)
+        elif self._yields_async:
+            loop.run(self._publisher.publish_all(result, message, send))
+        else:
+            self._publisher.publish(loop.run(result), message, send)
 
     def _sender(self, given: Any) -> Send:
         if self.settings.get("db") is None:

@@ -38,7 +38,7 @@ class ResultPublisher:
         self._plain_name = to.name if to is not None and to.codec is by_type and to.key is None else None
         self._input_keys = input_keys
 
-    def publish(self, result: Any, message: Message, send: Send) -> None:
+    def publish(self, result: Any, message: Message | None, send: Send) -> None:
         """Send what the function returned for `message`: one value, or each value of a list or iterator."""
         if isinstance(result, list | Iterator):
             for value in result:
@@ -46,16 +46,17 @@ class ResultPublisher:
         else:
             self._send(result, message, send)
 
-    async def publish_all(self, results: AsyncIterator[Any], message: Message, send: Send) -> None:
+    async def publish_all(self, results: AsyncIterator[Any], message: Message | None, send: Send) -> None:
         """Send each value of the asynchronous iterator that the function returned for `message`."""
         async for value in results:
             self._send(value, message, send)
 
-    def _send(self, value: Any, message: Message, send: Send) -> None:
+    def _send(self, value: Any, message: Message | None, send: Send) -> None:
         if value is None:
             return
         if self._plain_name is not None and value.__class__ is bytes:
-            send(self._plain_name, value, key=self._input_keys[message.topic].encode_key(message.key))
+            key = None if message is None else self._input_keys[message.topic].encode_key(message.key)
+            send(self._plain_name, value, key=key)
             return
         if isinstance(value, Outgoing):
             self._send_encoded(value.topic, value.value, value.key, value.headers, send)
@@ -80,8 +81,10 @@ class ResultPublisher:
             raise InvalidOption(f"{self._name} returned {type(value).__name__}: {error}") from error
         send(encoded.topic, encoded.value, key=encoded.key, headers=encoded.headers or None)
 
-    def _key(self, message: Message, to: Topic) -> Any:
+    def _key(self, message: Message | None, to: Topic) -> Any:
         """Return the input message's key for the topic `to`: bytes, unless this topic has a codec for keys."""
+        if message is None:
+            return None
         if to.key is None:
             return self._input_keys[message.topic].encode_key(message.key)
         return message.key

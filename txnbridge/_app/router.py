@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from txnbridge._app.handler import Handler
@@ -38,6 +39,8 @@ class Router:
         *,
         group: str = "",
         to: str | Topic | None = None,
+        batch: bool = False,
+        middleware: Callable[[Any], AbstractContextManager[object]] | None = None,
         **settings: Unpack[HandlerSettings],
     ) -> Callable[[F], F]:
         """Decorate a function, plain or `async def`, that processes each message of a topic in a transaction.
@@ -54,6 +57,10 @@ class Router:
         What it returns is sent to `to` in the message's transaction, with the message's key: one value, several as a
         list or an iterator, or an `Outgoing` to another topic; None is nothing. `settings` are those of a `Processor`.
 
+        With `batch=True` the function is called with the messages of a poll, as `list[Order]` or
+        `list[Message[Order]]`, all in one transaction; its results have no key. `middleware` is called with the message
+        or the batch, and returns a context manager inside which the function is called; its errors are the function's.
+
         The function itself stays as it is. It may run more than once for one message, and only what it returns, or
         sends with `txn`, takes effect once.
 
@@ -62,7 +69,7 @@ class Router:
         """
 
         def decorate(function: F) -> F:
-            handler = Handler(function, inputs, group, to, settings)
+            handler = Handler(function, inputs, group, to, settings, batch, middleware)
             self._handlers.append(handler)
             try:
                 self._require_distinct()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -11,10 +12,15 @@ from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.outgoing import UnfitResult
 from txnbridge._base.service_stop import StopNow, leaving_seconds
 from txnbridge._bridge import Bridge
-from txnbridge._process.processor import Processor
+from txnbridge._process.polled_batch import PolledBatch
+from txnbridge._process.processor import Processor, _TimeToPoll
 
 if TYPE_CHECKING:
     from txnbridge._app.handler import Handler
+
+
+# While a function is paused, the interval between two polls that keep it in its group, and after which it resumes.
+_PAUSED_SECONDS = 0.25
 
 
 class ServedProcessor(Processor):
@@ -38,18 +44,37 @@ class ServedProcessor(Processor):
             partial(bridge.transaction, group_commit=False),
             handler.inputs,
             group=handler.group,
-            each=handler.each(state, loop),
             stop_timeout=stop_timeout,
             fatal=(UnfitResult, *((fatal,) if isinstance(fatal, type) else fatal)),
+            **handler.calls(state, loop),
             **settings,
         )
         self.name = name
+        self.paused = self._held = False
         self._event_loop = loop
         self._ended = ended
 
     @property
     def stopping(self) -> bool:
         return self._stop.asked
+
+    def _pass(self, until_idle: bool) -> bool:
+        assert self._inputs is not None
+        if self.paused:
+            self._held, self._since = True, time.monotonic()
+            self._inputs.hold()
+            self._measure_lag(self._inputs, now=False)
+            self._stop.sleep(_PAUSED_SECONDS)
+            return self._stop.asked
+        if self._held:
+            self._inputs.resume()
+            self._held = False
+        return super()._pass(until_idle)
+
+    def _process(self, items: PolledBatch) -> None:
+        if self.paused:
+            raise _TimeToPoll  # it was paused during the poll: the messages are taken back
+        super()._process(items)
 
     def _loop_in_thread(self) -> None:
         super()._loop_in_thread()

@@ -111,6 +111,17 @@ class ProcessorInputs:
         self._failed = waited_for.union(*(consumer.take_back() for consumer in self._consumers()))
         self._polls_for_failed = _POLLS_FOR_FAILED if failed else 0
 
+    def hold(self) -> None:
+        """Take no messages, and stay in the groups: called again and again, because partitions may come meanwhile."""
+        for consumer in self._consumers():
+            consumer.pause()
+            consumer.poll_idle()
+
+    def resume(self) -> None:
+        """Take messages again after `hold`."""
+        for consumer in self._consumers():
+            consumer.resume()
+
     @property
     def decodes(self) -> bool:
         """True if any input topic has a codec."""
