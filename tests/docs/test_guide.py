@@ -21,8 +21,7 @@ from sqlalchemy import orm
 
 import txnbridge
 from tests.house.rooms import ROOT
-from txnbridge import Bridge, Decision, Outcome
-from txnbridge.sql import Outbox
+from txnbridge import Bridge, Outcome
 
 
 class Done(Exception):
@@ -65,7 +64,6 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     monkeypatch.chdir(tmp_path)
     engine = sa.create_engine(f"sqlite:///{tmp_path}/orders.db")
     Base.metadata.create_all(engine)
-    Outbox("shop").create(engine)
     shipped: list[bytes] = []
     stored: list[str] = []
 
@@ -79,18 +77,14 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
     with txnbridge.connect("embedded:shop.db") as bridge:
         yield {
-            "Base": Base,
-            "Outbox": Outbox,
             "Item": Item,
             "JSONDeserializer": JSONDeserializer,
             "JSONSerializer": JSONSerializer,
             "Session": orm.Session,
-            "book": lambda txn, order: Decision.COMMIT,
             "bridge": bridge,
             "client": SchemaRegistryClient.new_client({"url": "mock://guide"}),
             "engine": engine,
             "open_bridge": bridge,
-            "order": Order(id=1),
             "remember": stored.append,
             "rows": [b"1", b"2"],
             "schema": '{"title": "Item", "type": "object"}',
@@ -99,7 +93,6 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
             "store": stored.append,
             "stored": stored,
             "txnbridge": txnbridge,
-            "was_booked": lambda id, messages: Decision.COMMIT,
         }
     engine.dispose()
 
@@ -120,15 +113,15 @@ def test_every_block_of_the_guide_runs(names):
     assert values(bridge, "shipments") == names["shipped"][:1]
     assert values(bridge, "lines") == [b"1", b"2", b"3"]
     assert values(bridge, "rows") == [b"1", b"2"]
-    # Sent, sent again, prepared and committed, with the database, as half message. The outbox has no relay here.
-    assert len(values(bridge, "orders")) == 5
+    # Sent, sent again, prepared and committed, with the database.
+    assert len(values(bridge, "orders")) == 4
     with orm.Session(names["engine"]) as session:
-        assert {order.id for order in session.scalars(sa.select(Order))} == {1, 42}
+        assert {order.id for order in session.scalars(sa.select(Order))} == {42}
 
 
 def test_every_block_of_the_readme_runs(names):
     names["stored"].append("")
-    names["database"] = names["producer"] = Mock()
+    names["database"] = names["producer"] = names["order"] = Mock()
     assert run_blocks("README.md", names) == 3
     assert values(names["bridge"], "shipments") == [b"ship order 42"]
     assert values(names["bridge"], "audit") == [b"order 42 taken"]
