@@ -177,7 +177,7 @@ class Handler:
 
     # --- a message ------------------------------------------------------------------------------------------------
 
-    def calls(self, state: Any, loop: EventLoop | None) -> dict[str, Callable[[Any, Any], None]]:
+    def calls(self, state: Any, loop: EventLoop | None) -> dict[str, Any]:
         """Return the function as the argument `each` or `batch` of a processor; `loop` runs an `async def` function."""
 
         def call(given: Message | Batch, txn: Any) -> None:
