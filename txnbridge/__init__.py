@@ -22,6 +22,7 @@ from txnbridge._base.topic import Topic
 from txnbridge._bridge import Bridge, connect
 from txnbridge._half.half_messages import HalfMessages, HalfTransaction
 from txnbridge._half.resolver import Resolver
+from txnbridge._half.span import Span, spanning
 from txnbridge._process.processor import Processor
 from txnbridge._read.consumer import Consumer
 from txnbridge._write.publisher import Publisher
@@ -107,6 +108,7 @@ __all__ = [
     "Publisher",
     "Resolver",
     "Router",
+    "Span",
     "State",
     "Status",
     "StorageFailed",
@@ -124,6 +126,7 @@ __all__ = [
     "connect",
     "hookimpl",
     "plugins",
+    "spanning",
 ]
 
 

@@ -54,6 +54,7 @@ class Connection:
         self.processors: weakref.WeakSet[Any] = weakref.WeakSet()  # for metrics
         # Returns the bridge's half store in lanes; the bridge sets it.
         self.half_lanes: Callable[[], HalfStore] = _no_half_lanes
+        self.spans: dict[frozenset[str], Any] = {}  # by the clusters over which they go
         self.closed: bool = False  # if True, new calls are refused
         self.forked: bool = False
         self._broker: Broker | None = None

@@ -1,0 +1,43 @@
+"""Programs of the tests of spans, which run in processes of their own."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+import txnbridge
+from txnbridge import BrokerUnavailable, Conflict, OutcomeUnknown, TransactionAborted
+
+SECONDS = 1.5  # the timeout of a span, after which the parts of a dead process are ended
+
+
+class Pair(NamedTuple):
+    """The addresses of two brokers, and the names of the topics: `source` on the first, `target` on both."""
+
+    first: str
+    second: str
+    source: str
+    target: str
+
+
+def copy_all(pair: Pair, messages: int = 4) -> None:
+    """Copy the first broker's messages to both brokers, two in each span, until all of them are acknowledged."""
+    with (
+        txnbridge.connect(pair.first, timeout=10) as first,
+        txnbridge.connect(pair.second, timeout=10) as second,
+        first.consumer(pair.source, f"g-{pair.source}") as consumer,
+    ):
+        until = time.monotonic() + 100
+        while time.monotonic() < until and sum(consumer.lag().values(), start=not consumer.positions()):
+            with suppress(TransactionAborted, Conflict, OutcomeUnknown, BrokerUnavailable):
+                copy(first, second, consumer.poll(2, 0.5), pair.target)
+
+
+def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Batch, target: str) -> None:
+    if not batch:
+        return
+    with txnbridge.spanning(first, second, timeout=SECONDS, hold=SECONDS) as span:
+        span.on(first).ack(batch)
+        for bridge in (first, second):
+            span.on(bridge).send_many(target, [message.value for message in batch])

@@ -1,0 +1,162 @@
+"""A span over two brokers: all or none, wherever its process dies, and whatever ends its parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+import txnbridge
+from tests.core.half.span_programs import Pair, copy_all
+from tests.in_time import wait_until
+from txnbridge import Abort, Bridge, InvalidOption, InvalidState, Outcome, OutcomeUnknown, TransactionAborted, spanning
+
+STEPS = ("prepare", "half.store", "resolve", "half.end")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Bridge, Bridge]]:
+    with txnbridge.connect(f"embedded:{tmp_path}/a.db") as a, txnbridge.connect(f"embedded:{tmp_path}/b.db") as b:
+        a.ensure_topics("t")
+        b.ensure_topics("t")
+        yield a, b
+
+
+def values(pair: tuple[Bridge, Bridge]) -> list[list[bytes]]:
+    return [[message.value for message in bridge.read("t", 100)] for bridge in pair]
+
+
+def open_ones(pair: tuple[Bridge, Bridge]) -> list[object]:
+    return [each for bridge in pair for each in bridge.admin.transactions()]
+
+
+def send(span: txnbridge.Span, pair: tuple[Bridge, Bridge], value: bytes) -> None:
+    for bridge in pair:
+        span.on(bridge).send("t", value)
+
+
+def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair):
+    with spanning(*pair) as span:
+        send(span, pair, b"1")
+        assert values(pair) == [[], []]
+    assert span.outcome is Outcome.COMMITTED
+    assert values(pair) == [[b"1"], [b"1"]]
+    with spanning(*pair) as span:
+        send(span, pair, b"2")
+        raise Abort
+    assert span.outcome is Outcome.ABORTED
+    with pytest.raises(ValueError, match="a test says so"), spanning(*pair) as span:
+        send(span, pair, b"2")
+        raise ValueError("a test says so")
+    assert span.outcome is Outcome.ABORTED
+    with pytest.raises(TransactionAborted), spanning(*pair) as span:
+        send(span, pair, b"3")
+        span.on(pair[1]).abort()
+    assert values(pair) == [[b"1"], [b"1"]]
+    assert open_ones(pair) == []
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided):
+    def lose(self: Bridge, token: object) -> Outcome:
+        monkeypatch.undo()
+        if decided:
+            self.commit(token)
+        raise OutcomeUnknown("the answer is lost")
+
+    monkeypatch.setattr(Bridge, "commit", lose)
+    with pytest.raises(OutcomeUnknown) as caught, spanning(*pair, timeout=1) as span:
+        send(span, pair, b"1")
+    assert span.outcome is Outcome.UNKNOWN
+    assert caught.value.token == str(span.token)
+    wait_until(lambda: open_ones(pair) == [])
+    assert values(pair) == [[b"1"] * decided] * 2
+
+
+def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch):
+    commit, calls = Bridge.commit, count()
+
+    def fail_once(self: Bridge, token: object) -> Outcome:
+        if next(calls) == 1:
+            raise txnbridge.BrokerUnavailable("a test says so")
+        return commit(self, token)
+
+    monkeypatch.setattr(Bridge, "commit", fail_once)
+    with spanning(*pair) as span:
+        send(span, pair, b"1")
+    assert span.outcome is Outcome.COMMITTED
+    wait_until(lambda: values(pair) == [[b"1"], [b"1"]])
+
+
+def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, caplog):
+    commit = Bridge.commit
+
+    def abort_the_other(self: Bridge, token: object) -> Outcome:
+        monkeypatch.undo()
+        other = pair[self is pair[0]]
+        (left,) = other.admin.transactions()
+        other.admin.abort(left.transaction, reason="by hand")
+        return commit(self, token)
+
+    monkeypatch.setattr(Bridge, "commit", abort_the_other)
+    with caplog.at_level(logging.ERROR, "txnbridge"), spanning(*pair) as span:
+        send(span, pair, b"1")
+    assert span.outcome is Outcome.COMMITTED
+    assert "is torn" in caplog.text
+    assert sorted(values(pair)) == [[], [b"1"]]
+
+
+def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatch):
+    commit = Bridge.commit
+
+    def abort_before(self: Bridge, token: object) -> Outcome:
+        self.abort(token)
+        return commit(self, token)
+
+    monkeypatch.setattr(Bridge, "commit", abort_before)
+    with pytest.raises(TransactionAborted), spanning(*pair) as span:
+        send(span, pair, b"1")
+    assert span.outcome is Outcome.ABORTED
+    assert values(pair) == [[], []]
+
+
+def test_what_cannot_be_a_span_is_refused(pair):
+    a, b = pair
+    with pytest.raises(InvalidOption, match="two or more clusters"):
+        spanning(a)
+    with pytest.raises(InvalidOption, match="two or more clusters"):
+        spanning(a, a)
+    with (
+        spanning(a, b) as span,
+        txnbridge.connect(a.url) as other,
+        pytest.raises(InvalidOption, match="on\\(\\) takes"),
+    ):
+        span.on(other)
+    with pytest.raises(InvalidState):
+        span.on(a)
+
+
+def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk):
+    numbers = count()
+
+    def fresh() -> Pair:
+        name = f"{tmp_path}/{next(numbers)}"
+        made = Pair(f"embedded:{name}-a.db", f"embedded:{name}-b.db", "source", "target")
+        with txnbridge.connect(made.first) as first, txnbridge.connect(made.second) as second:
+            first.ensure_topics("source", "target")
+            second.ensure_topics("target")
+            with first.transaction() as txn:
+                txn.send_many("source", [b"%d" % number for number in range(4)])
+        return made
+
+    def check(made: Pair) -> None:
+        with txnbridge.connect(made.first) as first, txnbridge.connect(made.second) as second:
+            wait_until(lambda: first.admin.transactions() == [] == second.admin.transactions())
+            for bridge in (first, second):
+                # A prepared part does not keep another member from what lies behind its acknowledgements.
+                assert sorted(message.value for message in bridge.read("target", 100)) == [b"0", b"1", b"2", b"3"]
+
+    kill_walk(copy_all, check, fresh, {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")})

@@ -1,0 +1,257 @@
+"""`spanning`: one transaction over several brokers, all or none.
+
+Each broker's part is prepared first. Then a half message, the span's record, stores all tokens, and the end of the
+first part decides: if it is committed, the other parts are committed, and if it is aborted, they are aborted. Any
+process that is asked about the record of a dead one aborts the first part, is told its true outcome, and ends the
+others by it. The record is dropped when all parts have ended; no reader ever sees it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from txnbridge import errors
+from txnbridge._base.deadline import Deadline, check_seconds
+from txnbridge._base.messages import Message
+from txnbridge._base.token import Decision, Outcome, Token, TokenState
+from txnbridge._half.half_messages import HalfMessages, HalfTransaction
+from txnbridge._write.transaction import Transaction
+from txnbridge.capabilities import Capability
+
+if TYPE_CHECKING:
+    from txnbridge._bridge import Bridge
+
+_log = logging.getLogger("txnbridge")
+
+# The first part expires by so many seconds before the second one, and so on: so there is time to commit the others when
+# the first one was committed at the last moment.
+_SECONDS_BETWEEN = 60.0
+_HOLD_SECONDS = 600.0  # unless a broker allows less
+_RECORD_VERSION = 1
+
+
+class Spans:
+    """The records of spans over one set of clusters: stores them, and ends what dead processes have left of them."""
+
+    def __init__(self, keeper: Bridge, bridges: Sequence[Bridge]) -> None:
+        self._bridges: WeakValueDictionary[str, Bridge] = WeakValueDictionary()
+        self.use(bridges)
+        clusters = hashlib.blake2b(" ".join(sorted(self._bridges)).encode(), digest_size=6).hexdigest()
+        group = f"spans-{keeper._connection.identity.application}-{clusters}"
+        self._records = HalfMessages(keeper._connection, group, self._execute, self._check)
+
+    def use(self, bridges: Sequence[Bridge]) -> None:
+        """End the parts of spans with these bridges from now on."""
+        self._bridges.update({bridge.cluster: bridge for bridge in bridges})
+
+    def decide(self, span: Span, tokens: Sequence[Token], deadline: Deadline) -> None:
+        """Store a span's record, and commit its parts."""
+        record = {"v": _RECORD_VERSION, "until": int((time.time() + deadline.left()) * 1000)}
+        with self._records.transaction(span, timeout=max(0.001, deadline.left())) as half:
+            half.send("txnbridge-span", json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
+
+    def _execute(self, half: HalfTransaction, span: Span) -> Decision:
+        first, *others = span.tokens
+        span.outcome = Outcome.UNKNOWN
+        try:
+            span.outcome = self._bridge(first).commit(first)
+        except errors.OutcomeUnknown:
+            raise
+        except errors.TxnBridgeError as error:  # the broker may have got the request
+            raise errors.OutcomeUnknown(f"no answer to the decision about a span: {error}") from error
+        return self._end_others(half.id, span.outcome, others)
+
+    def _check(self, transaction: str, messages: Sequence[Message]) -> Decision:
+        """Answer for a span whose process has not ended it: the record may be dropped, or is asked about again."""
+        record = json.loads(messages[0].value)
+        first, *others = (Token.parse(token) for token in record["tokens"])
+        bridge = self._bridge(first)
+        if time.time() * 1000 >= record["until"]:
+            outcome = bridge.abort(first)
+        else:
+            state = bridge.status(first).state
+            if state in (TokenState.PREPARED, TokenState.UNKNOWN):
+                return Decision.UNDECIDED
+            outcome = Outcome(state.value)
+        return self._end_others(transaction, outcome, others)
+
+    def _end_others(self, transaction: str, outcome: Outcome, tokens: Sequence[Token]) -> Decision:
+        """End the parts behind the first one by its outcome. ABORT drops the record, UNDECIDED keeps it."""
+        left = []
+        for token in tokens:
+            try:
+                bridge = self._bridge(token)
+                found = (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token)
+            except errors.TxnBridgeError as error:
+                _log.warning(
+                    "span %s is %s, and its part %r is ended later: %s", transaction, outcome.value, token, error
+                )
+                left.append(token)
+                continue
+            if found is not outcome:
+                left.append(token)
+                text = "span %s is torn: it is %s, but %r is %s: nobody ended it in time, or an administrator did"
+                _log.error(text + ". Make good what is missing", transaction, outcome.value, token, found.value)
+        return Decision.UNDECIDED if left else Decision.ABORT
+
+    def _bridge(self, token: Token) -> Bridge:
+        bridge = self._bridges.get(token.cluster)
+        if bridge is None:
+            raise errors.BrokerUnavailable(f"no bridge to the {token.broker} cluster {token.cluster} is open here")
+        return bridge
+
+
+_opening = threading.Lock()
+
+
+def _spans(bridges: Sequence[Bridge]) -> Spans:
+    """Return the spans of these bridges, whose records are on a broker that all processes choose alike."""
+    for bridge in bridges:
+        bridge._connection.check_open()
+    clusters = frozenset(bridge.cluster for bridge in bridges)
+    if len(clusters) < len(bridges) or len(bridges) < 2:
+        raise errors.InvalidOption("spanning() takes bridges to two or more clusters, one bridge for each cluster")
+    for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE):
+        for bridge in bridges:
+            bridge.capabilities.require(capability)
+    # A broker with half messages of its own stores a record with fewer requests.
+    keepers = [bridge for bridge in bridges if bridge.capabilities[Capability.HALF_MESSAGES]]
+    keeper = min(
+        keepers or bridges, key=lambda bridge: (bridge._connection.broker.half_store() is None, bridge.cluster)
+    )
+    with _opening:
+        opened = keeper._connection.spans
+        if clusters not in opened:
+            opened[clusters] = Spans(keeper, bridges)
+    found: Spans = opened[clusters]
+    found.use(bridges)
+    return found
+
+
+class Span:
+    """A transaction over several brokers, for a `with` block: at its end all parts are committed, or none.
+
+    The parts become visible one after another. An exception in the block aborts all of them; `raise Abort` does so
+    without an exception outside the block. Only one thread at a time may use the object.
+    """
+
+    def __init__(self, bridges: Sequence[Bridge], timeout: float | None, hold: float | None) -> None:
+        timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
+        check_seconds("timeout", timeout, above_0=True)
+        self._spans = _spans(bridges)
+        self._deadline = Deadline(timeout)
+        self._holds = _holds(bridges, timeout, hold)
+        self._parts: dict[Bridge, Transaction] = {}
+        self._open = True
+        self.tokens: list[Token] = []
+        self.outcome: Outcome | None = None
+
+    @property
+    def token(self) -> Token | None:
+        """The token of the part whose end decides, for `status` of its bridge; None until the parts are prepared."""
+        return self.tokens[0] if self.tokens else None
+
+    def on(self, bridge: Bridge) -> Transaction:
+        """Return the span's transaction on one broker, for sends and acknowledgements; the span ends it."""
+        if not self._open:
+            raise errors.InvalidState("on() needs an open span; its block has ended")
+        if bridge not in self._holds:
+            raise errors.InvalidOption("on() takes one of the bridges that spanning() was given")
+        if bridge not in self._parts:
+            self._parts[bridge] = bridge.transaction(
+                prepare=True, timeout=max(0.001, self._deadline.left()), hold=self._holds[bridge]
+            )
+        return self._parts[bridge]
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not self._open:
+            raise errors.InvalidState("the block of this span has ended")
+        self._open = False
+        try:
+            if error is None and self._parts:
+                self._finish()
+        finally:
+            if self.outcome is None:
+                self.outcome = Outcome.COMMITTED if error is None and not self._parts else Outcome.ABORTED
+                self._abort()
+        return isinstance(error, errors.Abort)
+
+    def _finish(self) -> None:
+        # The part that expires first decides.
+        for bridge in sorted(self._parts, key=lambda bridge: self._holds[bridge]):
+            part = self._parts[bridge]
+            part.__exit__(None, None, None)
+            if part.token is None:
+                raise errors.TransactionAborted("a part of the span was aborted in its block")
+            self.tokens.append(part.token)
+        try:
+            self._spans.decide(self, self.tokens, self._deadline)
+        except errors.TxnBridgeError as error:
+            if self.outcome not in (Outcome.COMMITTED, Outcome.ABORTED):
+                error.token = str(self.token) if self.outcome is Outcome.UNKNOWN else None
+                raise
+            _log.info("the record of a span is dropped later: %s", error)
+        if self.outcome is Outcome.ABORTED:
+            raise errors.TransactionAborted("the span was aborted: its time was over, or an administrator aborted it")
+
+    def _abort(self) -> None:
+        """Abort what is open or prepared, as far as the brokers answer; the rest is aborted when its time is over."""
+        tokens = {token.cluster: token for token in self.tokens}
+        for bridge, part in self._parts.items():
+            with suppress(errors.TxnBridgeError):
+                if bridge.cluster in tokens:
+                    bridge.abort(tokens[bridge.cluster])
+                else:
+                    part.abort()
+
+
+def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None) -> dict[Bridge, float]:
+    """Return how long after `timeout` each bridge's part stays prepared: what a broker keeps least expires first."""
+
+    def most(bridge: Bridge) -> float:
+        limit = bridge.limits.prepared_seconds
+        return float("inf") if limit is None else limit - timeout
+
+    if hold is not None:
+        check_seconds("hold", hold)
+    ordered = sorted(bridges, key=most)
+    allowed = min((most(bridge) - _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)))
+    wanted = min(_HOLD_SECONDS, allowed) if hold is None else hold
+    between = min(_SECONDS_BETWEEN, wanted)
+    if wanted < 0 or any(wanted + between * place > most(bridge) for place, bridge in enumerate(ordered)):
+        raise errors.InvalidOption(
+            f"these brokers keep a span prepared for at most {max(0.0, allowed):g} s after its timeout, not for"
+            f" {wanted:g} s: set hold= or timeout= lower"
+        )
+    return {bridge: wanted + between * place for place, bridge in enumerate(ordered)}
+
+
+def spanning(*bridges: Bridge, timeout: float | None = None, hold: float | None = None) -> Span:
+    """Return a transaction over several brokers, all or none, for a `with` block.
+
+        with txnbridge.spanning(kafka, pulsar) as span:
+            span.on(kafka).send("orders", b"…")
+            span.on(pulsar).send("letters", b"…")
+
+    It is all or none, not simultaneous: a reader of one broker may see its part before another's. If this process dies,
+    another one of the same application that has called `spanning` with bridges to the same clusters ends what is left.
+    Parts stay prepared for `hold` seconds after `timeout`; if nobody ends them in that time, each broker aborts its.
+
+    Raise `InvalidOption` if a broker cannot keep them so long, `OutcomeUnknown` at the end of the block if the answer
+    to the decision was lost: the token is one for the `status` of the bridge whose part decides.
+    """
+    return Span(bridges, timeout, hold)
