@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from txnbridge import errors
@@ -26,9 +26,12 @@ from txnbridge._base.token import Decision, Outcome, Token, TokenState
 from txnbridge._half.half_messages import HalfMessages, HalfTransaction
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capability
+from txnbridge.spi import Half
 
 if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
+    from txnbridge.sql.barrier import BarrierTransaction, SessionOrEngine
+    from txnbridge.sql.span import SpanBarriers
 
 _log = logging.getLogger("txnbridge")
 
@@ -46,18 +49,50 @@ class Spans:
         self._bridges: WeakValueDictionary[str, Bridge] = WeakValueDictionary()
         self.use(bridges)
         clusters = hashlib.blake2b(" ".join(sorted(self._bridges)).encode(), digest_size=6).hexdigest()
-        group = f"spans-{keeper._connection.identity.application}-{clusters}"
-        self._records = HalfMessages(keeper._connection, group, self._execute, self._check)
+        self._connection = keeper._connection
+        self._group = f"spans-{self._connection.identity.application}-{clusters}"
+        self._records: HalfMessages | None = None
+        self._databases: SpanBarriers | None = None
+        self._guard = threading.Lock()
 
     def use(self, bridges: Sequence[Bridge]) -> None:
         """End the parts of spans with these bridges from now on."""
         self._bridges.update({bridge.cluster: bridge for bridge in bridges})
 
-    def decide(self, span: Span, tokens: Sequence[Token], deadline: Deadline) -> None:
+    def open(self) -> None:
+        """End what dead processes have left of spans without a database, from now on."""
+        with self._guard:
+            if self._records is None:
+                self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
+
+    def database(self, db: SessionOrEngine, timeout: float) -> BarrierTransaction:
+        """Return the database's transaction of a span, in whose block the span's record is sent."""
+        from txnbridge.sql.span import SpanBarriers
+
+        with self._guard:
+            self._databases = self._databases or SpanBarriers(self._connection, self)
+        return self._databases.transaction(db, self._group, timeout)
+
+    def decide(self, span: Span, deadline: Deadline) -> None:
         """Store a span's record, and commit its parts."""
-        record = {"v": _RECORD_VERSION, "until": int((time.time() + deadline.left()) * 1000)}
+        assert self._records is not None
         with self._records.transaction(span, timeout=max(0.001, deadline.left())) as half:
-            half.send("txnbridge-span", json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
+            self.send_record(half, span.tokens, deadline)
+
+    def send_record(self, half: HalfTransaction, tokens: Sequence[Token], deadline: Deadline) -> None:
+        """Add the record of a span to its half transaction."""
+        record = {"v": _RECORD_VERSION, "until": int((time.time() + deadline.left()) * 1000)}
+        half.send("txnbridge-span", json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
+
+    def end_parts(self, half: Half, decision: Decision) -> bool:
+        """End the parts that a record names, by the decision of a database; return whether all have ended so."""
+        outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+        return self._end_others(half.transaction, outcome, _tokens_of(half.messages[0].value)) is Decision.ABORT
+
+    def decision_of_parts(self, half: Half) -> Decision:
+        """Return the decision that a span's parts show: ABORT if the first part is not committed yet."""
+        first, *_ = _tokens_of(half.messages[0].value)
+        return Decision.COMMIT if self._bridge(first).abort(first) is Outcome.COMMITTED else Decision.ABORT
 
     def _execute(self, half: HalfTransaction, span: Span) -> Decision:
         first, *others = span.tokens
@@ -72,10 +107,9 @@ class Spans:
 
     def _check(self, transaction: str, messages: Sequence[Message]) -> Decision:
         """Answer for a span whose process has not ended it: the record may be dropped, or is asked about again."""
-        record = json.loads(messages[0].value)
-        first, *others = (Token.parse(token) for token in record["tokens"])
+        first, *others = _tokens_of(messages[0].value)
         bridge = self._bridge(first)
-        if time.time() * 1000 >= record["until"]:
+        if time.time() * 1000 >= json.loads(messages[0].value)["until"]:
             outcome = bridge.abort(first)
         else:
             state = bridge.status(first).state
@@ -110,16 +144,22 @@ class Spans:
         return bridge
 
 
+def _tokens_of(record: bytes | None) -> list[Token]:
+    return [Token.parse(token) for token in json.loads(record or b"{}")["tokens"]]
+
+
 _opening = threading.Lock()
 
 
-def _spans(bridges: Sequence[Bridge]) -> Spans:
+def _spans(bridges: Sequence[Bridge], least: int) -> Spans:
     """Return the spans of these bridges, whose records are on a broker that all processes choose alike."""
     for bridge in bridges:
         bridge._connection.check_open()
     clusters = frozenset(bridge.cluster for bridge in bridges)
-    if len(clusters) < len(bridges) or len(bridges) < 2:
-        raise errors.InvalidOption("spanning() takes bridges to two or more clusters, one bridge for each cluster")
+    if len(clusters) < len(bridges) or len(bridges) < least:
+        raise errors.InvalidOption(
+            "spanning() takes bridges to two or more clusters, one for each, or one bridge and db="
+        )
     for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE):
         for bridge in bridges:
             bridge.capabilities.require(capability)
@@ -144,10 +184,17 @@ class Span:
     without an exception outside the block. Only one thread at a time may use the object.
     """
 
-    def __init__(self, bridges: Sequence[Bridge], timeout: float | None, hold: float | None) -> None:
+    def __init__(
+        self, bridges: Sequence[Bridge], db: SessionOrEngine | None, timeout: float | None, hold: float | None
+    ) -> None:
         timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
-        self._spans = _spans(bridges)
+        self._spans = _spans(bridges, least=2 if db is None else 1)
+        self._database: BarrierTransaction | None = None
+        if db is None:
+            self._spans.open()
+        else:
+            self._database = self._spans.database(db, timeout)
         self._deadline = Deadline(timeout)
         self._holds = _holds(bridges, timeout, hold)
         self._parts: dict[Bridge, Transaction] = {}
@@ -159,6 +206,13 @@ class Span:
     def token(self) -> Token | None:
         """The token of the part whose end decides, for `status` of its bridge; None until the parts are prepared."""
         return self.tokens[0] if self.tokens else None
+
+    @property
+    def db(self) -> Any:
+        """The `Session` of `db=`, or with an `Engine` its `Connection`."""
+        if self._database is None:
+            raise errors.InvalidState("this span has no db=")
+        return self._database.db
 
     def on(self, bridge: Bridge) -> Transaction:
         """Return the span's transaction on one broker, for sends and acknowledgements; the span ends it."""
@@ -173,6 +227,8 @@ class Span:
         return self._parts[bridge]
 
     def __enter__(self) -> Span:
+        if self._database is not None:
+            self._database.__enter__()
         return self
 
     def __exit__(
@@ -182,24 +238,46 @@ class Span:
             raise errors.InvalidState("the block of this span has ended")
         self._open = False
         try:
-            if error is None and self._parts:
+            if error is None:
                 self._finish()
+        except BaseException as failure:
+            error, kind, trace = failure, type(failure), failure.__traceback__
+            raise
         finally:
-            if self.outcome is None:
-                self.outcome = Outcome.COMMITTED if error is None and not self._parts else Outcome.ABORTED
+            if self.outcome in (None, Outcome.ABORTED):
+                self.outcome = Outcome.ABORTED
                 self._abort()
+            if self._database is not None and error is not None and self._database.outcome is None:
+                with suppress(errors.TxnBridgeError):
+                    self._database.__exit__(kind, error, trace)
         return isinstance(error, errors.Abort)
 
     def _finish(self) -> None:
-        # The part that expires first decides.
+        # The part that expires first decides, if there is no database.
         for bridge in sorted(self._parts, key=lambda bridge: self._holds[bridge]):
             part = self._parts[bridge]
             part.__exit__(None, None, None)
             if part.token is None:
                 raise errors.TransactionAborted("a part of the span was aborted in its block")
             self.tokens.append(part.token)
+        if self._database is not None:
+            self._finish_database(self._database)
+        elif self.tokens:
+            self._decide()
+        else:
+            self.outcome = Outcome.COMMITTED
+
+    def _finish_database(self, database: BarrierTransaction) -> None:
+        if self.tokens:
+            self._spans.send_record(database, self.tokens, self._deadline)
         try:
-            self._spans.decide(self, self.tokens, self._deadline)
+            database.__exit__(None, None, None)
+        finally:
+            self.outcome = database.outcome
+
+    def _decide(self) -> None:
+        try:
+            self._spans.decide(self, self._deadline)
         except errors.TxnBridgeError as error:
             if self.outcome not in (Outcome.COMMITTED, Outcome.ABORTED):
                 error.token = str(self.token) if self.outcome is Outcome.UNKNOWN else None
@@ -240,13 +318,17 @@ def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None) -> dic
     return {bridge: wanted + between * place for place, bridge in enumerate(ordered)}
 
 
-def spanning(*bridges: Bridge, timeout: float | None = None, hold: float | None = None) -> Span:
-    """Return a transaction over several brokers, all or none, for a `with` block.
+def spanning(
+    *bridges: Bridge, db: SessionOrEngine | None = None, timeout: float | None = None, hold: float | None = None
+) -> Span:
+    """Return a transaction over several brokers and a database, all or none, for a `with` block.
 
-        with txnbridge.spanning(kafka, pulsar) as span:
+        with txnbridge.spanning(kafka, pulsar, db=engine) as span:
             span.on(kafka).send("orders", b"…")
             span.on(pulsar).send("letters", b"…")
+            span.db.execute(…)
 
+    `db` is what `bridge.transaction(db=…)` takes; then the database decides, otherwise the part that can wait least.
     It is all or none, not simultaneous: a reader of one broker may see its part before another's. If this process dies,
     another one of the same application that has called `spanning` with bridges to the same clusters ends what is left.
     Parts stay prepared for `hold` seconds after `timeout`; if nobody ends them in that time, each broker aborts its.
@@ -254,4 +336,4 @@ def spanning(*bridges: Bridge, timeout: float | None = None, hold: float | None 
     Raise `InvalidOption` if a broker cannot keep them so long, `OutcomeUnknown` at the end of the block if the answer
     to the decision was lost: the token is one for the `status` of the bridge whose part decides.
     """
-    return Span(bridges, timeout, hold)
+    return Span(bridges, db, timeout, hold)

@@ -275,7 +275,13 @@ class Barriers:
             resolver = self._resolver(barrier)
             store.ready(barrier.half_group, connection.deadline())
         id = f"half-{barrier.half_group}-{self._name}/{connection.name[-8:]}/{next(self._numbers)}"
-        return BarrierTransaction(connection, barrier, resolver, id, session, owned, timeout)
+        return self._new_transaction(connection, barrier, resolver, id, session, owned, timeout)
+
+    def _new_transaction(self, *arguments: Any) -> BarrierTransaction:
+        return BarrierTransaction(*arguments)
+
+    def _new_resolver(self, *arguments: Any) -> BarrierResolver:
+        return BarrierResolver(*arguments)
 
     def _open(self, engine: sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
         database = Database(engine, _WHAT, in_greenlet=True)
@@ -291,7 +297,7 @@ class Barriers:
         """Return the resolver that answers check-backs from this table; start it at its first use."""
         with self._lock:
             if (resolver := self._resolvers.get(barrier.half_group)) is None:
-                resolver = self._resolvers[barrier.half_group] = BarrierResolver(self._connection, barrier)
+                resolver = self._resolvers[barrier.half_group] = self._new_resolver(self._connection, barrier)
                 if not barrier.database.engine.dialect.is_async:  # an `AsyncSession`'s engine works on no other thread
                     resolver.start()
             return resolver

@@ -9,35 +9,37 @@ from typing import NamedTuple
 import txnbridge
 from txnbridge import BrokerUnavailable, Conflict, OutcomeUnknown, TransactionAborted
 
-SECONDS = 1.5  # the timeout of a span, after which the parts of a dead process are ended
-
 
 class Pair(NamedTuple):
-    """The addresses of two brokers, and the names of the topics: `source` on the first, `target` on both."""
+    """The addresses of two brokers, and the names of the topics: `source` on the first, `target` on both.
+
+    `timeout` is that of a span, after which the parts of a dead process are ended.
+    """
 
     first: str
     second: str
     source: str
     target: str
+    timeout: float = 1.5
 
 
 def copy_all(pair: Pair, messages: int = 4) -> None:
     """Copy the first broker's messages to both brokers, two in each span, until all of them are there."""
     with (
-        txnbridge.connect(pair.first, timeout=10) as first,
-        txnbridge.connect(pair.second, timeout=10) as second,
+        txnbridge.connect(pair.first, timeout=20) as first,
+        txnbridge.connect(pair.second, timeout=20) as second,
         first.consumer(pair.source, f"g-{pair.source}") as consumer,
     ):
         until = time.monotonic() + 100
         while time.monotonic() < until and len(first.read(pair.target, 100)) < messages:
             with suppress(TransactionAborted, Conflict, OutcomeUnknown, BrokerUnavailable):
-                copy(first, second, consumer.poll(2, 0.5), pair.target)
+                copy(first, second, consumer.poll(2, 0.5), pair)
 
 
-def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Batch, target: str) -> None:
+def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Batch, pair: Pair) -> None:
     if not batch:
         return
-    with txnbridge.spanning(first, second, timeout=SECONDS, hold=10) as span:
+    with txnbridge.spanning(first, second, timeout=pair.timeout, hold=10) as span:
         span.on(first).ack(batch)
         for bridge in (first, second):
-            span.on(bridge).send_many(target, [message.value for message in batch])
+            span.on(bridge).send_many(pair.target, [message.value for message in batch])

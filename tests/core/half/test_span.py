@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
 
 @pytest.mark.parametrize("decided", [True, False])
 def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided):
-    def lose(self: Bridge, token: object) -> Outcome:
+    def lose(self: Bridge, token: str | txnbridge.Token) -> Outcome:
         monkeypatch.undo()
         if decided:
             self.commit(token)
@@ -79,7 +80,7 @@ def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided
 def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch):
     commit, calls = Bridge.commit, count()
 
-    def fail_once(self: Bridge, token: object) -> Outcome:
+    def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
         if next(calls) == 1:
             raise txnbridge.BrokerUnavailable("a test says so")
         return commit(self, token)
@@ -94,7 +95,7 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch)
 def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, caplog):
     commit = Bridge.commit
 
-    def abort_the_other(self: Bridge, token: object) -> Outcome:
+    def abort_the_other(self: Bridge, token: str | txnbridge.Token) -> Outcome:
         monkeypatch.undo()
         other = pair[self is pair[0]]
         (left,) = other.admin.transactions()
@@ -112,7 +113,7 @@ def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, cap
 def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatch):
     commit = Bridge.commit
 
-    def abort_before(self: Bridge, token: object) -> Outcome:
+    def abort_before(self: Bridge, token: str | txnbridge.Token) -> Outcome:
         self.abort(token)
         return commit(self, token)
 
@@ -152,13 +153,17 @@ def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk
                 txn.send_many("source", [b"%d" % number for number in range(4)])
         return made
 
+    everything = [b"0", b"1", b"2", b"3"]
+
+    def has_all(bridge: Bridge) -> bool:
+        read = sorted(message.value or b"" for message in bridge.read("target", 100))
+        return read == everything and bridge.admin.transactions() == []
+
     def check(made: Pair) -> None:
         with txnbridge.connect(made.first) as first, txnbridge.connect(made.second) as second:
             # A prepared part does not keep another member from what lies behind its acknowledgements.
-            everything = [b"0", b"1", b"2", b"3"]
             for bridge in (first, second):
-                wait_until(lambda bridge=bridge: sorted(m.value for m in bridge.read("target", 100)) == everything)
-                wait_until(lambda bridge=bridge: bridge.read("target", 100) and bridge.admin.transactions() == [])
+                wait_until(partial(has_all, bridge))
                 assert sorted(message.value for message in bridge.read("target", 100)) == everything
 
     kill_walk(copy_all, check, fresh, {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")})

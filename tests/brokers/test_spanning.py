@@ -1,0 +1,58 @@
+"""Spans over two real brokers: everything is copied once, wherever the process dies."""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+import txnbridge
+from tests.core.half.span_programs import Pair, copy_all
+from tests.in_time import wait_until
+from tests.kill_walk import KillWalk
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+
+STEPS = ("prepare", "half.store", "resolve", "half.end")
+# Dead members of groups are noticed soon.
+OPTIONS = {
+    "kafka": "?session.timeout.ms=6000&heartbeat.interval.ms=300&half_check_seconds=0.5",
+    "pulsar": "?half_check_seconds=0.5",
+    "rocketmq": "",
+}
+
+
+@pytest.mark.parametrize(("source", "target"), permutations(["embedded", "kafka", "pulsar", "rocketmq"], 2))
+def test_everything_is_copied_once_wherever_its_process_dies(
+    request: pytest.FixtureRequest, tmp_path: Path, kill_walk: KillWalk, source: str, target: str
+) -> None:
+    urls = [
+        f"embedded:{tmp_path}/a.db"
+        if name == "embedded"
+        else request.getfixturevalue(f"{name}_broker").url + OPTIONS[name]
+        for name in (source, target)
+    ]
+    everything = [b"0", b"1", b"2", b"3"]
+    with txnbridge.connect(urls[0]) as first, txnbridge.connect(urls[1]) as second:
+
+        def fresh() -> Pair:
+            name = uuid.uuid4().hex[:8]
+            made = Pair(urls[0], urls[1], f"source-{name}", f"target-{name}", timeout=10)
+            first.ensure_topics(made.source, made.target)
+            second.ensure_topics(made.target)
+            with first.transaction() as txn:
+                txn.send_many(made.source, everything)
+            return made
+
+        def has_all(bridge: txnbridge.Bridge, topic: str) -> bool:
+            return sorted(message.value or b"" for message in bridge.read(topic, 100)) == everything
+
+        def check(made: Pair) -> None:
+            for bridge in (first, second):
+                wait_until(partial(has_all, bridge, made.target))
+
+        steps = {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")}
+        kill_walk(copy_all, check, fresh, steps, at_once=2, timeout=180)

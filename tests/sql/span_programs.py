@@ -1,0 +1,42 @@
+"""The program of the tests of spans with a database, which runs in a process of its own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+import txnbridge
+from tests.in_time import wait_until
+from txnbridge import OutcomeUnknown, TransactionAborted
+
+
+class Shop(NamedTuple):
+    """The addresses of two brokers and a database."""
+
+    first: str
+    second: str
+    database: str
+
+
+def rows(engine: sa.Engine) -> list[int]:
+    with engine.connect() as connection:
+        return sorted(connection.scalars(sa.text("SELECT number FROM sales")))
+
+
+def sell_all(shop: Shop) -> None:
+    """Write the rows 0 and 1 that are missing, each with a message on both brokers, and wait for the messages."""
+    engine = sa.create_engine(shop.database)
+    with txnbridge.connect(shop.first) as first, txnbridge.connect(shop.second) as second:
+        for number in range(2):
+            with suppress(TransactionAborted, OutcomeUnknown):
+                if number not in rows(engine):
+                    with txnbridge.spanning(first, second, db=engine, timeout=3, hold=10) as span:
+                        span.db.exec_driver_sql(f"INSERT INTO sales VALUES ({number})")
+                        for bridge in (first, second):
+                            span.on(bridge).send("sales", b"%d" % number)
+        with txnbridge.spanning(first, second, db=engine):
+            pass  # its resolver ends what an earlier run has left
+        wait_until(lambda: all(len(bridge.read("sales", 9)) >= 2 for bridge in (first, second)))
+    engine.dispose()

@@ -1,0 +1,79 @@
+"""`spanning(…, db=…)`: the transaction of a database decides about a span's parts on brokers.
+
+The parts are prepared, and the span's record, a half message, stores their tokens, before the database's transaction
+inserts its COMMIT row and commits, as with `bridge.transaction(db=…)`. A resolver that is asked about the record of a
+dead process finds the decision by the row, and ends the parts by it. The record itself is never published.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from txnbridge import errors
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.token import Decision, Outcome
+from txnbridge._half.common import end_half
+from txnbridge._half.half_messages import END_SECONDS
+from txnbridge.spi import Half
+from txnbridge.sql.barrier import BarrierResolver, Barriers, BarrierTransaction
+
+if TYPE_CHECKING:
+    from txnbridge._base.connection import Connection
+    from txnbridge._half.span import Spans
+
+
+class SpanBarriers(Barriers):
+    """Makes the database transactions of spans over one set of clusters, and runs the resolvers of their records."""
+
+    def __init__(self, connection: Connection, spans: Spans) -> None:
+        super().__init__(connection)
+        self._spans = spans
+
+    def _new_resolver(self, *arguments: Any) -> BarrierResolver:
+        return SpanResolver(self._spans, *arguments)
+
+    def _new_transaction(self, *arguments: Any) -> BarrierTransaction:
+        return SpanTransaction(self._spans, *arguments)
+
+
+class SpanResolver(BarrierResolver):
+    """Ends the parts of dead processes' spans by the rows of their databases."""
+
+    def __init__(self, spans: Spans, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._spans = spans
+
+    def _decide(self, half: Half) -> Decision:
+        decision = super()._decide(half)
+        if decision is Decision.UNDECIDED or not self._spans.end_parts(half, decision):
+            return Decision.UNDECIDED
+        return Decision.ABORT  # the record is dropped, whatever was decided
+
+    def _note_end(self, half: Half, outcome: Outcome) -> None:
+        super()._note_end(half, outcome)
+        if outcome is Outcome.ABORTED:
+            self.forget(half.transaction)
+
+
+class SpanTransaction(BarrierTransaction):
+    """The database's transaction of a span. Its only half message is the span's record."""
+
+    def __init__(self, spans: Spans, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._spans = spans
+
+    def _end(self, half: Half | None, decision: Decision) -> Outcome:
+        if half is None:
+            return super()._end(half, decision)
+        if self._settled and decision is Decision.ABORT:
+            # After a COMMIT a resolver may have ended everything, and deleted the row: then the parts are committed.
+            decision = self._spans.decision_of_parts(half)
+        wanted = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+        if self._spans.end_parts(half, decision):
+            deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
+            try:
+                end_half(self._connection, self._store, half, Decision.ABORT, deadline)
+            except errors.TxnBridgeError:
+                return wanted  # a resolver drops the record
+            self._resolver.forget(self._id)
+        return wanted
