@@ -38,6 +38,7 @@ from txnbridge.errors import BackendMissing, InvalidOption, NotSupported
 from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity, Option
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Unpack
 
     from sqlalchemy import Engine
@@ -451,13 +452,23 @@ class Bridge:
         group: str,
         each: Each | None = None,
         batch: OnBatch | None = None,
+        to: Bridge | None = None,
         **settings: Unpack[ProcessorSettings],
     ) -> Processor:
-        """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings."""
+        """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings.
+
+        With `to`, a bridge to another cluster, the handler's `txn` sends there, and each pass is a span (`spanning`).
+        """
         self._connection.check_open()
         from txnbridge._process.processor import Processor
 
-        begin = partial(self.transaction, group_commit=False)
+        begin: Callable[..., Any] = partial(self.transaction, group_commit=False)
+        if to is not None:
+            if settings.get("db") is not None:
+                raise InvalidOption("to= and db= do not go together: consume into the database, and send by an outbox")
+            from txnbridge._half.span_pass import SpanPass
+
+            begin = partial(SpanPass, self, to)
         return Processor(self._consumers, begin, inputs, group=group, each=each, batch=batch, **settings)
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:

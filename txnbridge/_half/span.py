@@ -185,7 +185,12 @@ class Span:
     """
 
     def __init__(
-        self, bridges: Sequence[Bridge], db: SessionOrEngine | None, timeout: float | None, hold: float | None
+        self,
+        bridges: Sequence[Bridge],
+        db: SessionOrEngine | None,
+        timeout: float | None,
+        hold: float | None,
+        in_order: bool = False,
     ) -> None:
         timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
@@ -196,7 +201,7 @@ class Span:
         else:
             self._database = self._spans.database(db, timeout)
         self._deadline = Deadline(timeout)
-        self._holds = _holds(bridges, timeout, hold)
+        self._holds = _holds(bridges, timeout, hold, in_order)
         self._parts: dict[Bridge, Transaction] = {}
         self._open = True
         self.tokens: list[Token] = []
@@ -286,6 +291,11 @@ class Span:
         if self.outcome is Outcome.ABORTED:
             raise errors.TransactionAborted("the span was aborted: its time was over, or an administrator aborted it")
 
+    def abort(self) -> None:
+        """Abort all parts now. A second abort has no effect."""
+        if self._open:
+            self.__exit__(errors.Abort, errors.Abort(), None)
+
     def _abort(self) -> None:
         """Abort what is open or prepared, as far as the brokers answer; the rest is aborted when its time is over."""
         tokens = {token.cluster: token for token in self.tokens}
@@ -297,8 +307,11 @@ class Span:
                     part.abort()
 
 
-def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None) -> dict[Bridge, float]:
-    """Return how long after `timeout` each bridge's part stays prepared: what a broker keeps least expires first."""
+def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None, in_order: bool) -> dict[Bridge, float]:
+    """Return how long after `timeout` each bridge's part stays prepared: what a broker keeps least expires first.
+
+    With `in_order` the parts expire in the order of the bridges.
+    """
 
     def most(bridge: Bridge) -> float:
         limit = bridge.limits.prepared_seconds
@@ -306,7 +319,7 @@ def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None) -> dic
 
     if hold is not None:
         check_seconds("hold", hold)
-    ordered = sorted(bridges, key=most)
+    ordered = bridges if in_order else sorted(bridges, key=most)
     allowed = min((most(bridge) - _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)))
     wanted = min(_HOLD_SECONDS, allowed) if hold is None else hold
     between = min(_SECONDS_BETWEEN, wanted)

@@ -642,8 +642,9 @@ class Processor(ConnectionUser):
 
     def _send_set_aside(self, items: PolledBatch, txn: PassTransaction) -> int:
         """Send the marked messages to their topics; return the number of consecutive dead letters at the end."""
-        self._retries.send(items, txn, self._attempts_at)
-        return self._dead_letters.send(items, txn)
+        of_source = getattr(txn, "of_source", txn)  # also if the handler sends to another broker
+        self._retries.send(items, of_source, self._attempts_at)
+        return self._dead_letters.send(items, of_source)
 
     def _attempts_at(self, delivered: Message) -> int:
         """Return how often the handler was tried with a message set aside now, with the tries before earlier waits."""

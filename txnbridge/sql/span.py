@@ -7,9 +7,10 @@ dead process finds the decision by the row, and ends the parts by it. The record
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from txnbridge import errors
+from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._half.common import end_half
@@ -17,9 +18,13 @@ from txnbridge._half.half_messages import END_SECONDS
 from txnbridge.spi import Half
 from txnbridge.sql.barrier import BarrierResolver, Barriers, BarrierTransaction
 
-if TYPE_CHECKING:
-    from txnbridge._base.connection import Connection
-    from txnbridge._half.span import Spans
+
+class Spans(Protocol):
+    """The part of `_half.span.Spans` that this module uses."""
+
+    def end_parts(self, half: Half, decision: Decision) -> bool: ...
+
+    def decision_of_parts(self, half: Half) -> Decision: ...
 
 
 class SpanBarriers(Barriers):

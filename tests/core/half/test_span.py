@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +140,37 @@ def test_what_cannot_be_a_span_is_refused(pair):
         span.on(other)
     with pytest.raises(InvalidState):
         span.on(a)
+
+
+def test_a_processor_sends_to_another_broker_and_acknowledges_all_or_none(pair):
+    a, b = pair
+    a.ensure_topics("in", "dead", "late-retry-1s")
+    with a.transaction() as txn:
+        txn.send_many("in", [b"1", b"poison", b"3", b"later"])
+    tried: list[bytes] = []
+
+    def move(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
+        tried.append(message.value)
+        txn.send("t", message.value, key=message.key)
+        if message.value == b"poison":
+            raise txnbridge.Poison("so it is")
+        if message.value == b"later" and tried.count(b"later") < 3:
+            raise ValueError("a test says so")
+
+    processor = a.processor("in", group="late", each=move, to=b, dead_letter="dead", retry=[1])
+    processor.run(until_idle=True)
+    with processor_until(a, move, b, lambda: len(b.read("t", 9)) == 3):
+        pass
+    assert [message.value for message in b.read("t", 9)] == [b"1", b"3", b"later"]
+    assert [message.value for message in a.read("dead", 9)] == [b"poison"]
+    assert open_ones(pair) == []
+
+
+@contextmanager
+def processor_until(a: Bridge, each: Any, b: Bridge, done: Any) -> Iterator[None]:
+    with a.processor("in", group="late", each=each, to=b, dead_letter="dead", retry=[1]):
+        wait_until(done)
+        yield
 
 
 def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk):

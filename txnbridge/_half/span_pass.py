@@ -1,0 +1,98 @@
+"""`SpanPass`: the transaction of one pass of a processor whose handler sends to another broker (`to=`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from txnbridge._base.messages import Message
+from txnbridge._base.state import State
+from txnbridge._base.token import Outcome
+from txnbridge._half.span import Span
+
+if TYPE_CHECKING:
+    from txnbridge._bridge import Bridge
+    from txnbridge._write.transaction import Transaction
+
+_STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
+
+
+class SpanPass:
+    """A span of the broker whose messages are processed, and of the broker to which the handler sends.
+
+    The target's part decides, and the source's part, which has the acknowledgements, ends last: where a group's
+    positions wait for it, no other member goes on before the outputs are there.
+    """
+
+    def __init__(self, source: Bridge, target: Bridge, timeout: float) -> None:
+        self._span = Span([target, source], None, timeout, None, in_order=True)
+        self._source, self._target = self._span.on(source), self._span.on(target)
+        self.id = self._source.id
+
+    @property
+    def of_source(self) -> Transaction:
+        """The source's part, for dead letters and retries."""
+        return self._source
+
+    @property
+    def state(self) -> State:
+        if self._span.outcome is not None:
+            return _STATES[self._span.outcome]
+        return State.OPEN if self._source.state is State.OPEN is self._target.state else State.FAILED
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._span.outcome
+
+    @property
+    def deadline(self) -> float:
+        return min(self._source.deadline, self._target.deadline)
+
+    @property
+    def _cause(self) -> BaseException | None:
+        return self._target._cause or self._source._cause
+
+    @property
+    def _lent(self) -> bool:
+        return self._target._lent
+
+    @_lent.setter
+    def _lent(self, lent: bool) -> None:
+        self._target._lent = lent
+
+    def send(self, *message: Any, **named: Any) -> None:
+        """Send a message to the target, as `Transaction.send` does."""
+        self._target.send(*message, **named)
+
+    def send_many(self, *messages: Any, **named: Any) -> None:
+        """Send messages to the target, as `Transaction.send_many` does."""
+        self._target.send_many(*messages, **named)
+
+    def _send_encoded(self, *message: Any) -> None:
+        self._target._send_encoded(*message)
+
+    def _store(self) -> None:
+        self._target._store()
+        self._source._store()
+
+    def ack(self, messages: Iterable[Message]) -> None:
+        self._source.ack(messages)
+
+    def commit(self) -> None:
+        self._span.__exit__(None, None, None)
+
+    def abort(self) -> None:
+        self._span.abort()
+
+    def _end_by(self, at: float) -> None:
+        self._target._end_by(at)
+        self._source._end_by(at)
+
+    def __enter__(self) -> SpanPass:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._span.outcome is None and self._span.__exit__(kind, error, trace)
