@@ -51,6 +51,10 @@ class Spans:
         clusters = hashlib.blake2b(" ".join(sorted(self._bridges)).encode(), digest_size=6).hexdigest()
         self._connection = keeper._connection
         self._group = f"spans-{self._connection.identity.application}-{clusters}"
+        # The records name it, because a half message has a topic. Nothing is ever published there.
+        self._topic = self._connection.broker.admin.internal_name("spans")
+        with self._connection.call():
+            self._connection.broker.admin.create_internal_topic(self._topic, self._connection.deadline())
         self._records: HalfMessages | None = None
         self._databases: SpanBarriers | None = None
         self._guard = threading.Lock()
@@ -82,7 +86,7 @@ class Spans:
     def send_record(self, half: HalfTransaction, tokens: Sequence[Token], deadline: Deadline) -> None:
         """Add the record of a span to its half transaction."""
         record = {"v": _RECORD_VERSION, "until": int((time.time() + deadline.left()) * 1000)}
-        half.send("txnbridge-span", json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
+        half.send(self._topic, json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
 
     def end_parts(self, half: Half, decision: Decision) -> bool:
         """End the parts that a record names, by the decision of a database; return whether all have ended so."""

@@ -21,6 +21,7 @@ COMMANDS = {
     "read": "Show committed messages.",
     "run": "Run an application or a processor.",
     "app": "Describe an application.",
+    "copy": "Copy topics to another broker, exactly once.",
     "redrive": "Send dead letters back to where they came from.",
     "retries": "List messages that wait for a retry.",
     "groups": "List groups, their members and lag, and set them back.",

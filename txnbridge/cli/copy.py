@@ -1,0 +1,103 @@
+"""The command `txnbridge copy`, which copies topics from one broker to another, each message exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import click
+
+import txnbridge
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli
+from txnbridge.cli._object_loading import telling
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@_common.command("copy")
+@click.argument("target", metavar="TARGET-URL")
+@click.option(
+    "--topics", metavar="PATTERN", multiple=True, required=True, help="Topics, such as 'orders*'; repeatable."
+)
+@click.option(
+    "--group", default="txnbridge-copy", show_default=True, help="The group whose positions say what is copied."
+)
+@click.option("--until-idle", is_flag=True, help="End when everything is copied.")
+@click.option("--batch", type=click.IntRange(1), default=2000, show_default=True, help="Messages in one transaction.")
+def command(cli: Cli, target: str, topics: Sequence[str], group: str, until_idle: bool, batch: int) -> None:
+    """Copy topics from the broker of --url to the broker of TARGET-URL, each message exactly once.
+
+    Keys, values, headers, timestamps, tombstones and partitions stay as they are, and so does the order in a partition.
+    Missing topics are created with as many partitions. Where the target has another number, a message's key chooses the
+    partition. Several copies with one --group share the work and take over from each other; one that was killed goes on
+    where it stood. Do not copy in a circle.
+    """
+    application = f"copy-{group}"
+    with (
+        telling(),
+        cli.connect(application=application, create_topics=0) as source,
+        cli.connect(target, application=application, create_topics=0) as other,
+    ):
+        alike = _made_ready(cli, source, other, topics)
+
+        def move(messages: txnbridge.Batch, txn: txnbridge.Transaction) -> None:
+            for message in messages:
+                txn.send(
+                    message.topic,
+                    message.value,
+                    key=message.key,
+                    headers=message.headers.items_all(),
+                    partition=message.partition if alike[message.topic] else None,
+                    timestamp=message.timestamp,
+                )
+
+        processor = source.processor(list(alike), group=group, batch=move, to=other, max_messages=batch)
+        with _told(cli, processor):
+            processor.run(until_idle)
+    if cli.json:
+        cli.document({"copied": processor.stats.messages})
+    cli.say(f"copied: {processor.stats.messages} messages")
+
+
+def _made_ready(
+    cli: Cli, source: txnbridge.Bridge, target: txnbridge.Bridge, patterns: Sequence[str]
+) -> dict[str, bool]:
+    """Create missing topics; return for each topic to copy whether it has as many partitions on the target."""
+    there = {topic.name: topic.partitions for topic in target.admin.topics()}
+    chosen = [t for t in source.admin.topics() if any(fnmatchcase(t.name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise txnbridge.NotFound(
+            f"no topic of {source.url} fits {', '.join(patterns)}; `txnbridge topics list` shows all"
+        )
+    for topic in chosen:
+        if topic.name not in there:
+            target.admin.create_topic(topic.name, topic.partitions)
+        elif there[topic.name] != topic.partitions:
+            text = f"{topic.name}: {topic.partitions} partitions become {there[topic.name]}, chosen by key"
+            click.echo(text, err=True)
+    return {topic.name: there.get(topic.name, topic.partitions) == topic.partitions for topic in chosen}
+
+
+@contextmanager
+def _told(cli: Cli, processor: txnbridge.Processor) -> Iterator[None]:
+    """Tell on stderr how far the copy is, every ten seconds."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        before = 0
+        while not ended.wait(_SECONDS_BETWEEN_LINES):
+            copied = processor.stats.messages
+            rate = (copied - before) / _SECONDS_BETWEEN_LINES
+            before = copied
+            click.echo(f"copied: {copied} messages, {rate:.0f} a second; left: {processor.lag}", err=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if not cli.json:
+        teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
