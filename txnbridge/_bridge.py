@@ -335,14 +335,20 @@ class Bridge:
         return transaction
 
     def _begin(
-        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, group_commit: bool
+        self,
+        timeout: float | None,
+        prepare: bool,
+        hold: float | None,
+        fingerprint: bool,
+        group_commit: bool,
+        mark: str = "",
     ) -> Transaction:
         """Begin a transaction. Until the caller gives it to `_adopt`, `close` waits for it and does not abort it."""
         connection = self._connection
         connection.check_open()
         if not type(prepare) is type(fingerprint) is type(group_commit) is bool:
             raise InvalidOption("prepare, fingerprint and group_commit are True or False")
-        begin = self._new_begin(timeout, prepare, hold)
+        begin = self._new_begin(timeout, prepare, hold, mark)
         if fingerprint:
             _require_xxhash()
         with connection.events.step("transaction.begin", begin.transaction, prepare=prepare):
@@ -356,6 +362,12 @@ class Bridge:
                 taken.give_back(sound=False)
                 raise
         return Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
+
+    def _begin_part(self, mark: str, timeout: float, hold: float) -> Transaction:
+        """Begin a transaction to be prepared, whose id ends with `mark`."""
+        transaction = self._begin(timeout, True, hold, False, False, mark)
+        self._adopt(transaction)
+        return transaction
 
     def _begin_from_loop(self, timeout: float | None) -> Transaction | None:
         """Begin a transaction that needs no request yet, or return None, so that an event loop may call this."""
@@ -371,7 +383,7 @@ class Bridge:
         with self._guard:
             self._transactions.add(transaction)
 
-    def _new_begin(self, timeout: float | None, prepare: bool, hold: float | None) -> Begin:
+    def _new_begin(self, timeout: float | None, prepare: bool, hold: float | None, mark: str = "") -> Begin:
         connection = self._connection
         timeout = connection.timeout if timeout is None else timeout
         check_times(timeout, hold)
@@ -385,7 +397,7 @@ class Bridge:
                 raise InvalidOption(
                     f"timeout and hold are {timeout + (hold or 0):g} s together; this broker allows {most:g} s"
                 )
-        name = f"{connection.identity.name}/{connection.name[-8:]}/{next(self._count)}"
+        name = f"{connection.identity.name}/{connection.name[-8:]}/{next(self._count)}{mark}"
         return Begin(name, Deadline(timeout), prepare, hold)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -466,8 +478,9 @@ class Bridge:
         if to is not None:
             if settings.get("db") is not None:
                 raise InvalidOption("to= and db= do not go together: consume into the database, and send by an outbox")
-            from txnbridge._half.span_pass import SpanPass
+            from txnbridge._half.span_pass import SpanPass, open_spans
 
+            open_spans(to, self)
             begin = partial(SpanPass, self, to)
         return Processor(self._consumers, begin, inputs, group=group, each=each, batch=batch, **settings)
 

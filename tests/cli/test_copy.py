@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
     assert "no topic of" in invoke("copy", urls[1], "--topics", "nosuch*", "--url", urls[0]).stderr
 
 
+def has(bridge: txnbridge.Bridge, count: int) -> bool:
+    return len(bridge.read("orders", 10_000)) >= count
+
+
 def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
     numbers = [b"%d" % number for number in range(2000)]
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
@@ -60,8 +65,8 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
             before = len(target.read("orders", 10_000))
             with subprocess.Popen([*command, *end, "--url", urls[0], "--timeout", "3"], env={**os.environ}) as copy:
                 if stop is not None:
-                    wait_until(lambda before=before: len(target.read("orders", 10_000)) >= min(before + 200, 1900))
+                    wait_until(partial(has, target, min(before + 200, 1900)))
                     copy.send_signal(stop)
                 assert copy.wait(120) == (0 if stop is None else -stop)
-        wait_until(lambda: len(target.read("orders", 10_000)) >= 2000)
+        wait_until(partial(has, target, 2000))
         assert sorted(message.value or b"" for message in target.read("orders", 10_000)) == sorted(numbers)

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from txnbridge import errors
+from txnbridge._base.connection import random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Decision, Outcome, Token, TokenState
 from txnbridge._half.half_messages import HalfMessages, HalfTransaction
+from txnbridge._half.span_sweep import SpanSweep, mark
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capability
 from txnbridge.spi import Half
@@ -58,6 +60,8 @@ class Spans:
         self._records: HalfMessages | None = None
         self._databases: SpanBarriers | None = None
         self._guard = threading.Lock()
+        self._sweep = SpanSweep(self._connection, lambda: list(self._bridges.values()))
+        self._sweep.start()
 
     def use(self, bridges: Sequence[Bridge]) -> None:
         """End the parts of spans with these bridges from now on."""
@@ -155,7 +159,7 @@ def _tokens_of(record: bytes | None) -> list[Token]:
 _opening = threading.Lock()
 
 
-def _spans(bridges: Sequence[Bridge], least: int) -> Spans:
+def spans_over(bridges: Sequence[Bridge], least: int) -> Spans:
     """Return the spans of these bridges, whose records are on a broker that all processes choose alike."""
     for bridge in bridges:
         bridge._connection.check_open()
@@ -198,7 +202,7 @@ class Span:
     ) -> None:
         timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
-        self._spans = _spans(bridges, least=2 if db is None else 1)
+        self._spans = spans_over(bridges, least=2 if db is None else 1)
         self._database: BarrierTransaction | None = None
         if db is None:
             self._spans.open()
@@ -206,6 +210,8 @@ class Span:
             self._database = self._spans.database(db, timeout)
         self._deadline = Deadline(timeout)
         self._holds = _holds(bridges, timeout, hold, in_order)
+        self._key = random_name(8)
+        self._until = time.time() + timeout
         self._parts: dict[Bridge, Transaction] = {}
         self._open = True
         self.tokens: list[Token] = []
@@ -230,9 +236,10 @@ class Span:
         if bridge not in self._holds:
             raise errors.InvalidOption("on() takes one of the bridges that spanning() was given")
         if bridge not in self._parts:
-            self._parts[bridge] = bridge.transaction(
-                prepare=True, timeout=max(0.001, self._deadline.left()), hold=self._holds[bridge]
-            )
+            place = sorted(self._holds.values()).index(self._holds[bridge])
+            marked = mark(self._key, place, self._until) if self._database is None else ""
+            left = max(0.001, self._deadline.left())
+            self._parts[bridge] = bridge._begin_part(marked, left, self._holds[bridge])
         return self._parts[bridge]
 
     def __enter__(self) -> Span:

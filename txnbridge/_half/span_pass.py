@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 from txnbridge._base.messages import Message
 from txnbridge._base.state import State
 from txnbridge._base.token import Outcome
-from txnbridge._half.span import Span
+from txnbridge._half.span import Span, spans_over
 
 if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
     from txnbridge._write.transaction import Transaction
 
 _STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
+
+
+def open_spans(*bridges: Bridge) -> None:
+    """End from now on what dead processes have left of spans over these bridges, also before the first pass."""
+    spans_over(bridges, least=2).open()
 
 
 class SpanPass:

@@ -30,6 +30,8 @@ def copy_all(pair: Pair, messages: int = 4) -> None:
         txnbridge.connect(pair.second, timeout=20) as second,
         first.consumer(pair.source, f"g-{pair.source}") as consumer,
     ):
+        with txnbridge.spanning(first, second):
+            pass  # from now on this process ends what an earlier one has left
         until = time.monotonic() + 100
         while time.monotonic() < until and len(first.read(pair.target, 100)) < messages:
             with suppress(TransactionAborted, Conflict, OutcomeUnknown, BrokerUnavailable):
@@ -39,7 +41,7 @@ def copy_all(pair: Pair, messages: int = 4) -> None:
 def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Batch, pair: Pair) -> None:
     if not batch:
         return
-    with txnbridge.spanning(first, second, timeout=pair.timeout, hold=10) as span:
+    with txnbridge.spanning(first, second, timeout=pair.timeout) as span:
         span.on(first).ack(batch)
         for bridge in (first, second):
             span.on(bridge).send_many(pair.target, [message.value for message in batch])

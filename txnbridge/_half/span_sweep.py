@@ -1,0 +1,88 @@
+"""`SpanSweep`: aborts parts of spans whose process died before it had stored the span's record.
+
+Only the ids of such parts tell what they are: each has a mark with the span's key, its place among the parts, and the
+time until which the process may decide. The part that decides, at place 0, is prepared first. It can be aborted at any
+time after that, because a later decision then finds it aborted; if it was still undecided, the others are aborted too.
+(A span that leaves out the broker of place 0 waits for its hold, and so does one with a database, which decides.)
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from txnbridge._base.connection import Connection
+from txnbridge._base.service import Service
+from txnbridge._base.token import Outcome, Token
+from txnbridge.capabilities import Capability
+from txnbridge.errors import AccessDenied, TxnBridgeError
+
+if TYPE_CHECKING:
+    from txnbridge._bridge import Bridge
+
+_log = logging.getLogger("txnbridge")
+
+_EVERY_SECONDS = 5.0
+# The clocks of two machines differ by less, and a decision under way at the end of its time is over.
+_MARGIN_SECONDS = 5.0
+_MARK = re.compile(r"\.span\.(?P<key>[^.]+)\.(?P<place>\d+)\.(?P<until>\d+)$")
+
+
+def mark(key: str, place: int, until: float) -> str:
+    """Return the end of a part's id: the span's key, the part's place, and the end of the time for the decision."""
+    return f".span.{key}.{place}.{int(until)}"
+
+
+class _Part(NamedTuple):
+    bridge: Bridge
+    token: Token
+    key: str
+    place: int
+    until: int
+
+
+class SpanSweep(Service):
+    """Looks for such parts on all clusters, every few seconds, until the bridge that has the records is closed."""
+
+    def __init__(self, connection: Connection, bridges: Callable[[], Sequence[Bridge]]) -> None:
+        super().__init__(connection, "sweep of spans", stop_timeout=1.0)
+        self._bridges = bridges
+        self._denied = False
+
+    def _loop(self) -> None:
+        while not self._stop.asked and not self._connection.closed:
+            self._stop.sleep(_EVERY_SECONDS)
+            with suppress(TxnBridgeError):  # the next look repeats what failed
+                self.sweep()
+
+    def sweep(self) -> None:
+        """Abort the parts that nobody can decide any more."""
+        left = [part for bridge in self._bridges() for part in self._prepared(bridge)]
+        now = time.time()
+        for first in left:
+            if first.place or now < first.until + _MARGIN_SECONDS:
+                continue
+            if first.bridge.abort(first.token) is Outcome.ABORTED:
+                for other in left:
+                    if other.key == first.key and other.place:
+                        other.bridge.abort(other.token)
+
+    def _prepared(self, bridge: Bridge) -> list[_Part]:
+        if not bridge.capabilities[Capability.LIST_OPEN]:
+            return []
+        try:
+            listed = bridge.admin.transactions()
+        except AccessDenied as error:
+            if not self._denied:
+                self._denied = True
+                _log.warning("parts of spans whose process died stay prepared until their hold is over: %s", error)
+            return []
+        found = []
+        for each in listed:
+            if each.token is not None and (marked := _MARK.search(each.token.transaction)):
+                found.append(_Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
+        return found
