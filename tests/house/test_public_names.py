@@ -78,6 +78,7 @@ ONLY_SYNCHRONOUS = {
     "Admin": {},
     "Bridge": {
         "decisions": "for programs that build on decision logs, in threads",
+        "processor(to)": "a span is made and ended in threads",
         "resolver(check)": "is needed, without db=",
         "resolver(db)": "what is in databases is done in threads",
         "transaction(db)": "what is in databases is done in threads",

@@ -25,13 +25,12 @@ from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Decision, Outcome, Token, TokenState
 from txnbridge._half.half_messages import HalfMessages, HalfTransaction
-from txnbridge._half.span_sweep import SpanSweep, mark
+from txnbridge._half.span_sweep import SpannedBridge, SpanSweep, mark
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capability
 from txnbridge.spi import Half
 
 if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
     from txnbridge.sql.barrier import BarrierTransaction, SessionOrEngine
     from txnbridge.sql.span import SpanBarriers
 
@@ -47,8 +46,8 @@ _RECORD_VERSION = 1
 class Spans:
     """The records of spans over one set of clusters: stores them, and ends what dead processes have left of them."""
 
-    def __init__(self, keeper: Bridge, bridges: Sequence[Bridge]) -> None:
-        self._bridges: WeakValueDictionary[str, Bridge] = WeakValueDictionary()
+    def __init__(self, keeper: SpannedBridge, bridges: Sequence[SpannedBridge]) -> None:
+        self._bridges: WeakValueDictionary[str, SpannedBridge] = WeakValueDictionary()
         self.use(bridges)
         clusters = hashlib.blake2b(" ".join(sorted(self._bridges)).encode(), digest_size=6).hexdigest()
         self._connection = keeper._connection
@@ -63,7 +62,7 @@ class Spans:
         self._sweep = SpanSweep(self._connection, lambda: list(self._bridges.values()))
         self._sweep.start()
 
-    def use(self, bridges: Sequence[Bridge]) -> None:
+    def use(self, bridges: Sequence[SpannedBridge]) -> None:
         """End the parts of spans with these bridges from now on."""
         self._bridges.update({bridge.cluster: bridge for bridge in bridges})
 
@@ -145,7 +144,7 @@ class Spans:
                 _log.error(text + ". Make good what is missing", transaction, outcome.value, token, found.value)
         return Decision.UNDECIDED if left else Decision.ABORT
 
-    def _bridge(self, token: Token) -> Bridge:
+    def _bridge(self, token: Token) -> SpannedBridge:
         bridge = self._bridges.get(token.cluster)
         if bridge is None:
             raise errors.BrokerUnavailable(f"no bridge to the {token.broker} cluster {token.cluster} is open here")
@@ -159,7 +158,7 @@ def _tokens_of(record: bytes | None) -> list[Token]:
 _opening = threading.Lock()
 
 
-def spans_over(bridges: Sequence[Bridge], least: int) -> Spans:
+def spans_over(bridges: Sequence[SpannedBridge], least: int) -> Spans:
     """Return the spans of these bridges, whose records are on a broker that all processes choose alike."""
     for bridge in bridges:
         bridge._connection.check_open()
@@ -194,7 +193,7 @@ class Span:
 
     def __init__(
         self,
-        bridges: Sequence[Bridge],
+        bridges: Sequence[SpannedBridge],
         db: SessionOrEngine | None,
         timeout: float | None,
         hold: float | None,
@@ -212,7 +211,7 @@ class Span:
         self._holds = _holds(bridges, timeout, hold, in_order)
         self._key = random_name(8)
         self._until = time.time() + timeout
-        self._parts: dict[Bridge, Transaction] = {}
+        self._parts: dict[SpannedBridge, Transaction] = {}
         self._open = True
         self.tokens: list[Token] = []
         self.outcome: Outcome | None = None
@@ -229,7 +228,7 @@ class Span:
             raise errors.InvalidState("this span has no db=")
         return self._database.db
 
-    def on(self, bridge: Bridge) -> Transaction:
+    def on(self, bridge: SpannedBridge) -> Transaction:
         """Return the span's transaction on one broker, for sends and acknowledgements; the span ends it."""
         if not self._open:
             raise errors.InvalidState("on() needs an open span; its block has ended")
@@ -318,13 +317,15 @@ class Span:
                     part.abort()
 
 
-def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None, in_order: bool) -> dict[Bridge, float]:
+def _holds(
+    bridges: Sequence[SpannedBridge], timeout: float, hold: float | None, in_order: bool
+) -> dict[SpannedBridge, float]:
     """Return how long after `timeout` each bridge's part stays prepared: what a broker keeps least expires first.
 
     With `in_order` the parts expire in the order of the bridges.
     """
 
-    def most(bridge: Bridge) -> float:
+    def most(bridge: SpannedBridge) -> float:
         limit = bridge.limits.prepared_seconds
         return float("inf") if limit is None else limit - timeout
 
@@ -343,7 +344,7 @@ def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None, in_ord
 
 
 def spanning(
-    *bridges: Bridge, db: SessionOrEngine | None = None, timeout: float | None = None, hold: float | None = None
+    *bridges: SpannedBridge, db: SessionOrEngine | None = None, timeout: float | None = None, hold: float | None = None
 ) -> Span:
     """Return a transaction over several brokers and a database, all or none, for a `with` block.
 

@@ -10,15 +10,15 @@ from txnbridge._base.messages import Message
 from txnbridge._base.state import State
 from txnbridge._base.token import Outcome
 from txnbridge._half.span import Span, spans_over
+from txnbridge._half.span_sweep import SpannedBridge
 
 if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
     from txnbridge._write.transaction import Transaction
 
 _STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
 
 
-def open_spans(*bridges: Bridge) -> None:
+def open_spans(*bridges: SpannedBridge) -> None:
     """End from now on what dead processes have left of spans over these bridges, also before the first pass."""
     spans_over(bridges, least=2).open()
 
@@ -30,7 +30,7 @@ class SpanPass:
     positions wait for it, no other member goes on before the outputs are there.
     """
 
-    def __init__(self, source: Bridge, target: Bridge, timeout: float) -> None:
+    def __init__(self, source: SpannedBridge, target: SpannedBridge, timeout: float) -> None:
         self._span = Span([target, source], None, timeout, None, in_order=True)
         self._source, self._target = self._span.on(source), self._span.on(target)
         self.id = self._source.id

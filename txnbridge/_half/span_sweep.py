@@ -13,16 +13,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.service import Service
-from txnbridge._base.token import Outcome, Token
-from txnbridge.capabilities import Capability
+from txnbridge._base.token import Outcome, Status, Token
+from txnbridge._write.transaction import Transaction
+from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import AccessDenied, TxnBridgeError
-
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
 
 _log = logging.getLogger("txnbridge")
 
@@ -32,13 +30,40 @@ _MARGIN_SECONDS = 5.0
 _MARK = re.compile(r"\.span\.(?P<key>[^.]+)\.(?P<place>\d+)\.(?P<until>\d+)$")
 
 
+class SpannedBridge(Protocol):
+    """The part of `Bridge` that spans use."""
+
+    @property
+    def _connection(self) -> Connection: ...
+
+    @property
+    def cluster(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def admin(self) -> Any: ...
+
+    def _begin_part(self, mark: str, timeout: float, hold: float) -> Transaction: ...
+
+    def commit(self, token: str | Token) -> Outcome: ...
+
+    def abort(self, token: str | Token) -> Outcome: ...
+
+    def status(self, token: str | Token) -> Status: ...
+
+
 def mark(key: str, place: int, until: float) -> str:
     """Return the end of a part's id: the span's key, the part's place, and the end of the time for the decision."""
     return f".span.{key}.{place}.{int(until)}"
 
 
 class _Part(NamedTuple):
-    bridge: Bridge
+    bridge: SpannedBridge
     token: Token
     key: str
     place: int
@@ -48,7 +73,7 @@ class _Part(NamedTuple):
 class SpanSweep(Service):
     """Looks for such parts on all clusters, every few seconds, until the bridge that has the records is closed."""
 
-    def __init__(self, connection: Connection, bridges: Callable[[], Sequence[Bridge]]) -> None:
+    def __init__(self, connection: Connection, bridges: Callable[[], Sequence[SpannedBridge]]) -> None:
         super().__init__(connection, "sweep of spans", stop_timeout=1.0)
         self._bridges = bridges
         self._denied = False
@@ -71,7 +96,7 @@ class SpanSweep(Service):
                     if other.key == first.key and other.place:
                         other.bridge.abort(other.token)
 
-    def _prepared(self, bridge: Bridge) -> list[_Part]:
+    def _prepared(self, bridge: SpannedBridge) -> list[_Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:

@@ -19,7 +19,7 @@ from txnbridge.spi import Half
 from txnbridge.sql.barrier import BarrierResolver, Barriers, BarrierTransaction
 
 
-class Spans(Protocol):
+class PartsOfSpans(Protocol):
     """The part of `_half.span.Spans` that this module uses."""
 
     def end_parts(self, half: Half, decision: Decision) -> bool: ...
@@ -30,7 +30,7 @@ class Spans(Protocol):
 class SpanBarriers(Barriers):
     """Makes the database transactions of spans over one set of clusters, and runs the resolvers of their records."""
 
-    def __init__(self, connection: Connection, spans: Spans) -> None:
+    def __init__(self, connection: Connection, spans: PartsOfSpans) -> None:
         super().__init__(connection)
         self._spans = spans
 
@@ -44,7 +44,7 @@ class SpanBarriers(Barriers):
 class SpanResolver(BarrierResolver):
     """Ends the parts of dead processes' spans by the rows of their databases."""
 
-    def __init__(self, spans: Spans, *arguments: Any) -> None:
+    def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._spans = spans
 
@@ -63,7 +63,7 @@ class SpanResolver(BarrierResolver):
 class SpanTransaction(BarrierTransaction):
     """The database's transaction of a span. Its only half message is the span's record."""
 
-    def __init__(self, spans: Spans, *arguments: Any) -> None:
+    def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._spans = spans
 
