@@ -25,7 +25,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("source", "target"), permutations(["embedded", "kafka", "pulsar", "rocketmq"], 2))
+@pytest.mark.parametrize(("source", "target"), list(permutations(["embedded", "kafka", "pulsar", "rocketmq"], 2)))
 def test_everything_is_copied_once_wherever_its_process_dies(
     request: pytest.FixtureRequest, tmp_path: Path, kill_walk: KillWalk, source: str, target: str
 ) -> None:
