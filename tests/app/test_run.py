@@ -73,7 +73,10 @@ def finish(order):
 def die(order):
     os._exit(77)
 
-waiting, hanging, refusing, finishing, dying = map(one, (wait, hang, refuse, finish, die))
+def rest(order):
+    resting.pause("rest")
+
+waiting, hanging, refusing, finishing, dying, resting = map(one, (wait, hang, refuse, finish, die, rest))
 def finish_slowly(order):
     print("here", flush=True)
     time.sleep(0.4)
@@ -223,6 +226,14 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
         service._process.send_signal(signal.SIGTERM)
         wait_until(lambda: not service.is_ready())
         assert service.end() == 0
+
+
+def test_a_function_that_is_paused_is_ready_and_told_to_be_paused(folder, orders):
+    orders(b"1")
+    with Service(folder, "shop:resting", "--health-port", "0") as service:
+        wait_until(service.is_ready)
+        wait_until(lambda: service.get("/readyz")[1]["workers"][0]["functions"]["rest"]["paused"])
+        assert service.is_ready() and service.stop() == 0
 
 
 def test_signals_to_all_processes_of_a_service_let_the_service_finish_too(folder, url, orders):
