@@ -14,7 +14,9 @@ and no message is published twice or left out. `txnbridge pipeline run` does the
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,6 +168,7 @@ def _session(given: SparkSession | None) -> Iterator[SparkSession]:
     if session is not None:
         yield session
         return
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the interpreter in which txnbridge is installed
     session = SparkSession.builder.appName("txnbridge pipeline").getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     try:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from txnbridge._app.handler import Handler
 
 
-# While a function is paused, the interval between two polls that keep it in its group, and after which it resumes.
-_PAUSED_SECONDS = 0.25
-
-
 class ServedProcessor(Processor):
     """The processor of one function. `ended` is called when its loop ends in its thread."""
 
@@ -64,7 +60,7 @@ class ServedProcessor(Processor):
             self._held, self._since = True, time.monotonic()
             self._inputs.hold()
             self._measure_lag(self._inputs, now=False)
-            self._stop.sleep(_PAUSED_SECONDS)
+            self._stop.sleep(0.25)  # it resumes soon, and polls often enough to stay in its group
             return self._stop.asked
         if self._held:
             self._inputs.resume()
