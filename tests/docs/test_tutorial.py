@@ -78,7 +78,7 @@ class Shop:
     def bills(self) -> list[int]:
         with txnbridge.connect(self.url) as bridge:
             topic = txnbridge.Topic("bills", txnbridge.codecs.json)
-            return sorted(message.value["order"] for message in bridge.read(topic, 100))
+            return sorted(message.value["order"] for message in bridge.read(topic, 1000))
 
 
 def test_the_tests_of_the_tutorial_pass(tmp_path):
