@@ -270,8 +270,8 @@ def plan(url: str, modules: tuple[str, ...], as_json: bool) -> None:
     document: dict[str, list[str]] = {
         "topics": planned.all_topics,
         "partitions": [f"{planned.partitions(topic)}" for topic in planned.all_topics],
-        "groups": [*planned.groups(roles), *([planned.sellers] if "sell" in roles else [])],
-        "transactional ids": [planned.owner, "made-up ones"],
+        "groups": [*planned.groups(roles), *([planned.named("sellers")] if "sell" in roles else [])],
+        "transactional ids": [planned.named("owner"), "made-up ones"],
         "processes on this machine": [f"{count} {role}" for role, count in roles.items()],
         "rights": ["create and delete these topics", "read and write them", "list and end their transactions"],
         "left at the end": ["groups, but no topics"],

@@ -132,6 +132,17 @@ class Client:
             self._bodies = Bodies(self.random, bridge)
             yield bridge
 
+    @contextmanager
+    def recorded(self, what: str, **fields: Any) -> Iterator[RecordedCall]:
+        """Record the block as a call, which ends well, or, after an error of txnbridge, with an unknown result."""
+        call = self.recorder.start(what, **fields)
+        try:
+            yield call
+        except TxnBridgeError as error:
+            call.end("unknown", error=type(error).__name__)
+            raise
+        call.end("ok")
+
     def values(self, count: int) -> list[str]:
         """Return new values for messages, each unique in the run."""
         return [f"{self.process}/{next(self._numbers)}" for _ in range(count)]
@@ -218,14 +229,9 @@ class Client:
 
     def publish(self, publisher: Publisher, sends: Sends) -> None:
         """Send messages without a transaction, wait until they are stored, and record it. Raise the error, if any."""
-        call = self.recorder.start("publish", deadline=self.plan.timeout)
-        try:
+        with self.recorded("publish", deadline=self.plan.timeout) as call:
             self.send(publisher, call, sends)
             publisher.flush()
-        except TxnBridgeError as error:
-            call.end("unknown", error=type(error).__name__)
-            raise
-        call.end("ok")
 
     def publish_token(self, txn: Transaction | None) -> None:
         """Append the token of a transaction, if it has one, to the file `Plan.tokens`, for the role "finish"."""
@@ -257,17 +263,17 @@ class Client:
         `wish` is "commit", "abort" or "status". Return whether the outcome is final, so that a second call for the same
         token cannot return another outcome.
         """
-        call = self.recorder.start("status" if wish == "status" else "finish", transaction=transaction, wish=wish)
+        what = "status" if wish == "status" else "finish"
         try:
-            if wish == "status":
-                status = bridge.status(token)
-                outcome, final = status.state.name, status.permanent or status.state in _FINAL
-            else:
-                outcome, final = (bridge.commit if wish == "commit" else bridge.abort)(token).name, True
+            with self.recorded(what, transaction=transaction, wish=wish) as call:
+                if wish == "status":
+                    status = bridge.status(token)
+                    outcome, final = status.state.name, status.permanent or status.state in _FINAL
+                else:
+                    outcome, final = (bridge.commit if wish == "commit" else bridge.abort)(token).name, True
+                call.note(outcome=outcome.lower())
         except TxnBridgeError as error:
-            call.end("unknown", error=type(error).__name__)
             return isinstance(error, EvidenceLost)
-        call.end("ok", outcome=outcome.lower())
         return final
 
     def note_assignment(self, call: RecordedCall, consumer: Consumer, known: list[object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import shlex
 import subprocess
@@ -151,16 +152,10 @@ class BrokerFaults(Faults):
             return None
         self._busy = True
         node = chance.choice(self._broker.nodes)
-        match chance.choice(("kill", "kill", "stop", "pause")):
-            case "pause":
-                self._broker.pause(node)
-                return Injected("broker pause", f"node {node}", chance.uniform(0, 8), lambda: self._heal(node, True))
-            case "stop":
-                self._broker.stop(node)
-                return Injected("broker stop", f"node {node}", chance.uniform(0, 3), lambda: self._heal(node, False))
-            case _:
-                self._broker.kill(node)
-                return Injected("broker kill", f"node {node}", chance.uniform(0, 3), lambda: self._heal(node, False))
+        verb, longest = chance.choice((("kill", 3), ("kill", 3), ("stop", 3), ("pause", 8)))
+        getattr(self._broker, verb)(node)
+        heal = functools.partial(self._heal, node, verb == "pause")
+        return Injected(f"broker {verb}", f"node {node}", chance.uniform(0, longest), heal)
 
     def _heal(self, node: int, paused: bool) -> None:
         with suppress(TxnBridgeError):  # a node that starts too slowly has a second chance at the end of the run

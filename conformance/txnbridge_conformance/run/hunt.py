@@ -191,14 +191,9 @@ class Hunt:
         """Read every topic from the start with a fresh reader, and record all messages."""
         self._progress("reading everything back")
         for topic in self._plan.all_topics:
-            call = self._recorder.start("read", topics=[topic])
-            try:
+            with suppress(TxnBridgeError), self._client.recorded("read", topics=[topic]) as call:
                 with self._client.bridge(timeout=_READING_SECONDS) as bridge:
                     call.poll([read_of(message) for message in bridge.read(topic, ALL)])
-            except TxnBridgeError as error:
-                call.end("unknown", error=type(error).__name__)
-            else:
-                call.end("ok")
 
     def read_back_officially(self) -> None:
         """Read every topic in a child process with the broker's official client, if that client is installed."""
@@ -206,17 +201,12 @@ class Hunt:
             return
         self._progress(f"reading everything back with {name}")
         recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
+        plan = self._plan.to_json().encode()
         for topic in self._plan.all_topics:
             call = recorder.start("read", topics=[topic])
             command = [sys.executable, "-m", official.__name__, topic]
             try:
-                done = subprocess.run(
-                    command,
-                    input=self._plan.to_json().encode(),
-                    capture_output=True,
-                    timeout=_READING_SECONDS,
-                    check=True,
-                )
+                done = subprocess.run(command, input=plan, capture_output=True, timeout=_READING_SECONDS, check=True)
             except subprocess.SubprocessError as error:
                 call.end("unknown", error=type(error).__name__)
             else:

@@ -79,12 +79,8 @@ def read_pulsar(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
             with suppress(pulsar.Timeout):  # an open transaction holds back the rest
                 while reader.has_message_available():
                     message = reader.read_next(_HELD_BACK_MS)
-                    yield (
-                        topic,
-                        number,
-                        None,
-                        value_of(topic, message.data(), message.partition_key(), message.properties()),
-                    )
+                    value = value_of(topic, message.data(), message.partition_key(), message.properties())
+                    yield topic, number, None, value
             reader.close()
     client.close()
 

@@ -135,23 +135,24 @@ class Plan:
     def prefix(self) -> str:
         return f"txnbridge-run-{self.name}"
 
-    def topic(self, what: str) -> str:
+    def named(self, what: str) -> str:
+        """Return the name of a topic, a group or an id of the run."""
         return f"{self.prefix}-{what}"
 
     @property
     def topics(self) -> list[str]:
         """The names of the run's topics except `dead_letters`: for transactions, groups and half messages."""
-        return [*(self.topic(what) for what in ("left", "right", "source", "target", "processed")), *self.sold]
+        return [*(self.named(what) for what in ("left", "right", "source", "target", "processed")), *self.sold]
 
     @property
     def sold(self) -> list[str]:
         """The topics to which the role "sell" sends half messages."""
-        return [self.topic("sold"), self.topic("shipped")]
+        return [self.named("sold"), self.named("shipped")]
 
     @property
     def dead_letters(self) -> str:
         """The topic, with one partition, to which the role "process" sends poison messages."""
-        return self.topic("dead")
+        return self.named("dead")
 
     @property
     def all_topics(self) -> list[str]:
@@ -171,33 +172,15 @@ class Plan:
             wanted &= RAW_ROLES[urlsplit(self.url).scheme]
         return {role: count for role, count in ROLES.items() if role in wanted}
 
-    @property
-    def copiers(self) -> str:
-        """The name of the group in which the processes of the role "copy" read."""
-        return f"{self.prefix}-copiers"
-
-    @property
-    def processors(self) -> str:
-        """The name of the group in which the processes of the role "process" read."""
-        return f"{self.prefix}-processors"
-
     def groups(self, roles: Collection[str]) -> list[str]:
         """Return the names of the groups that read the topic "source" if there are processes of these roles."""
-        return [group for role, group in (("copy", self.copiers), ("process", self.processors)) if role in roles]
-
-    @property
-    def sellers(self) -> str:
-        """The name of the half-message group to which all processes of the role "sell" belong."""
-        return f"{self.prefix}-sellers"
+        named = (("copy", "copiers"), ("process", "processors"))
+        return [self.named(group) for role, group in named if role in roles]
 
     @property
     def sales(self) -> Path:
         """The path of the SQLite database in which the role "sell" stores the decision on each half message."""
         return Path(self.folder) / "sales.db"
-
-    @property
-    def owner(self) -> str:
-        return f"{self.prefix}-owner"
 
     @property
     def tokens(self) -> Path:

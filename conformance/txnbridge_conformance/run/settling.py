@@ -170,7 +170,7 @@ class Settling:
         Record at the end what was decided about half messages. RocketMQ asks only a bridge of the same application
         about a transaction, so a bridge of the owners' application is open meanwhile.
         """
-        with self._client.bridge(application=self._plan.owner):
+        with self._client.bridge(application=self._plan.named("owner")):
             if "sell" not in self._roles:
                 yield
                 return
@@ -182,7 +182,7 @@ class Settling:
 
             answering: AbstractContextManager[object] = nullcontext()
             if not self._answerers:
-                answering = self._bridge.resolver(self._plan.sellers, check=check)
+                answering = self._bridge.resolver(self._plan.named("sellers"), check=check)
             with answering:
                 self._await(lambda: self._sold() >= _wanted(history, sales), "half messages are not published")
                 yield
@@ -199,7 +199,7 @@ class Settling:
 
     def _sent(self, history: History) -> set[str]:
         """Return the values of the messages that groups have to read."""
-        source = self._plan.topic("source")
+        source = self._plan.named("source")
         return {
             value
             for order, (topic, _), values in history.sends
@@ -213,7 +213,7 @@ class Settling:
         Without a `failure`, the group's positions have shown this. With a `failure`, the positions could not be
         compared, so a new member must receive nothing.
         """
-        call = self._recorder.start("drained", group=group, topics=[self._plan.topic("source")])
+        call = self._recorder.start("drained", group=group, topics=[self._plan.named("source")])
         if failure is not None and not self._receives_nothing(group):
             call.end("unknown", error=failure)
             self._recorder.start("settle", condition=f"{group} has not read everything").end("fail", error=failure)
@@ -224,7 +224,7 @@ class Settling:
         """Return whether a member that has all partitions of the source topic receives nothing for some seconds."""
         until, quiet_since = time.monotonic() + _SETTLING_SECONDS, None
         with suppress(TxnBridgeError), self._client.bridge() as bridge:
-            with bridge.consumer(self._plan.topic("source"), group) as consumer:
+            with bridge.consumer(self._plan.named("source"), group) as consumer:
                 while (now := time.monotonic()) < until:
                     if consumer.poll(1, timeout=1):
                         return False
@@ -263,10 +263,10 @@ class Settling:
         writers = (*_MEMBERS, "finish", "run")
         history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
         self._finish(_without_outcome(history), _ONLY_COMMIT)
-        readable = {text_of(message) for message in self._bridge.read(self._plan.topic("source"), ALL)}
+        readable = {text_of(message) for message in self._bridge.read(self._plan.named("source"), ALL)}
         left = readable.union(sent) - acknowledged(history, group)
         if left:
-            outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
+            outputs = (self._plan.named("target"), self._plan.named("processed"), self._plan.dead_letters)
             seen = {text_of(message) for topic in outputs for message in self._bridge.read(topic, ALL)}
             committed = {order for order, _, values in history.sends if not seen.isdisjoint(values)}
             left -= _acknowledged_by(committed, history, group)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
-from txnbridge.errors import Poison, TxnBridgeError
+from txnbridge.errors import Poison
 from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SECONDS, Client, read_of, text_of
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
@@ -54,7 +54,7 @@ def write(client: Client) -> None:
 
 def own(client: Client) -> None:
     """Run random transactions under an id that two processes share; return at times, so that the id is opened again."""
-    with client.bridge(transactional_id=client.plan.owner, writers=1) as bridge:
+    with client.bridge(transactional_id=client.plan.named("owner"), writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0, 0.05)):
             # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
             if not _one(client, bridge, pauses=0.3) and client.random.random() < 0.2:
@@ -69,7 +69,7 @@ def _one(client: Client, bridge: Bridge, pauses: float, thread: int = 0) -> bool
     can_prepare = bool(bridge.capabilities[Capability.PREPARE])
     ways = ("commit", "abort", "prepare", "fail")
     way = client.random.choices(ways, (5, 2, 2, 1) if can_prepare else (5, 2, 0, 0))[0]
-    topics = client.plan.topic("left"), client.plan.topic("right")
+    topics = client.plan.named("left"), client.plan.named("right")
     single = way == "commit" and client.random.random() < 0.3
     sends = client.single(*topics) if single else client.sends(*topics)
     abort, prepare = way in ("abort", "fail"), way in ("prepare", "fail")
@@ -86,7 +86,7 @@ def oversleep(client: Client) -> None:
     """Run transactions with a short deadline, and request their end after it: they must not take effect."""
     with client.bridge(writers=1) as bridge:
         while not client.stop.is_set():
-            sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
+            sends = client.sends(client.plan.named("left"), client.plan.named("right"))
             pause = _SHORT_DEADLINE + client.random.uniform(0, 1)
             prepare = bool(bridge.capabilities[Capability.PREPARE]) and client.random.random() < 0.3
             client.publish_token(client.transact(bridge, sends, prepare=prepare, timeout=_SHORT_DEADLINE, pause=pause))
@@ -94,32 +94,29 @@ def oversleep(client: Client) -> None:
 
 def decide(client: Client) -> None:
     """Claim random decisions on ids of a decision log: on new ones as the other deciders do, and on older ones."""
-    with client.bridge(writers=1, application=client.plan.owner) as bridge:
+    with client.bridge(writers=1, application=client.plan.named("owner")) as bridge:
         decisions = bridge.decisions()
         while not client.stop.wait(client.random.uniform(0, 0.1)):
             number = int(time.time() * 10) - client.random.choice((0, 0, 0, 1, 30))
             wish = client.random.choice((Decision.COMMIT, Decision.ABORT))
-            call = client.recorder.start("claim", transaction=f"{client.plan.prefix}-{number}", wish=wish.value)
-            try:
-                claim = decisions.claim(f"{client.plan.prefix}-{number}", wish)
-            except TxnBridgeError as error:
-                call.end("unknown", error=type(error).__name__)
-                raise
-            call.end("ok", outcome="committed" if claim.decision is Decision.COMMIT else "aborted")
+            name = f"{client.plan.prefix}-{number}"
+            with client.recorded("claim", transaction=name, wish=wish.value) as call:
+                claim = decisions.claim(name, wish)
+                call.note(outcome="committed" if claim.decision is Decision.COMMIT else "aborted")
 
 
 def feed(client: Client) -> None:
     """Send messages to the topic that the copiers read."""
     with client.bridge(writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0.02, 0.2)):
-            client.transact(bridge, client.sends(client.plan.topic("source")))
+            client.transact(bridge, client.sends(client.plan.named("source")))
 
 
 def publish(client: Client) -> None:
     """Send messages without transactions to the topic that the copiers read."""
     with client.bridge() as bridge, bridge.publisher() as publisher:
         while not client.stop.wait(client.random.uniform(0.02, 0.2)):
-            client.publish(publisher, client.sends(client.plan.topic("source")))
+            client.publish(publisher, client.sends(client.plan.named("source")))
 
 
 def copy(client: Client) -> None:
@@ -131,7 +128,7 @@ def copy(client: Client) -> None:
     """
     plan = client.plan
     with client.bridge(writers=1) as bridge:
-        with bridge.consumer(plan.topic("source"), plan.copiers) as consumer:
+        with bridge.consumer(plan.named("source"), plan.named("copiers")) as consumer:
             left = _copy_until_undecided(client, bridge, consumer)
         if left is not None:
             client.stop.wait(client.random.uniform(0, _LATE_SECONDS))
@@ -148,14 +145,14 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
             _end_prepared(client, bridge, undecided)
             undecided = None
         if messages:
-            sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
+            sends = {(plan.named("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
             for message in messages:
-                sends[plan.topic("target"), message.partition] += client.values(1)
+                sends[plan.named("target"), message.partition] += client.values(1)
             prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
             way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
             abort, prepare = way == "abort", way == "prepare"
             pause = client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
-            ack = (plan.copiers, messages)
+            ack = (plan.named("copiers"), messages)
             txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
             if txn and prepare:
                 if client.random.random() < _LEAVING_SHARE:
@@ -187,13 +184,13 @@ def process(client: Client) -> None:
             raise Poison("this message is poison in every attempt")
         if client.random.random() < _FAILURE_SHARE:
             raise RuntimeError("the handler failed")
-        client.send(txn, call, {(plan.topic("processed"), message.partition): client.values(1)})
+        client.send(txn, call, {(plan.named("processed"), message.partition): client.values(1)})
 
-    recording = ProcessorRecording(client, plan.processors, plan.dead_letters)
+    recording = ProcessorRecording(client, plan.named("processors"), plan.dead_letters)
     with plugins.registered(recording), client.bridge(writers=1) as bridge:
         processor = bridge.processor(
-            plan.topic("source"),
-            group=plan.processors,
+            plan.named("source"),
+            group=plan.named("processors"),
             each=each,
             dead_letter=plan.dead_letters,
             max_dead_letters_in_a_row=None,
@@ -246,18 +243,12 @@ def _tokens(client: Client) -> Iterator[tuple[str, str]]:
 def watch(client: Client) -> None:
     """Read, without a group, the two topics of the roles "write" and "own", and record each poll."""
     plan = client.plan
-    with client.bridge() as bridge, bridge.consumer([plan.topic("left"), plan.topic("right")]) as consumer:
+    with client.bridge() as bridge, bridge.consumer([plan.named("left"), plan.named("right")]) as consumer:
         known: list[object] = []
         while not client.stop.is_set():
-            call = client.recorder.start("poll")
-            client.note_assignment(call, consumer, known)
-            try:
-                messages = consumer.poll(500, timeout=0.5)
-            except TxnBridgeError as error:
-                call.end("unknown", error=type(error).__name__)
-                raise
-            call.poll([read_of(message) for message in messages])
-            call.end("ok")
+            with client.recorded("poll") as call:
+                client.note_assignment(call, consumer, known)
+                call.poll([read_of(message) for message in consumer.poll(500, timeout=0.5)])
 
 
 def sell(client: Client) -> None:
@@ -295,7 +286,7 @@ def sell(client: Client) -> None:
         return Decision.UNDECIDED if again else sales.decide(transaction, Decision.ABORT)
 
     with client.bridge(writers=1) as bridge:
-        with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
+        with bridge.half_messages(client.plan.named("sellers"), execute=execute, check=check) as halves:
             while not client.stop.wait(client.random.uniform(0, 0.1)):
                 if chance() < 0.3:
                     client.sell(halves, SINGLE_SECONDS, client.single(*client.plan.sold))
@@ -304,16 +295,5 @@ def sell(client: Client) -> None:
                     client.sell(halves, timeout, client.sends(*client.plan.sold))
 
 
-WORK: dict[str, Callable[[Client], None]] = {
-    "write": write,
-    "own": own,
-    "oversleep": oversleep,
-    "decide": decide,
-    "feed": feed,
-    "publish": publish,
-    "copy": copy,
-    "process": process,
-    "finish": finish,
-    "watch": watch,
-    "sell": sell,
-}
+_ROLES = (write, own, oversleep, decide, feed, publish, copy, process, finish, watch, sell)
+WORK: dict[str, Callable[[Client], None]] = {role.__name__: role for role in _ROLES}

@@ -22,4 +22,4 @@ def become_java(plan: Plan, process: str) -> NoReturn:
     address = f"pulsar://{urlsplit(plan.url).netloc}"
     seed = str(zlib.crc32(f"{plan.seed} {process}".encode()))
     arguments = [str(history), process, address, str(int(plan.timeout * 1000)), seed, host()]
-    os.execvp(command[0], [*command, *arguments, str(PARTITIONS), plan.topic("left"), plan.topic("right")])
+    os.execvp(command[0], [*command, *arguments, str(PARTITIONS), plan.named("left"), plan.named("right")])
