@@ -202,7 +202,11 @@ def run(
     with _started(url, raw, seconds) if starts else nullcontext() as broker:
         address = _url_of(broker) if broker else url
         grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
-        settings = SETTINGS.get(url, {})
+        known = SETTINGS.get("embedded" if url.startswith("embedded:") else url, {})
+        settings = {
+            name: {option: value for option, value in options.items() if f"{option}=" not in url}
+            for name, options in known.items()
+        }
         plan = Plan(
             address, name, seed, seconds, str(folder), settings, modules, workloads=workloads, raw=raw, grpc=grpc
         )

@@ -23,6 +23,10 @@ from typing import Any, Literal
 
 VERSION = 1
 
+# Begins the value of a message that was read with another body, key, header or timestamp than the rest of the value
+# was sent with.
+CHANGED = "changed:"
+
 Result = Literal["ok", "fail", "unknown"]
 Key = tuple[str, int]  # a topic and the number of a partition
 Position = tuple[int, ...]

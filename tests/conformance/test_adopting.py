@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import suite
+from txnbridge_conformance.run.plan import floor_of
 
 from tests.conformance import broken
 from tests.house.rooms import ROOT
@@ -95,7 +96,7 @@ def test_a_set_up_that_fails_is_no_broken_promise(project):
 @pytest.mark.xdist_group("conformance-runs")
 def test_a_run_attacks_an_installed_backend(project):
     url = f"{broken.scheme_of(broken.Sound)}:{project}/broker.db"
-    least = {"committed": 1, "aborted": 0, "read": 1, "claims": 0, "published": 0, "dropped": 0}
+    least = {**dict.fromkeys(floor_of(), 0), "committed": 1, "read": 1}
     floor = [f"--floor={name}={number}" for name, number in least.items()]
     done = conformance(project, "run", url, "--time", "12", *floor)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr

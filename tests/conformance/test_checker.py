@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_conformance.checker import MEANINGS, Findings, check
 from txnbridge_conformance.history import History, HistoryError
+from txnbridge_conformance.report.promises import rows
+from txnbridge_conformance.run.evidence import evidence
 from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, judge
 
 from txnbridge import Capability
@@ -400,13 +402,58 @@ def test_nothing_is_wrong_is_not_said_above_findings_that_break_no_promise():
     assert sentence.startswith("Kept: nothing is wrong but int-send-skip (breaks no promise) in 1 committed")
 
 
+KILLED = {"killed and committed": 3, "killed and aborted": 3, "faults": 3}
+
+
+def test_evidence_is_counted_by_what_could_have_been_broken():
+    story = Story().txn("a", "1", result="fail", acks=["i"]).txn("a", "2", acks=["i"]).txn("b", "3", acks=["i"])
+    for process, asked, values in ("c", 9, "4"), ("d", 9, "5"), ("e", 0, "6"):  # those who asked and were not told
+        call = story.begin(process, **({"ending": asked} if asked else {}))
+        story.send(process, call, values)
+        story.ack(process, call, values)
+    story.txn("o", what="open", owner="o", session="s").txn("o", "7", owner="o", session="s", result=None)
+    story.txn("p", what="open", owner="o", session="z").txn("p", "8", owner="o", session="z")
+    story.txn("q", "9", transaction="x", outcome="prepared").txn("r", what="finish", transaction="x")
+    story.txn("s", "10", what="half", result=None).txn("l", "11", p1="12", begun=0, ending=2 * 10**9, deadline=1)
+    history = story.read("2", "3", "4", "8").history()
+    assert evidence(history, check(history)) == {
+        "over topics": 0,
+        "acks with outputs": 6,
+        "killed and committed": 1,
+        "killed and aborted": 1,
+        "taken again": 1,
+        "takeovers": 1,
+        "finished by others": 1,
+        "overslept": 1,
+        "killed undecided": 1,
+    }
+
+
+def test_a_promise_of_which_two_cases_were_tried_is_not_kept():
+    story = Story().txn("a", "1", result="fail", acks=["i"]).txn("a", "2", acks=["i"]).read("2")
+    findings = check(story.history())
+    verdicts = {row.promise.name: row for row in rows(findings, judge(story.history(), findings), ())}
+    row = verdicts["exactly once"]
+    assert (row.verdict, row.evidence) == (
+        "too thin",
+        "1 committed, 1 read, 2 acks with outputs, 1 taken again",
+    )
+
+
+def test_a_message_with_other_content_is_named_and_its_loss_is_a_consequence():
+    story = Story().txn("a", "1", "2").read("1", "changed:2")
+    history, found = story.history(), check(story.history())
+    assert judge(history, found, {}).sentence.startswith("Broken: changed, in")
+    assert Story().txn("a", "1").read("1", "changed:2").found() == ["phantom-message"]
+
+
 def test_each_workload_has_a_floor_of_what_it_does():
     for workload, missing in (
-        ("half-messages", {"published": 5, "read": 100, "full reads": 1, "faults": 3}),
+        ("half-messages", {"published": 5, "read": 100, "full reads": 1, "killed undecided": 2, "faults": 3}),
         ("decisions", {"claims": 20, "faults": 3}),
-        ("a dance", {"committed": 20, "aborted": 5, "read": 100, "full reads": 1, "faults": 3}),
+        ("a dance", {"committed": 20, "aborted": 5, "read": 100, "full reads": 1, "over topics": 20, **KILLED}),
     ):
-        story = Story().txn("run", what="declares", absent=[], workloads=[workload])
+        story = Story().txn("run", what="declares", absent=[], workloads=[workload], kills=True)
         for number, outcome in enumerate(["committed"] * 4 + ["aborted"] * 2 + ["unknown"]):
             story.txn("a", f"{number}", what="half", outcome=outcome)
         for _ in range(19):

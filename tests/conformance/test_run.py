@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +25,10 @@ from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run import program
-from txnbridge_conformance.run.client import Client, text_of
-from txnbridge_conformance.run.plan import Plan, without_secrets
+from txnbridge_conformance.run.bodies import Bodies, text_of
+from txnbridge_conformance.run.client import Client, KillAt
+from txnbridge_conformance.run.hunt import Hunt
+from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
@@ -60,9 +64,8 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     url = f"embedded:{tmp_path / 'broker.db'}?half_check_seconds=0.5&spill_bytes=400"
     hook, calls = recording_hook(tmp_path)
     more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
-    # How much a loaded machine does in a few seconds is not the point.
-    more += [f"--floor={name}=0" for name in ("aborted", "claims", "published", "dropped")]
-    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "read=1", *more)
+    more += [f"--floor={name}={least}" for name, least in TRIED.items()]
+    done = run(url, tmp_path / "out", *more)
     check_that_each_fault_was_healed(calls.read_text().splitlines())
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
     with connect(url) as bridge:
@@ -83,6 +86,10 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     assert found.returncode == 1
     assert re.search(r"(lost-write|unseen), \d", found.stdout), found.stdout
     assert lost in found.stdout
+
+
+# How much a loaded machine does in a few seconds is not the point.
+TRIED = {**dict.fromkeys(floor_of(), 0), "committed": 1, "read": 1, "full reads": 1}
 
 
 def recording_hook(folder: Path) -> tuple[Path, Path]:
@@ -112,7 +119,7 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
     plan = Plan(url, "killed", 1, 60, folder)
     with connect(url, create_topics=3) as bridge:
         bridge.ensure_topics(*plan.topics)
-    processes = [Process(plan, "write", number, url, lambda role: (0, ()), print) for number in range(2)]
+    processes = [Process(plan, "write", number, url, lambda role: 0, print) for number in range(2)]
     eventually(lambda: len(list(Path(folder).glob("write*.jsonl"))) == 2, "no process works")
     processes[0].pause()
     assert len(processes_of(Path(folder))) == 2
@@ -123,7 +130,7 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
     url = f"{scheme_of(broken.Sound)}:{tmp_path / 'broker.db'}?sasl.password=hunter2"
     plan = Plan(url, "secret", 1, 60, str(tmp_path), plugins=["tests.conformance.broken"])
-    process = Process(plan, "write", 0, url, lambda role: (0, ()), print)
+    process = Process(plan, "write", 0, url, lambda role: 0, print)
     try:
         eventually(lambda: "write0-1" in "".join(processes_of(tmp_path)), "the process does not begin")
         assert "hunter2" not in "".join(processes_of(tmp_path))
@@ -303,6 +310,54 @@ def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_value
     headers = [Headers([(f"{PREFIX}transaction", name)]) for name in (b"T1", b"T2")]
     letters = [poison._replace(topic="run-dead", headers=each) for each in headers]
     assert sent == [text_of(letter) for letter in letters] == ["dead:feed/1 in T1", "dead:feed/1 in T2"]
+
+
+def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
+    with connect(f"embedded:{tmp_path / 'broker.db'}", create_topics=1) as bridge:
+        bodies, sent = Bodies(random.Random(1), bridge, plain=False), [f"p/{number}" for number in range(300)]
+        with bridge.transaction() as txn:
+            for value in sent:
+                body, options = bodies.make(value)
+                txn.send("t", body, **options)
+        messages = list(bridge.read("t", 1000))
+    assert [text_of(message) for message in messages] == sent
+    for value, message in zip(sent, messages, strict=True):
+        others = [message._replace(value=(message.value or b"") + b"|"), message._replace(key=b"other")]
+        if message.headers:
+            others += [message._replace(headers=Headers()), message._replace(timestamp=1)]
+        assert value not in map(text_of, others)
+        assert f"changed:{value}" in map(text_of, others) or not message.value
+
+
+def test_a_process_is_killed_at_a_step_that_recurs_within_the_end_of_a_transaction(tmp_path, monkeypatch):
+    killed: list[bool] = []
+    monkeypatch.setattr(os, "kill", lambda *_: killed.append(True))
+    for seed in range(20):
+        name = f"p{seed}"
+        with closing(Recorder(tmp_path / f"{name}.jsonl", name, "c")) as recorder:
+            client = Client(Plan("embedded:", "a", 1, 1.0, str(tmp_path)), name, recorder, random.Random(seed))
+            plugin = KillAt(10, client)
+            killed.clear()
+            for at, phase in (
+                ("open", "after"),
+                *[("commit", "before"), ("commit", "after")] * 10,
+                ("close", "before"),
+            ):
+                plugin.txnbridge_event(Event(at, phase, 0, 0, "b", "T", {}))  # type: ignore[arg-type]
+                if killed:
+                    break
+    kinds = {fault.kind for fault in read_history([tmp_path]).faults}
+    assert kinds == {"kill at commit/before", "kill at commit/after", "kill at close/before"}
+
+
+def test_a_part_of_a_run_that_stands_still_is_a_hang_of_its_history(tmp_path):
+    hunted = Hunt(Plan("embedded:", "a", 1, 1.0, str(tmp_path)), print, None, None, clients=False)
+    hunted.within_limit(threading.Event().wait, "the wait", 0.1)
+    with pytest.raises(ZeroDivisionError):
+        hunted.within_limit(lambda: 1 / 0, "the sum", 60)
+    hunted.close()
+    (case,) = check(read_history([tmp_path])).all
+    assert (case.name, case.text.partition(",")[0]) == ("hang", "the wait has not ended")
 
 
 def test_only_committed_transactions_acknowledge_messages(tmp_path):

@@ -34,6 +34,7 @@ def check(history: History) -> Findings:
     _messages.check_positions(tables, findings)
     time = RealTime(tables, fate)
     refined, absent = _full_reads.refine(tables, fate, time)
+    findings.fate = refined.tolist()
     _messages.check_reads(tables, refined, time, findings)
     _full_reads.check_full_reads(tables, fate, time, findings)
     _call_order.check_owners(tables, refined, findings)

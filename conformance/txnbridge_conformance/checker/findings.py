@@ -5,7 +5,7 @@ A name that Jepsen's checkers of queues use, too, has Jepsen's meaning. docs/con
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MEANINGS = {
@@ -16,6 +16,7 @@ MEANINGS = {
     "foreign-duplicate": "a reader of another client received a copy of a message that txnbridge's readers drop",
     "inconsistent-offsets": "one position of a partition holds two or more messages",
     "phantom-message": "a message was read that no process of the history sent",
+    "changed": "a message was read with another body, key, header or timestamp than it was sent with",
     "wrong-partition": "a message was read from another partition than its sender chose",
     "G1a": "a message of an aborted transaction was read",
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
@@ -54,17 +55,25 @@ MEANINGS = {
 
 # By kind of finding: those that it is a consequence of, if they are about the same call or message.
 CAUSES = {
-    **dict.fromkeys(("lost-write", "unseen"), ("inconsistent-offsets", "torn-transaction", "orphan-half")),
+    **dict.fromkeys(("lost-write", "unseen"), ("changed", "inconsistent-offsets", "torn-transaction", "orphan-half")),
     "duplicate": ("wrong-partition",),
     "inconsistent-offsets": ("duplicate", "wrong-partition"),
     "G1a": ("zombie-write", "phantom-commit"),
-    "torn-transaction": ("inconsistent-offsets", "zombie-write", "G1a", "wrong-partition"),
-    "torn partition": ("inconsistent-offsets", "lost-write", "unseen", "zombie-write", "G1a", "wrong-partition"),
+    "torn-transaction": ("changed", "inconsistent-offsets", "zombie-write", "G1a", "wrong-partition"),
+    "torn partition": (
+        "changed",
+        "inconsistent-offsets",
+        "lost-write",
+        "unseen",
+        "zombie-write",
+        "G1a",
+        "wrong-partition",
+    ),
     "early-read": ("zombie-write",),
     "phantom-commit": ("zombie-write",),
     "orphan-half": ("torn-transaction",),
     "outcome-lie": ("zombie-write", "G1a", "lost-write", "unseen"),
-    "half-ack": ("group-skip",),
+    "half-ack": ("changed", "group-skip"),
     "replay-duplicate": ("zombie-write",),
     "lost-prepare": ("split-decision",),
     **dict.fromkeys(
@@ -107,6 +116,7 @@ class Findings:
     most: int = 20
     all: list[Finding] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    fate: Sequence[int] | None = None  # of each operation, by full reads, too
 
     def add(self, name: str, text: str, operations: Iterable[int] = (), values: Iterable[str] = ()) -> None:
         """Add a case of a finding; its name must be one of `MEANINGS`."""

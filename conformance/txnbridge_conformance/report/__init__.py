@@ -83,9 +83,9 @@ class Report:
             kept = sum(result.verdict == "kept" for result in self.contract)
             broken = f"; broken: {', '.join(self.broken_contract)}" if self.broken_contract else ""
             yield f"Contract suite: {kept} of {len(self.contract)} capabilities kept{broken}."
-        untested = [row.promise.name for row in self._rows() if row.verdict == "not tested"]
-        if untested:
-            yield f"Not tested: {', '.join(untested)}."
+        for verdict in ("not tested", "too thin"):
+            if names := [row.promise.name for row in self._rows() if row.verdict == verdict]:
+                yield f"{verdict.capitalize()}: {', '.join(names)}."
         yield from self._baseline()
         causes = self.judgement.causes
         for name in self._names():

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from txnbridge_conformance.checker import Findings
+from txnbridge_conformance.run.plan import floor_of
 from txnbridge_conformance.run.verdict import OF_PARTITION_ORDER, Judgement
 
 
@@ -13,7 +14,8 @@ from txnbridge_conformance.run.verdict import OF_PARTITION_ORDER, Judgement
 class Promise:
     """One promise. `findings` are the names of findings that break it.
 
-    The promise is not tested by a run in which one of the counts `needs` is 0.
+    The promise is not tested by a run in which one of the counts `needs` is 0, and the run is too thin for it if one is
+    below the least number of `floor_of`.
     """
 
     name: str
@@ -29,7 +31,7 @@ PROMISES = (
         "atomic",
         "Messages to any topics and partitions, and acknowledgements, become visible together or not at all.",
         ("torn-transaction", "half-ack"),
-        ("committed", "aborted"),
+        ("over topics", "killed and committed", "killed and aborted"),
         "atomic-topics",
     ),
     Promise(
@@ -48,9 +50,9 @@ PROMISES = (
     ),
     Promise(
         "exactly once",
-        "Each committed message is stored once, and a group processes it in one committed transaction.",
-        ("lost-write", "unseen", "duplicate", "replay-duplicate"),
-        ("committed", "read"),
+        "Each committed message is stored once, as it was sent, and a group processes it in one committed transaction.",
+        ("lost-write", "unseen", "duplicate", "changed", "replay-duplicate"),
+        ("committed", "read", "acks with outputs", "taken again"),
         "atomic-ack",
     ),
     Promise(
@@ -65,14 +67,14 @@ PROMISES = (
         "fenced",
         "A fenced owner of a transactional id publishes nothing more.",
         ("zombie-write",),
-        ("fenced",),
+        ("fenced", "takeovers"),
         "fencing",
     ),
     Promise(
         "resolvable",
         "Any process ends a prepared transaction by its token, and all learn the same outcome.",
         ("split-decision", "lost-prepare"),
-        ("prepared", "finished"),
+        ("prepared", "finished", "finished by others"),
         "resolve-anywhere",
     ),
     Promise(
@@ -82,14 +84,14 @@ PROMISES = (
         "half messages",
         "A half message is published if and only if its local work was done.",
         ("orphan-half", "phantom-commit", "checkback-lie"),
-        ("half messages",),
+        ("published", "dropped", "killed undecided"),
         "half-messages",
     ),
     Promise(
         "bounded",
         "Each call ends by its deadline, and no transaction stays open.",
         ("hang", "crash", "stuck-reader"),
-        (),
+        ("overslept",),
         "deadline",
     ),
 )
@@ -97,7 +99,10 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One promise and its verdict: "kept", "broken", "declared absent" or "not tested". `evidence` says why."""
+    """One promise and its verdict: "kept", "broken", "declared absent", "too thin" or "not tested".
+
+    `evidence` says why.
+    """
 
     promise: Promise
     verdict: str
@@ -120,4 +125,7 @@ def _judged(promise: Promise, findings: Findings, judgement: Judgement, absent: 
         return "broken", times
     if missing:
         return "not tested", f"no {', no '.join(missing)}"
-    return "kept", ", ".join(f"{counts[name]:,} {name}" for name in promise.needs) or "all calls"
+    tried = ", ".join(f"{counts[name]:,} {name}" for name in promise.needs)
+    least = floor_of()
+    thin = any(counts[name] < least.get(name, 1) for name in promise.needs)
+    return "too thin" if thin else "kept", tried

@@ -1,23 +1,31 @@
-"""The bodies of a run's messages: most are short, some are empty, missing or large. Each contains a value of a history.
+"""The messages of a run: most bodies are short, some are empty, missing or large; some have a key, header or timestamp.
 
-A body begins with the value, up to the first `|`; the rest is padding. The value of a message without a body, or with
-an empty body, is its key.
+A body begins with a value of a history, `~`, a digest of the rest of the message and `|`, and ends with padding. A
+message without a body, or with an empty body, has value and digest in its key.
 """
 
 from __future__ import annotations
 
 import random
+import time
+import zlib
 from collections.abc import Mapping
+from typing import Any
 
-from txnbridge import Bridge, Capability
+from txnbridge import Bridge, Capability, Message
+from txnbridge_conformance.history import CHANGED
 
 # How large bodies are, in bytes, and how often: above the second size one transaction would delay many others.
 _LARGE, _VERY_LARGE = 100_000, 16_000_000
 _LARGE_SHARE, _VERY_LARGE_SHARE, _EMPTY_SHARE = 0.01, 0.0005, 0.03
+# The share of messages with a key, a header and a timestamp, and the age of the oldest timestamp in milliseconds.
+_MORE_SHARE, _OLDEST_MS = 0.2, 3_600_000
 # The space in a message for what a client adds to its body, such as headers.
 _OVERHEAD = 4096
 
-_PADDING = "|"
+_PADDING, _DIGEST = "|", "~"
+# The header of some messages, and the one that repeats the timestamp that their sender has chosen.
+_HEADER, _TIME = "run-header", "run-timestamp"
 # The values of dead letters have this prefix, because each value of a history belongs to one message.
 _DEAD = "dead:"
 # The header of a dead letter with the transaction that sent it.
@@ -27,27 +35,56 @@ _SENDER = "txnbridge-dead-transaction"
 class Bodies:
     """Makes bodies of random sizes and kinds, as far as the broker of a bridge can store them."""
 
-    def __init__(self, chance: random.Random, bridge: Bridge) -> None:
+    def __init__(self, chance: random.Random, bridge: Bridge, plain: bool) -> None:
+        """With `plain`, messages have neither headers nor timestamps, and mostly no key."""
         self._chance = chance
+        self._plain, self._timestamps = plain, bool(bridge.capabilities[Capability.TIMESTAMPS])
         self._largest = min(_VERY_LARGE, (bridge.limits.message_bytes or _VERY_LARGE) - _OVERHEAD)
         self._empty: list[bytes | None] = [b""] if bridge.capabilities[Capability.EMPTY_VALUE] else []
         if bridge.capabilities[Capability.TOMBSTONES]:
             self._empty.append(None)
 
-    def make(self, value: str) -> tuple[bytes | None, bytes | None]:
-        """Return the body and the key of a message; one of them contains `value`, the message's name in the history."""
+    def make(self, value: str) -> tuple[bytes | None, dict[str, Any]]:
+        """Return the body and the options of a message; it contains `value`, the message's name in the history."""
         kind = self._chance.random()
+        headers, options = {}, {}
+        if not self._plain and self._chance.random() < _MORE_SHARE:
+            headers[_HEADER] = f"of {value}"
+            if self._timestamps:
+                options["timestamp"] = int(time.time() * 1000) - self._chance.randrange(_OLDEST_MS)
+                headers[_TIME] = str(options["timestamp"])
+            options["headers"] = headers
         if kind < _EMPTY_SHARE and self._empty:
-            return self._chance.choice(self._empty), value.encode()
-        if kind > 1 - _VERY_LARGE_SHARE:
-            return self._padded(value, self._largest), None
-        if kind > 1 - _LARGE_SHARE:
-            return self._padded(value, min(_LARGE, self._largest)), None
-        return value.encode(), None
+            body = self._chance.choice(self._empty)
+            return body, {**options, "key": _named(value, body, None, headers, b"")}
+        key = f"key/{value}".encode() if headers else None
+        largest = self._largest if kind > 1 - _VERY_LARGE_SHARE else min(_LARGE, self._largest)
+        size = int(largest ** self._chance.uniform(0.5, 1)) if kind > 1 - _LARGE_SHARE else 0
+        padding = _PADDING.encode() * max(0, size - len(value))
+        return _named(value, b"", key, headers, padding), {**options, "key": key}
 
-    def _padded(self, value: str, largest: int) -> bytes:
-        size = int(largest ** self._chance.uniform(0.5, 1))
-        return value.encode() + _PADDING.encode() * max(0, size - len(value))
+
+def _named(value: str, body: bytes | None, key: bytes | None, headers: Mapping[str, str], padding: bytes) -> bytes:
+    """Return the value, a digest of the other parameters, and the padding."""
+    return f"{value}{_DIGEST}{_digest(body, key, headers, padding)}".encode() + padding
+
+
+def _digest(body: bytes | None, key: bytes | None, headers: Mapping[str, str], padding: bytes) -> str:
+    mine = [(name, headers[name]) for name in (_HEADER, _TIME) if name in headers]
+    return f"{zlib.crc32(repr((body, key, mine)).encode() + padding):08x}"
+
+
+def text_of(message: Message) -> str:
+    """Return the value by which a history names a received message, behind `CHANGED` if it is not as it was sent."""
+    body, headers = message.value, message.headers
+    key = (message.key.encode() if isinstance(message.key, str) else message.key) or None
+    value = value_of(message.topic, body, key, headers)
+    name, _, _ = (text := body or key or b"").partition(_PADDING.encode())
+    digest = name.partition(_DIGEST.encode())[2].decode(errors="replace")
+    known = _digest(b"" if body else body, key if body else None, headers, text[len(name) :])
+    # A dead letter is younger than its original.
+    timely = _TIME not in headers or value.startswith(_DEAD) or headers[_TIME] == str(message.timestamp)
+    return value if digest in ("", known) and timely else CHANGED + value
 
 
 def value_of(topic: str, body: bytes | None, key: bytes | str | None, headers: Mapping[str, str]) -> str:
@@ -57,7 +94,7 @@ def value_of(topic: str, body: bytes | None, key: bytes | str | None, headers: M
     """
     text = body or key or b""
     value = text if isinstance(text, str) else text.decode(errors="replace")
-    value = value.partition(_PADDING)[0]
+    value = value.partition(_PADDING)[0].partition(_DIGEST)[0]
     return dead_value(value, headers.get(_SENDER, "")) if topic.endswith("-dead") else value
 
 

@@ -7,9 +7,11 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +32,7 @@ from txnbridge import (
 )
 from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall, Recorder, Result
-from txnbridge_conformance.run.bodies import Bodies, value_of
+from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 from txnbridge_conformance.run.raw import kafka as raw_kafka
 
@@ -42,65 +44,105 @@ SALE_SECONDS, LONGEST_SALE = 4.0, 6.0
 # without a decision.
 SINGLE_SECONDS = 13.0
 
+# How long some prepared transactions are held, in seconds: they are aborted while the run goes on.
+_SHORT_HOLD = 5.0
+
 _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fail", Outcome.UNKNOWN: "unknown"}
 
 _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
+# The share of kills that are aimed at the end of a transaction, and its events besides those of the backend's requests.
+_AIMED_SHARE = 0.8
+_ENDS = frozenset(("ack", "group.commit", "commit", "prepare", "transaction.end", "resolve", "half.store", "half.end"))
 # The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
 # can open a transactional id, and a short lease ends.
 _PAUSE_SHARE, _LONGEST_PAUSE = 0.002, 4.0
+# The same for events at which a group's member stops as a whole.
+_STOP_SHARE, _LONGEST_STOP = 0.005, 8.0
 # The requests that commit a transaction, by backend, and the share of them before which the role "own" pauses: all of
 # the transaction is stored then, and if the other owner opens the id, the request has to fail.
 _COMMITS, _COMMIT_PAUSE_SHARE = ("step:commit", "step:decide"), 0.3
 
 
 class KillAt:
-    """A plug-in that kills its process at the n-th of its events, not counting events named in `tried`.
+    """A plug-in that kills its process at an event, once it has had `number` of them.
 
-    Before the kill, the plug-in records it as a fault. An event's name is for example "commit/before".
+    While no event has recurred, that is the next one, such as one of an opening. Later it mostly is a random one of
+    those that recur within the end of a transaction, such as the one between the broker's answer and the record that
+    the transaction is committed; else the first one of a new name. Before the kill, the plug-in records it as a fault.
+    An event's name is for example "commit/before".
     """
 
-    def __init__(self, number: int, tried: Collection[str], recorder: Recorder, process: str) -> None:
+    def __init__(self, number: int, client: Client) -> None:
         self._left = number
-        self._tried = tried
-        self._recorder = recorder
-        self._process = process
+        self._client = client
+        self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
+        self._seen: Counter[str] = Counter()  # by name: the number of events within the end of a transaction
+        self._target: str | None = None
         self._lock = threading.Lock()
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
         name = f"{event.name}/{event.phase}"
-        if name in self._tried:
+        if event.name.startswith("message."):  # most events: kills by the run hit them
             return
         with self._lock:  # other threads' events wait while this one kills the process
             self._left -= 1
             if self._left == 0:
-                self._recorder.fault(f"kill at {name}", self._process, "begin")
+                self._target = self._choose(name)
+            if self._left <= 0 and (name == self._target if self._target else name not in self._seen):
+                self._client.recorder.fault(f"kill at {name}", self._client.process, "begin")
                 os.kill(os.getpid(), signal.SIGKILL)
+            self._seen[name] += _ends(event)
+
+    def _choose(self, name: str) -> str | None:
+        """Return the name of the event at which to kill the process; None for one that has not come yet."""
+        recurring = sorted(each for each, count in self._seen.items() if count > 1)
+        if not recurring:
+            return name
+        return self._random.choice(recurring) if self._random.random() < _AIMED_SHARE else None
+
+
+def _ends(event: Event) -> bool:
+    """Return whether an event is part of the end of a transaction that is not aborted, or of its acknowledgements."""
+    is_step = event.name.startswith("step:") and event.name not in ("step:spill", "step:purge")
+    return event.transaction is not None and (is_step or event.name in _ENDS)
 
 
 class PauseAt:
     """A plug-in that pauses the calling thread at random events until the run settles, and records each as a fault.
 
-    Other processes then work between two steps of a call, which a pause of the whole process seldom achieves. Events of
-    single messages are left out, because there are many: the workloads themselves pause between messages.
+    Other processes then work between two steps of a call, which a pause from outside seldom achieves. Within the end of
+    a transaction a group's member stops as a whole, at times for longer than the group waits for its heartbeats. Events
+    of single messages are left out, because there are many: the workloads themselves pause between messages.
     """
 
     def __init__(self, client: Client, role: str) -> None:
         self._client = client
         self._plan = client.plan
-        self._owns = role == "own"
+        self._owns, self._is_member = role == "own", role in ("copy", "process")
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
         is_commit = self._owns and event.name in _COMMITS and event.phase == "before"
-        share = _COMMIT_PAUSE_SHARE if is_commit else _PAUSE_SHARE
+        stops = self._is_member and _ends(event)
+        share = _COMMIT_PAUSE_SHARE if is_commit else _STOP_SHARE if stops else _PAUSE_SHARE
         if event.name != "message.send" and self._random.random() < share and not self._plan.closing.exists():
             fault = f"pause at {event.name}/{event.phase}", self._client.process
             self._client.recorder.fault(*fault, "begin")
-            self._client.stop.wait(self._random.uniform(0, _LONGEST_PAUSE))
+            if stops:
+                _stop_process(self._random.uniform(0, _LONGEST_STOP))
+            else:
+                self._client.stop.wait(self._random.uniform(0, _LONGEST_PAUSE))
             self._client.recorder.fault(*fault, "end")
+
+
+def _stop_process(seconds: float) -> None:
+    """Stop this process with all its threads; a child continues it, even after the end of the run."""
+    command = ["sh", "-c", f"sleep {seconds:.1f}; kill -CONT {os.getpid()}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass
@@ -129,7 +171,7 @@ class Client:
         connect = raw_kafka.connect if self.plan.raw else txnbridge.connect
         with connect(self.plan.url, **wanted) as bridge:
             call.end("ok")
-            self._bodies = Bodies(self.random, bridge)
+            self._bodies = Bodies(self.random, bridge, self.plan.raw)
             yield bridge
 
     @contextmanager
@@ -179,7 +221,9 @@ class Client:
         `ack` is a group, and the messages to acknowledge for the group. The transaction pauses for `pause` seconds
         before one of its steps or before its end. `thread` is the number of the calling thread, if there are several.
         """
-        more = {"deadline": timeout, "thread": thread, "prepare": prepare}
+        # A group's position waits for the outcome of what its members prepare, so that these are held for long.
+        hold = self.random.choice((_SHORT_HOLD, self.plan.hold)) if prepare and ack is None else self.plan.hold
+        more = {"deadline": timeout, "hold": hold, "thread": thread, "prepare": prepare}
         call = self.start_transaction(**{name: value for name, value in more.items() if value})
         if ack is not None:
             call.poll([read_of(message) for message in ack[1]], ack[0])
@@ -190,7 +234,7 @@ class Client:
             steps.insert(self.random.randint(0, len(steps)), functools.partial(self._ack, call=call, ack=ack))
         pause_at = self.random.randint(0, len(steps))
         try:
-            with bridge.transaction(prepare=prepare, timeout=timeout) as txn:
+            with bridge.transaction(prepare=prepare, timeout=timeout, hold=hold if prepare else None) as txn:
                 call.note(transaction=txn.id, begun=time.monotonic_ns())
                 for number, step in enumerate(steps):
                     self.stop.wait(pause if number == pause_at else 0)
@@ -219,8 +263,8 @@ class Client:
         for (topic, partition), values in sends.items():
             call.send(topic, partition, values)
             for value in values:
-                body, key = self._bodies.make(value)
-                to.send(topic, body, key=key, partition=partition)
+                body, options = self._bodies.make(value)
+                to.send(topic, body, partition=partition, **options)
 
     def _ack(self, txn: Transaction, call: RecordedCall, ack: tuple[str, Sequence[Message]]) -> None:
         group, messages = ack
@@ -281,11 +325,6 @@ class Client:
         if (now := consumer.assignment) != known:
             known[:] = now
             call.assign(now)
-
-
-def text_of(message: Message) -> str:
-    """Return the value by which a history names a message of the run."""
-    return value_of(message.topic, message.value, message.key, message.headers)
 
 
 def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:

@@ -9,9 +9,11 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -38,9 +40,13 @@ _QUIET_SHARE = 0.25
 _ATTACK_SECONDS, _REST_SECONDS = 20.0, 10.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
-# At which of its events a process kills itself. The first events are those of its opening. At later ones the process is
-# within a transaction, so that a short run kills some there, too.
-_KILL_AT = (1, 1, 2, 5, 20, 50)
+# The longest time, behind that of the work, for each later part of a run, which is long after all its deadlines.
+_PART_SECONDS = 900.0
+# The share of processes that kill themselves, if they start while the run attacks, of roles whose transactions have
+# several parts and of others; and after how many events: the first ones are those of an opening.
+_KILLED_SHARE, _OTHERS_KILLED_SHARE = 0.9, 0.4
+_OF_SEVERAL_PARTS = frozenset({"write", "own", "copy", "process", "sell"})
+_KILL_AT = (1, 3, 10, 20, 20, 40, 40, 40, 80, 80)
 
 Progress = Callable[[str], None]
 
@@ -74,7 +80,6 @@ class Hunt:
         self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
         self.deeds: Counter[str] = Counter()
         self._attacking = clients  # whether new processes may kill themselves
-        self._tried: dict[str, set[str]] = defaultdict(set)  # by role: events at which processes killed themselves
         self._roles: dict[str, int] = {}  # with the number of processes
 
     # --- work ---------------------------------------------------------------------------------------------------------
@@ -129,6 +134,7 @@ class Hunt:
             "txnbridge": txnbridge.__version__,
         }
         declared = {"absent": absent, "about": about, "settings": settings, "workloads": workloads}
+        declared["kills"] = self._clients and not self._plan.raw
         self._recorder.start("declares", **declared).end("ok")
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
@@ -158,21 +164,35 @@ class Hunt:
 
     def _replace_dead(self) -> None:
         for process in self._processes:
-            if event := process.replace_dead():
-                self._tried[process.role].add(event)
+            process.replace_dead()
 
     def _complain(self, process: str, what: str) -> None:
         """Record that a process crashed or did not stop."""
         self._recorder.start("process", name=process).end("fail", error=what)
 
-    def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
-        """Return the two arguments of `client.KillAt`, by which a new process of this role will kill itself.
+    def _next_kill(self, role: str) -> int:
+        """Return after how many events a new process of this role kills itself, or 0 if it does not."""
+        share = _KILLED_SHARE if role in _OF_SEVERAL_PARTS else _OTHERS_KILLED_SHARE
+        return self._random.choice(_KILL_AT) if self._attacking and self._random.random() < share else 0
 
-        They are the number of the event at which the process kills itself (0: it does not), and the names of events
-        that are not counted, because a process of this role has killed itself there before.
-        """
-        wanted = self._attacking and self._random.random() < 0.5
-        return (self._random.choice(_KILL_AT) if wanted else 0), self._tried[role]
+    def within_limit(self, part: Callable[[], object], what: str, seconds: float) -> None:
+        """Run a part of the run. Record a hang if it stands still for longer than `seconds`, and leave it to itself."""
+        ended: Future[object] = Future()
+
+        def work() -> None:
+            try:
+                ended.set_result(part())
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            ended.result(seconds)
+        except TimeoutError:
+            if ended.done():
+                raise
+            call = self._recorder.start("settle", condition=f"{what} has not ended")
+            call.end("fail", error=f"the run gave up after {seconds:g} s")
 
     def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared."""
@@ -219,6 +239,7 @@ class Hunt:
         self._heal(math.inf)
         for process in self._processes:
             process.kill()
+        self._processes.clear()  # a part that was left to itself starts none again
         self._recorder.close()
 
 
@@ -240,9 +261,12 @@ def hunt(
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
         running.work(bridge)
-        running.settle()
-        running.read_back()
-        running.read_back_officially()
+        for part, what in (
+            (running.settle, "the end of open transactions"),
+            (running.read_back, "the reading of all topics"),
+            (running.read_back_officially, "the reading by the official client"),
+        ):
+            running.within_limit(part, what, _PART_SECONDS + plan.seconds)
 
 
 def _counted(deeds: Counter[str]) -> str:

@@ -41,10 +41,12 @@ WORKLOADS = {
     "half-messages": ("sell",),
 }
 
-# Settings of `txnbridge.connect` for a broker that a run starts. By default Kafka waits 45 seconds for a member that
-# was killed. The group processes nothing meanwhile, and a run kills the next member sooner. Check-backs come more often
-# than by default, so that a run need not wait minutes for the outcomes of half messages.
+# Settings of `txnbridge.connect` for a broker that a run starts, and for the embedded one. By default Kafka waits 45
+# seconds for a member that was killed. The group processes nothing meanwhile, and a run kills the next member sooner.
+# Pauses of a run are longer than an embedded lease, and its largest transactions go to the file before their end.
+# Check-backs come more often than by default, so that a run need not wait minutes for the outcomes of half messages.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "embedded": {"embedded": {"lease_seconds": 3, "half_check_seconds": 2, "spill_bytes": 1000}},
     "kafka": {"kafka": {"session.timeout.ms": "6000", "heartbeat.interval.ms": "300", "half_check_seconds": 2}},
     "pulsar": {"pulsar": {"half_check_seconds": 2}},
 }
@@ -55,11 +57,17 @@ _FLOOR = {"faults": 3}
 # Without a full read, as at the end of a run, what was lost is not seen.
 _TRANSACTIONS = {"committed": 20, "aborted": 5, "read": 100, "full reads": 1}
 _FLOORS: Mapping[str, Mapping[str, int]] = {
-    "transactions": _TRANSACTIONS,
-    "owners": _TRANSACTIONS,
-    "groups": _TRANSACTIONS,
+    "transactions": {**_TRANSACTIONS, "over topics": 20},
+    "owners": {**_TRANSACTIONS, "over topics": 20, "takeovers": 3},
+    "groups": {**_TRANSACTIONS, "acks with outputs": 20, "taken again": 5},
     "decisions": {"claims": 20},
     "half-messages": {"published": 5, "dropped": 2, "read": 100, "full reads": 1},
+}
+# What more they have if the run kills processes.
+_KILLED = {"killed and committed": 3, "killed and aborted": 3}
+_KILL_FLOORS: Mapping[str, Mapping[str, int]] = {
+    **dict.fromkeys(("transactions", "owners", "groups"), _KILLED),
+    "half-messages": {"killed undecided": 2},
 }
 
 # The capability without which a broker cannot have the processes of a role.
@@ -98,9 +106,14 @@ def without_secrets(url: str) -> str:
     return address + mark + "&".join(map(shown, options.split("&")))
 
 
-def floor_of(workloads: Collection[str] = tuple(WORKLOADS)) -> dict[str, int]:
-    """Return the least number of each thing that a run with these workloads has to try, by the name of its count."""
-    return {name: least for floor in (*map(_FLOORS.__getitem__, workloads), _FLOOR) for name, least in floor.items()}
+def floor_of(workloads: Collection[str] = tuple(WORKLOADS), kills: bool = True) -> dict[str, int]:
+    """Return the least number of each thing that a run with these workloads has to try, by the name of its count.
+
+    With `kills`, the run kills processes of its own.
+    """
+    floors = [_FLOORS[each] for each in workloads]
+    floors += [_KILL_FLOORS.get(each, {}) for each in workloads if kills]
+    return {name: least for floor in (*floors, _FLOOR) for name, least in floor.items()}
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,9 +36,8 @@ def end_with(run: int) -> None:
 class Process:
     """A process of the run, which works until `stop` or `kill`.
 
-    Each start calls `next_kill(role)` for two arguments of `client.KillAt`, by which the process later kills itself.
-    With the number 0 the process does not kill itself. `complain` is called with the name of a process that crashed or
-    did not stop, and with what happened.
+    Each start calls `next_kill(role)` for the number of events after which the process kills itself, or for 0.
+    `complain` is called with the name of a process that crashed or did not stop, and with what happened.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class Process:
         role: str,
         number: int,
         url: str,
-        next_kill: Callable[[str], tuple[int, Collection[str]]],
+        next_kill: Callable[[str], int],
         complain: Callable[[str, str], None],
     ) -> None:
         self._plan = plan
@@ -70,9 +68,8 @@ class Process:
         self._starts += 1
         self._errors = Path(self._plan.folder) / f"{self.name}.err"
         command = [sys.executable, "-m", "txnbridge_conformance.run.program"]
-        number, tried = self._next_kill(self.role)
         with open(self._errors, "wb") as errors:
-            arguments = [*command, self.role, self.name, str(number), ",".join(tried)]
+            arguments = [*command, self.role, self.name, str(self._next_kill(self.role))]
             self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=errors, stderr=errors)
         assert self._process.stdin is not None
         with (
@@ -81,31 +78,17 @@ class Process:
         ):  # others see arguments, and the URL may hold secrets
             pipe.write(self._plan.through(self._url).to_json().encode())
 
-    def replace_dead(self) -> str | None:
-        """Start the process again if it has ended. Return the name of the event at which it killed itself.
-
-        Return None if the process runs, if another process killed it, or if it crashed. Raise `RunFailed` if it ended
-        before it had connected to the broker.
-        """
+    def replace_dead(self) -> None:
+        """Start the process again if it has ended. Raise `RunFailed` if it ended before it had connected."""
         code = self._process.poll()
         if code is None:
-            return None
+            return
         if code != -signal.SIGKILL:
             if not self._has_connected():
                 raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
             last = self._last_lines().splitlines()[-1]
             self._complain(self.name, f"it ended with {code}, and {self._errors.name} ends with: {last[:200]}")
-        event = self._last_event()
         self.start()
-        return event
-
-    def _last_event(self) -> str | None:
-        """Return the event at which the process killed itself, by its history's last line; None if it did not."""
-        with suppress(OSError, ValueError, IndexError):
-            last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
-            kind, _, event = str(last.get("fault", "")).partition(" at ")
-            return event if kind == "kill" else None
-        return None
 
     def _has_connected(self) -> bool:
         with suppress(OSError):

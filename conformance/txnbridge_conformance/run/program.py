@@ -1,8 +1,7 @@
-"""The program of one process of a run: `python -m txnbridge_conformance.run.program ROLE PROCESS N TRIED < PLAN`.
+"""The program of one process of a run: `python -m txnbridge_conformance.run.program ROLE PROCESS N < PLAN`.
 
-The process works until SIGTERM, and records each call in its history. With N above 0 the process kills itself at the
-N-th event of txnbridge, not counting events named in TRIED (separated by commas). So the kills of a run reach one event
-after the other. Half of the other processes pause at random events.
+The process works until SIGTERM, and records each call in its history. With N above 0 the process kills itself after N
+events of txnbridge. Half of the other processes pause at random events.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from txnbridge_conformance.run.workloads import WORK
 CLIENTS = {"kafka": "confluent_kafka", "rocketmq": "rocketmq-python-client"}
 
 
-def main(role: str, process: str, number: str, tried: str) -> None:
+def main(role: str, process: str, number: str) -> None:
     plan = Plan.from_json(sys.stdin.read())
     end_with(plan.run)
     plan.register_plugins()
@@ -45,7 +44,7 @@ def main(role: str, process: str, number: str, tried: str) -> None:
         _stop_by_signal(client)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
         if int(number):
-            plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
+            plugins.register(KillAt(int(number), client), "kill-at")
         elif client.random.random() < 0.5:  # not always: with a listener, the quick way of sending is not taken
             plugins.register(PauseAt(client, role), "pause-at")
         work = raw_rocketmq.sell if plan.raw and role == "sell" else WORK[role]

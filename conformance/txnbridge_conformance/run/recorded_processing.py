@@ -6,8 +6,8 @@ import time
 
 from txnbridge import Event, Message, errors, hookimpl
 from txnbridge_conformance.history import RecordedCall, Result
-from txnbridge_conformance.run.bodies import dead_value
-from txnbridge_conformance.run.client import Client, read_of, text_of
+from txnbridge_conformance.run.bodies import dead_value, text_of
+from txnbridge_conformance.run.client import Client, read_of
 
 
 class ProcessorRecording:

@@ -12,7 +12,8 @@ from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance.checker import COMMITTED, Findings, fates
 from txnbridge_conformance.history import History, Operation, read_history
-from txnbridge_conformance.run.client import Client, text_of
+from txnbridge_conformance.run.bodies import text_of
+from txnbridge_conformance.run.client import Client
 from txnbridge_conformance.run.plan import PARTITIONS
 from txnbridge_conformance.run.sales import Sales
 

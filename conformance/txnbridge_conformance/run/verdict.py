@@ -10,6 +10,7 @@ from functools import cached_property
 
 from txnbridge_conformance.checker import ABORTED, COMMITTED, Finding, Findings, fates
 from txnbridge_conformance.history import History, Key
+from txnbridge_conformance.run.evidence import evidence
 from txnbridge_conformance.run.plan import WORKLOADS, floor_of
 
 OF_PARTITION_ORDER = (
@@ -86,7 +87,7 @@ def judge(history: History, findings: Findings, floor: Mapping[str, int] | None 
     workloads. Findings break no promise if the broker declares the needed capability absent, if no broker promises to
     avoid them, or if they are consequences of such ones.
     """
-    counts = count(history)
+    counts = count(history, findings)
     wanted = floor_for(history) if floor is None else floor
     missing = {name: least for name, least in wanted.items() if counts[name] < least}
     broken, causes = _unexcused(history, findings)
@@ -166,10 +167,11 @@ def declared_absent(history: History) -> frozenset[str]:
 def floor_for(history: History) -> dict[str, int]:
     """Return the least counts that a run of the history's workloads (by default "transactions") has to reach."""
     declared = [name for each in history.operations for name in each.fields.get("workloads", ())]
-    return floor_of([name for name in declared if name in WORKLOADS] or ["transactions"])
+    kills = any(each.fields.get("kills") for each in history.operations if each.what == "declares")
+    return floor_of([name for name in declared if name in WORKLOADS] or ["transactions"], kills)
 
 
-def count(history: History) -> dict[str, int]:
+def count(history: History, findings: Findings) -> dict[str, int]:
     """Return the counts of what a run tried, by name: transactions by result, messages, faults and others."""
     results = Counter(
         operation.outcome or {"ok": "committed", "fail": "aborted", "unknown": "unknown"}[operation.result]
@@ -194,6 +196,7 @@ def count(history: History) -> dict[str, int]:
         "sent": sum(len(values) for _, _, values in history.sends),
         "read": sum(len(messages) for _, _, messages in history.polls),
         "full reads": sum(each.what == "read" and each.result == "ok" for each in history.operations),
+        **evidence(history, findings),
         "faults": len(begun),
         "broker kills": begun.count("broker kill"),
         "crash points": len({kind for kind in begun if kind.startswith("kill at ")}),

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SECONDS, Client, read_of, text_of
+from txnbridge_conformance.run.bodies import text_of
+from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SECONDS, Client, read_of
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
 
@@ -27,6 +28,8 @@ _THREADS = 4
 _LONGEST_PAUSE = 2.0
 # The share of tokens that the role "finish" puts off, and for how many seconds at most.
 _LATE_SHARE, _LATEST = 0.2, 8.0
+# The share of polls of which a member gives messages back.
+_GIVING_BACK_SHARE = 0.05
 # The share of prepared transactions whose member leaves its group before they are decided, and the longest time until
 # anybody can decide them; and the share of those behind which the member reads on, with the chance of each poll to be
 # the last one before the decision.
@@ -144,6 +147,8 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
         if undecided is not None and client.random.random() < _DECIDING_SHARE:
             _end_prepared(client, bridge, undecided)
             undecided = None
+        if undecided is None and len(messages) and client.random.random() < _GIVING_BACK_SHARE:
+            messages = _give_back(client, bridge, consumer, messages)
         if messages:
             sends = {(plan.named("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
             for message in messages:
@@ -163,6 +168,19 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
                 elif not _end_prepared(client, bridge, txn):
                     return None
     return None
+
+
+def _give_back(client: Client, bridge: Bridge, consumer: Consumer, messages: Sequence[Message]) -> Sequence[Message]:
+    """Give back messages from a random one on by a nack, or all by a seek, if the broker can. Return the others."""
+    at, can = client.random.randrange(len(messages)), bridge.capabilities
+    if client.plan.raw or not (can[Capability.REDELIVERY] and can[Capability.REPLAY]):
+        return messages
+    with client.recorded("give back"):
+        if client.random.random() < 0.5:
+            consumer.nack(messages[at:])
+            return messages[:at]
+        consumer.seek({(each.topic, each.partition): each.position for each in reversed(messages)})
+        return ()
 
 
 def _end_prepared(client: Client, bridge: Bridge, txn: Transaction) -> bool:

@@ -130,7 +130,7 @@ class _RawBridge:
             self._consumer.client.close()
 
     @contextmanager
-    def transaction(self, prepare: bool = False, timeout: float | None = None) -> Iterator[_RawTransaction]:
+    def transaction(self, **_: Any) -> Iterator[_RawTransaction]:
         from confluent_kafka import KafkaException
 
         if self._producer is None:
