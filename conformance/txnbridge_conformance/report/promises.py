@@ -99,10 +99,7 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One promise and its verdict: "kept", "broken", "declared absent", "too thin" or "not tested".
-
-    `evidence` says why.
-    """
+    """A promise, its verdict ("kept", "broken", "declared absent", "too thin" or "not tested"), and what says so."""
 
     promise: Promise
     verdict: str

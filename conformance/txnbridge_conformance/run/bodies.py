@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txnbridge import Bridge, Capability, Message
@@ -32,13 +32,16 @@ _DEAD = "dead:"
 _SENDER = "txnbridge-dead-transaction"
 
 
+_Pairs = Sequence[tuple[str, str | None]]
+
+
 class Bodies:
     """Makes bodies of random sizes and kinds, as far as the broker of a bridge can store them."""
 
     def __init__(self, chance: random.Random, bridge: Bridge, plain: bool) -> None:
         """With `plain`, messages have neither headers nor timestamps, and mostly no key."""
         self._chance = chance
-        self._plain, self._timestamps = plain, bool(bridge.capabilities[Capability.TIMESTAMPS])
+        self._plain, self._can = plain, bridge.capabilities
         self._largest = min(_VERY_LARGE, (bridge.limits.message_bytes or _VERY_LARGE) - _OVERHEAD)
         self._empty: list[bytes | None] = [b""] if bridge.capabilities[Capability.EMPTY_VALUE] else []
         if bridge.capabilities[Capability.TOMBSTONES]:
@@ -47,13 +50,14 @@ class Bodies:
     def make(self, value: str) -> tuple[bytes | None, dict[str, Any]]:
         """Return the body and the options of a message; it contains `value`, the message's name in the history."""
         kind = self._chance.random()
-        headers, options = {}, {}
+        headers: list[tuple[str, str | None]] = []
+        options: dict[str, Any] = {}
         if not self._plain and self._chance.random() < _MORE_SHARE:
-            headers[_HEADER] = f"of {value}"
-            if self._timestamps:
-                options["timestamp"] = int(time.time() * 1000) - self._chance.randrange(_OLDEST_MS)
-                headers[_TIME] = str(options["timestamp"])
             options["headers"] = headers
+            headers += [(_HEADER, f"of {value}")] * (2 if self._can[Capability.REPEATED_HEADERS] else 1)
+            if self._can[Capability.TIMESTAMPS]:
+                options["timestamp"] = int(time.time() * 1000) - self._chance.randrange(_OLDEST_MS)
+                headers.append((_TIME, str(options["timestamp"])))
         if kind < _EMPTY_SHARE and self._empty:
             body = self._chance.choice(self._empty)
             return body, {**options, "key": _named(value, body, None, headers, b"")}
@@ -64,13 +68,13 @@ class Bodies:
         return _named(value, b"", key, headers, padding), {**options, "key": key}
 
 
-def _named(value: str, body: bytes | None, key: bytes | None, headers: Mapping[str, str], padding: bytes) -> bytes:
+def _named(value: str, body: bytes | None, key: bytes | None, headers: _Pairs, padding: bytes) -> bytes:
     """Return the value, a digest of the other parameters, and the padding."""
     return f"{value}{_DIGEST}{_digest(body, key, headers, padding)}".encode() + padding
 
 
-def _digest(body: bytes | None, key: bytes | None, headers: Mapping[str, str], padding: bytes) -> str:
-    mine = [(name, headers[name]) for name in (_HEADER, _TIME) if name in headers]
+def _digest(body: bytes | None, key: bytes | None, headers: _Pairs, padding: bytes) -> str:
+    mine = [(name, text) for wanted in (_HEADER, _TIME) for name, text in headers if name == wanted]
     return f"{zlib.crc32(repr((body, key, mine)).encode() + padding):08x}"
 
 
@@ -81,7 +85,7 @@ def text_of(message: Message) -> str:
     value = value_of(message.topic, body, key, headers)
     name, _, _ = (text := body or key or b"").partition(_PADDING.encode())
     digest = name.partition(_DIGEST.encode())[2].decode(errors="replace")
-    known = _digest(b"" if body else body, key if body else None, headers, text[len(name) :])
+    known = _digest(b"" if body else body, key if body else None, headers.items_all(), text[len(name) :])
     # A dead letter is younger than its original.
     timely = _TIME not in headers or value.startswith(_DEAD) or headers[_TIME] == str(message.timestamp)
     return value if digest in ("", known) and timely else CHANGED + value

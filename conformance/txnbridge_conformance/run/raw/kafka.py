@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from txnbridge import Capability, Limits
+from txnbridge import Capability, Headers, Limits
 from txnbridge.errors import Abort, BrokerUnavailable, Fenced, OutcomeUnknown, TransactionAborted
 from txnbridge_conformance.run.plan import PARTITIONS
 
@@ -26,7 +26,7 @@ class _RawMessage(NamedTuple):
     position: tuple[int]
     value: bytes | None
     key: bytes | None
-    headers: Mapping[str, str] = MappingProxyType({})  # a raw run sends none
+    headers: Headers = Headers()  # a raw run sends none
 
 
 class _RawConsumer:
