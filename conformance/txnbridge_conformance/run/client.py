@@ -51,6 +51,10 @@ _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fa
 
 _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
+# Up to so many events a process opens its bridge; and how many events are waited for until one recurs.
+_LONGEST_OPENING, _LONGEST_WAIT = 3, 300
+# The target of a kill at an event that has not come yet.
+_NEW = "new"
 # The share of kills that are aimed at the end of a transaction, and its events besides those of the backend's requests.
 _AIMED_SHARE = 0.8
 _ENDS = frozenset(("ack", "group.commit", "commit", "prepare", "transaction.end", "resolve", "half.store", "half.end"))
@@ -67,14 +71,14 @@ _COMMITS, _COMMIT_PAUSE_SHARE = ("step:commit", "step:decide"), 0.3
 class KillAt:
     """A plug-in that kills its process at an event, once it has had `number` of them.
 
-    While no event has recurred, that is the next one, such as one of an opening. Later it mostly is a random one of
-    those that recur within the end of a transaction, such as the one between the broker's answer and the record that
-    the transaction is committed; else the first one of a new name. Before the kill, the plug-in records it as a fault.
+    With a low number that is the next event, one of the opening. Else it mostly is a random one of those that recur
+    within the end of a transaction, such as the one between the broker's answer and the record that the transaction is
+    committed; or the first one of a new name. Before the kill, the plug-in records it as a fault.
     An event's name is for example "commit/before".
     """
 
     def __init__(self, number: int, client: Client) -> None:
-        self._left = number
+        self._left, self._opens = number, number <= _LONGEST_OPENING
         self._client = client
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
         self._seen: Counter[str] = Counter()  # by name: the number of events within the end of a transaction
@@ -88,19 +92,19 @@ class KillAt:
             return
         with self._lock:  # other threads' events wait while this one kills the process
             self._left -= 1
-            if self._left == 0:
+            if self._left <= 0 and self._target is None:
                 self._target = self._choose(name)
-            if self._left <= 0 and (name == self._target if self._target else name not in self._seen):
+            if name == self._target or (self._target == _NEW and name not in self._seen):
                 self._client.recorder.fault(f"kill at {name}", self._client.process, "begin")
                 os.kill(os.getpid(), signal.SIGKILL)
             self._seen[name] += _ends(event)
 
     def _choose(self, name: str) -> str | None:
-        """Return the name of the event at which to kill the process; None for one that has not come yet."""
+        """Return the name of the event at which to kill the process, `_NEW`, or None to choose at a later event."""
         recurring = sorted(each for each, count in self._seen.items() if count > 1)
-        if not recurring:
-            return name
-        return self._random.choice(recurring) if self._random.random() < _AIMED_SHARE else None
+        if recurring:
+            return self._random.choice(recurring) if self._random.random() < _AIMED_SHARE else _NEW
+        return name if self._opens or self._left < -_LONGEST_WAIT else None
 
 
 def _ends(event: Event) -> bool:

@@ -54,20 +54,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 # The floors: the least numbers of what was tried. A run below a floor is too thin; a minute on a slow broker suffices
 # easily. Every run has the first floor, and another one for each of its workloads.
 _FLOOR = {"faults": 3}
-# Without a full read, as at the end of a run, what was lost is not seen.
-_TRANSACTIONS = {"committed": 20, "aborted": 5, "read": 100, "full reads": 1}
+# Without a full read, as at the end of a run, what was lost is not seen. The killed ones count if the run kills.
+_KILLED = {"killed and committed": 3, "killed and aborted": 3}
+_TRANSACTIONS = {"committed": 20, "aborted": 5, "read": 100, "full reads": 1, **_KILLED}
 _FLOORS: Mapping[str, Mapping[str, int]] = {
     "transactions": {**_TRANSACTIONS, "over topics": 20},
     "owners": {**_TRANSACTIONS, "over topics": 20, "takeovers": 3},
     "groups": {**_TRANSACTIONS, "acks with outputs": 20, "taken again": 5},
     "decisions": {"claims": 20},
-    "half-messages": {"published": 5, "dropped": 2, "read": 100, "full reads": 1},
-}
-# What more they have if the run kills processes.
-_KILLED = {"killed and committed": 3, "killed and aborted": 3}
-_KILL_FLOORS: Mapping[str, Mapping[str, int]] = {
-    **dict.fromkeys(("transactions", "owners", "groups"), _KILLED),
-    "half-messages": {"killed undecided": 2},
+    "half-messages": {"published": 5, "dropped": 2, "read": 100, "full reads": 1, "killed undecided": 2},
 }
 
 # The capability without which a broker cannot have the processes of a role.
@@ -111,9 +106,9 @@ def floor_of(workloads: Collection[str] = tuple(WORKLOADS), kills: bool = True) 
 
     With `kills`, the run kills processes of its own.
     """
-    floors = [_FLOORS[each] for each in workloads]
-    floors += [_KILL_FLOORS.get(each, {}) for each in workloads if kills]
-    return {name: least for floor in (*floors, _FLOOR) for name, least in floor.items()}
+    floors = (*map(_FLOORS.__getitem__, workloads), _FLOOR)
+    every = {name: least for floor in floors for name, least in floor.items()}
+    return {name: least for name, least in every.items() if kills or not name.startswith("killed")}
 
 
 @dataclass(frozen=True)
