@@ -408,7 +408,8 @@ KILLED = {"killed and committed": 3, "killed and aborted": 3, "faults": 3}
 def test_evidence_is_counted_by_what_could_have_been_broken():
     story = Story().txn("a", "1", result="fail", acks=["i"]).txn("a", "2", acks=["i"]).txn("b", "3", acks=["i"])
     for process, asked, values in ("c", 9, "4"), ("d", 9, "5"), ("e", 0, "6"):  # those who asked and were not told
-        call = story.begin(process, **({"ending": asked} if asked else {}))
+        fields: dict[str, Any] = {"ending": asked} if asked else {}
+        call = story.begin(process, **fields)
         story.send(process, call, values)
         story.ack(process, call, values)
     story.txn("o", what="open", owner="o", session="s").txn("o", "7", owner="o", session="s", result=None)

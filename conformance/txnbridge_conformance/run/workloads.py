@@ -143,7 +143,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
     plan = client.plan
     undecided: Transaction | None = None
     while not client.stop.is_set():
-        messages = consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2)
+        messages: Sequence[Message] = consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2)
         if undecided is not None and client.random.random() < _DECIDING_SHARE:
             _end_prepared(client, bridge, undecided)
             undecided = None
@@ -178,9 +178,10 @@ def _give_back(client: Client, bridge: Bridge, consumer: Consumer, messages: Seq
     with client.recorded("give back"):
         if client.random.random() < 0.5:
             consumer.nack(messages[at:])
-            return messages[:at]
-        consumer.seek({(each.topic, each.partition): each.position for each in reversed(messages)})
-        return ()
+        else:
+            at = 0
+            consumer.seek({(each.topic, each.partition): each.position for each in reversed(messages)})
+    return messages[:at]
 
 
 def _end_prepared(client: Client, bridge: Bridge, txn: Transaction) -> bool:
