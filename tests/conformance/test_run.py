@@ -326,7 +326,7 @@ def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
         if message.headers:
             changes |= {5: Headers(), 6: 1}
         fields: list[Any] = list(message)
-        others = [Message(*fields[:at], other, *fields[at + 1 :]) for at, other in changes.items()]
+        others = [Message(*[*fields[:at], other, *fields[at + 1 :]]) for at, other in changes.items()]
         assert value not in map(text_of, others)
         assert f"changed:{value}" in map(text_of, others) or not message.value
 
@@ -334,7 +334,7 @@ def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
 def test_a_process_is_killed_at_a_step_that_recurs_within_the_end_of_a_transaction(tmp_path, monkeypatch):
     killed: list[bool] = []
     monkeypatch.setattr(os, "kill", lambda *_: killed.append(True))
-    for seed in range(20):
+    for seed in range(60):
         name = f"p{seed}"
         with closing(Recorder(tmp_path / f"{name}.jsonl", name, "c")) as recorder:
             client = Client(Plan("embedded:", "a", 1, 1.0, str(tmp_path)), name, recorder, random.Random(seed))

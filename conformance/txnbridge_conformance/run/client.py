@@ -55,8 +55,9 @@ _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 _LONGEST_OPENING, _LONGEST_WAIT = 3, 300
 # The target of a kill at an event that has not come yet.
 _NEW = "new"
-# The share of kills that are aimed at the end of a transaction, and its events besides those of the backend's requests.
-_AIMED_SHARE = 0.8
+# The shares of kills that are aimed at the end of a transaction, and of those behind a request; and the events of that
+# end besides those of the backend's requests.
+_AIMED_SHARE, _BEHIND_SHARE = 0.85, 0.5
 _ENDS = frozenset(("ack", "group.commit", "commit", "prepare", "transaction.end", "resolve", "half.store", "half.end"))
 # The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
 # can open a transactional id, and a short lease ends.
@@ -102,8 +103,10 @@ class KillAt:
     def _choose(self, name: str) -> str | None:
         """Return the name of the event at which to kill the process, `_NEW`, or None to choose at a later event."""
         recurring = sorted(each for each, count in self._seen.items() if count > 1)
+        behind = [each for each in recurring if each.endswith("/after")]  # the broker has done something by then
         if recurring:
-            return self._random.choice(recurring) if self._random.random() < _AIMED_SHARE else _NEW
+            chosen = behind if behind and self._random.random() < _BEHIND_SHARE else recurring
+            return self._random.choice(chosen) if self._random.random() < _AIMED_SHARE else _NEW
         return name if self._opens or self._left < -_LONGEST_WAIT else None
 
 

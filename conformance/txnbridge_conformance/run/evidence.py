@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from txnbridge_conformance.checker import ABORTED, COMMITTED, Findings, fates
-from txnbridge_conformance.history import History, Operation
+from txnbridge_conformance.history import History, Key, Operation
 
 _NEVER = float("inf")
 NAMES = (
@@ -21,8 +21,8 @@ def evidence(history: History, findings: Findings) -> dict[str, int]:
 
     - "over topics", "acks with outputs": transactions of two topics or more, and of outputs with the acknowledgements
       of their inputs, which were certainly committed or aborted.
-    - "killed and committed", "killed and aborted": those whose process was killed between the request for their commit
-      and its answer, so that nobody was told; full reads show what became of them.
+    - "killed and committed", "killed and aborted": those of several partitions, or with acknowledgements, whose process
+      was killed between the request for their commit and its answer, and nobody was told; full reads show their fate.
     - "taken again": messages that a group acknowledged in an aborted transaction, and then in a committed one.
     - "takeovers": transactions during which another process opened their transactional id.
     - "finished by others": calls that end a transaction which another process has prepared.
@@ -31,9 +31,9 @@ def evidence(history: History, findings: Findings) -> dict[str, int]:
     """
     told = fates(history.operations, Findings()).tolist()
     truth: Sequence[int] = told if findings.fate is None else findings.fate
-    topics: dict[int, set[str]] = defaultdict(set)
-    for order, (topic, _), _ in history.sends:
-        topics[order].add(topic)
+    keys: dict[int, set[Key]] = defaultdict(set)
+    for order, key, _ in history.sends:
+        keys[order].add(key)
     acks = {order for order, _, values in history.acks if values}
     prepared = {each.transaction: each.process for each in history.operations if each.outcome == "prepared"}
     found = Counter({"taken again": _taken_again(history, truth), "takeovers": _takeovers(history.operations)})
@@ -43,12 +43,12 @@ def evidence(history: History, findings: Findings) -> dict[str, int]:
             found["finished by others"] += prepared.get(each.transaction, each.process) != each.process
         if each.what not in ("transaction", "half"):
             continue
-        over, acked = len(topics.get(order, ())) > 1, order in acks and order in topics
+        sent, acked = keys.get(order, set()), order in acks and order in keys
         known = truth[order] in (COMMITTED, ABORTED)
-        found["over topics"] += over and known
+        found["over topics"] += len({topic for topic, _ in sent}) > 1 and known
         found["acks with outputs"] += acked and known
         if each.end is None and "ending" in fields:
-            silent = (over or acked) and told[order] not in (COMMITTED, ABORTED)
+            silent = (len(sent) > 1 or acked) and told[order] not in (COMMITTED, ABORTED)
             found["killed and committed"] += silent and truth[order] == COMMITTED
             found["killed and aborted"] += silent and truth[order] == ABORTED
         found["killed undecided"] += each.what == "half" and each.end is None and "ending" not in fields

@@ -64,7 +64,8 @@ class ClientFaults(Faults):
             case "pause":
                 process.pause()
                 # Some pauses are longer than the deadline of the process's transactions, which then expire.
-                return Injected("pause", process.name, chance.uniform(0, 12), process.resume)
+                longest = chance.choice((3, 12))
+                return Injected("pause", process.name, chance.uniform(0, longest), process.resume)
             case _ if not any(each.paused for each in self._processes):  # whose locks might keep it from ending
                 name = process.name
                 process.stop()
