@@ -320,7 +320,7 @@ def test_messages_of_a_partition_that_left_a_reader_cannot_be_acknowledged(
     one.has(1)
     two.has(1)
     left = [message for message in messages if (message.topic, message.partition) not in one.positions()]
-    with pytest.raises(Conflict, match="is not assigned to this reader"):
+    with pytest.raises(Conflict, match="is no longer assigned to this reader"):
         one.acks(left)
     with pytest.raises(InvalidState, match="without a group"):
         join(topic).ack_context()
