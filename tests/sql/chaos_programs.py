@@ -69,7 +69,7 @@ def set_clock(ahead):
     time.time, time.time_ns = (lambda: now() + ahead), (lambda: now_ns() + ahead * 1_000_000_000)
 
 
-def write_until_killed(place, name, bodies, ahead):
+def write_until_killed(place, name, ahead):
     """Save rows and publish their messages in the place's way, a random number in each transaction."""
     set_clock(ahead)
     os.environ["SHOP_DATABASE"] = place.database
@@ -78,7 +78,7 @@ def write_until_killed(place, name, bodies, ahead):
         with suppress(TxnBridgeError), ExitStack() as stack:
             write = WAYS[place.way](place, chance, stack)
             while True:
-                sales = [_sale(chance, bodies, next(names)) for _ in range(chance.choice((0, 1, 1, 2, 5, 40)))]
+                sales = [_sale(chance, next(names)) for _ in range(chance.choice((0, 1, 1, 2, 5, 40)))]
                 # A transaction takes the locks of keys in one order.
                 txn = write(sorted(sales, key=lambda sale: (sale["topic"], sale["key"] or b"")))
                 if txn is not None and sales:
@@ -88,12 +88,13 @@ def write_until_killed(place, name, bodies, ahead):
         time.sleep(0.2)
 
 
-def _sale(chance, bodies, name):
-    body, key = bodies.make(name)
-    if key is None:
-        key = chance.choice((None, *KEYS))
-        if chance.random() < 0.02:
-            body = name.encode() + b"|" * int(1_000_000 ** chance.uniform(0.5, 1))
+def _sale(chance, name):
+    body, key = name.encode(), chance.choice((None, *KEYS))
+    kind = chance.random()
+    if kind < 0.05:
+        body, key = chance.choice((None, b"")), body
+    elif kind < 0.08:
+        body += b"|" * int(1_000_000 ** chance.uniform(0.5, 1))
     return {"name": name, "topic": chance.choice(list(TOPICS)), "key": key, "body": body}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -19,8 +18,7 @@ import sqlalchemy as sa
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Pulsar, RocketMQ
 from txnbridge_conformance.run import official_readers as official
-from txnbridge_conformance.run.bodies import Bodies
-from txnbridge_conformance.run.client import text_of
+from txnbridge_conformance.run.bodies import text_of
 from txnbridge_conformance.run.plan import Plan
 
 import txnbridge
@@ -77,8 +75,7 @@ class Attack:
         name, ahead = f"{chaos.SEED}-{next(self._starts)}", self.chance.choice((0, 0, -5, 5))
         stops = {self.chance.choice(("kill", "pause")): self._point()}
         if number < WRITERS:
-            bodies = Bodies(random.Random(name), self.bridge)
-            return Child(write_until_killed, self.place, name, bodies, ahead, **stops)
+            return Child(write_until_killed, self.place, name, ahead, **stops)
         return Child(work_until_killed, self.place, ahead, **stops)
 
     def _point(self):
