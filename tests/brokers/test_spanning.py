@@ -17,24 +17,24 @@ from tests.kill_walk import KillWalk
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
-# Dead members of groups are noticed soon.
-OPTIONS = {
-    "kafka": "?session.timeout.ms=6000&heartbeat.interval.ms=300&half_check_seconds=0.5",
-    "pulsar": "?half_check_seconds=0.5",
-    "rocketmq": "",
-}
+
+
+def url_of(request: pytest.FixtureRequest, name: str) -> str:
+    """Return the URL of a broker that is started at its first use. Dead members of groups are noticed soon."""
+    broker = request.getfixturevalue(f"{name}_broker")
+    options = {
+        "kafka": "session.timeout.ms=6000&heartbeat.interval.ms=300&half_check_seconds=0.5",
+        "pulsar": f"admin_url={broker.admin_url}&half_check_seconds=0.5",
+        "rocketmq": "half_check_seconds=0.5",
+    }
+    return f"{broker.url}?{options[name]}"
 
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(["embedded", "kafka", "pulsar", "rocketmq"], 2)))
 def test_everything_is_copied_once_wherever_its_process_dies(
     request: pytest.FixtureRequest, tmp_path: Path, kill_walk: KillWalk, source: str, target: str
 ) -> None:
-    urls = [
-        f"embedded:{tmp_path}/a.db"
-        if name == "embedded"
-        else request.getfixturevalue(f"{name}_broker").url + OPTIONS[name]
-        for name in (source, target)
-    ]
+    urls = [f"embedded:{tmp_path}/a.db" if name == "embedded" else url_of(request, name) for name in (source, target)]
     everything = [b"0", b"1", b"2", b"3"]
     with txnbridge.connect(urls[0]) as first, txnbridge.connect(urls[1]) as second:
 
