@@ -25,7 +25,7 @@ def url_of(request: pytest.FixtureRequest, name: str) -> str:
     options = {
         "kafka": "session.timeout.ms=6000&heartbeat.interval.ms=300&half_check_seconds=0.5",
         "pulsar": f"admin_url={broker.admin_url}&half_check_seconds=0.5",
-        "rocketmq": "half_check_seconds=0.5",
+        "rocketmq": "tls=false",
     }
     return f"{broker.url}?{options[name]}"
 
