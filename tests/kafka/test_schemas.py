@@ -74,7 +74,7 @@ def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(
     bridge.ensure_topics(orders, "lost")
     with bridge.transaction() as txn:
         txn.send(orders, Order(1, "first"))
-        txn.send(orders.name, b"\0\0\0\0\x63", key=b"unknown")
+        txn.send(orders.name, b"\0\0\0\0\x63x", key=b"unknown")
     registry.kill()
     found: list[Order] = []
     readable = Topic(orders.name, codecs.avro(Order, SchemaRegistryClient({"url": registry.url, "max.retries": 0})))
