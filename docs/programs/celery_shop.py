@@ -22,7 +22,7 @@ class Base(orm.DeclarativeBase):
 class Order(Base):
     __tablename__ = "orders"
     id: orm.Mapped[int] = orm.mapped_column(primary_key=True, autoincrement=False)
-    item: orm.Mapped[str]
+    item: orm.Mapped[str] = orm.mapped_column(sa.String(100))
 
 
 outbox = Outbox("shop", Base.metadata)

@@ -24,7 +24,7 @@ class Base(orm.DeclarativeBase):
 class Order(Base):
     __tablename__ = "orders"
     id: orm.Mapped[int] = orm.mapped_column(primary_key=True)
-    item: orm.Mapped[str] = orm.mapped_column(unique=True)
+    item: orm.Mapped[str] = orm.mapped_column(sa.String(100), unique=True)
 
 
 outbox = Outbox("shop", Base.metadata)
