@@ -16,7 +16,13 @@ from tests.kill_walk import KillWalk
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
-STEPS = ("prepare", "half.store", "resolve", "half.end")
+STEPS = {"prepare/after", "half.store/after", "resolve/before", "resolve/after", "half.end/before"}
+# Each pair takes minutes: a dead member of a group has to be missed, and the time of a span to be over.
+SOON = [("embedded", "kafka"), ("kafka", "pulsar"), ("pulsar", "rocketmq"), ("rocketmq", "kafka")]
+PAIRS = [
+    pytest.param(*pair, marks=[] if pair in SOON else [pytest.mark.full])
+    for pair in permutations(["embedded", "kafka", "pulsar", "rocketmq"], 2)
+]
 
 
 def url_of(request: pytest.FixtureRequest, name: str) -> str:
@@ -30,7 +36,7 @@ def url_of(request: pytest.FixtureRequest, name: str) -> str:
     return f"{broker.url}?{options[name]}"
 
 
-@pytest.mark.parametrize(("source", "target"), list(permutations(["embedded", "kafka", "pulsar", "rocketmq"], 2)))
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_everything_is_copied_once_wherever_its_process_dies(
     request: pytest.FixtureRequest, tmp_path: Path, kill_walk: KillWalk, source: str, target: str
 ) -> None:
@@ -54,5 +60,4 @@ def test_everything_is_copied_once_wherever_its_process_dies(
             for bridge in (first, second):
                 wait_until(partial(has_all, bridge, made.target))
 
-        steps = {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")}
-        kill_walk(copy_all, check, fresh, steps, at_once=2, timeout=180)
+        kill_walk(copy_all, check, fresh, STEPS, at_once=4, timeout=180)
