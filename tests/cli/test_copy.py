@@ -1,4 +1,4 @@
-"""`txnbridge copy`: every part of every message arrives once, and a copy that is killed goes on where it stood."""
+"""`txnbridge copy`: every part of every message arrives once; `txnbridge spans`: what a dead copy left is ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import txnbridge
-from tests.cli.conftest import Invoke
+from tests.cli.conftest import Invoke, started
+from tests.core.half.span_programs import Pair, copy_all
 from tests.in_time import wait_until
+from txnbridge.testing import Child
 
 
 @pytest.fixture
@@ -70,3 +72,22 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
                 assert copy.wait(120) == (0 if stop is None else -stop)
         wait_until(partial(has, target, 2000))
         assert sorted(message.value or b"" for message in target.read("orders", 10_000)) == sorted(numbers)
+
+
+def test_what_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):
+    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
+        for bridge in (source, target):
+            bridge.ensure_topics("source", "target")
+        with source.transaction() as txn:
+            txn.send_many("source", [b"1", b"2"])
+        with Child(copy_all, Pair(*urls, "source", "target"), kill="half.store/before") as dead:
+            wait_until(lambda: len(source.admin.transactions()) == 1 == len(target.admin.transactions()))
+            dead.kill()
+        listed = invoke("spans", "list", urls[1], "--url", urls[0], "--json").stdout.splitlines()
+        assert [json.loads(each)["place"] for each in listed] == [0, 1]
+        assert "2 parts" in invoke("spans", "list", urls[1], "--url", urls[0]).stdout
+        with started("spans", "run", urls[1], "--url", urls[0]) as ending:
+            wait_until(lambda: source.admin.transactions() == [] == target.admin.transactions())
+            ending.terminate()
+            assert ending.wait(60) == 0
+        assert [bridge.read("target", 1) for bridge in (source, target)] == [[], []]

@@ -60,17 +60,21 @@ class Spans:
         self._databases: SpanBarriers | None = None
         self._guard = threading.Lock()
         self._sweep = SpanSweep(self._connection, lambda: list(self._bridges.values()))
-        self._sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
         """End the parts of spans with these bridges from now on."""
         self._bridges.update({bridge.cluster: bridge for bridge in bridges})
 
-    def open(self) -> None:
-        """End what dead processes have left of spans without a database, from now on."""
+    def open(self, database: str | None = None) -> None:
+        """End what dead processes have left of spans, from now on: without a database, or with the one of this URL."""
         with self._guard:
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
+                self._sweep.start()
+        if database is not None:
+            import sqlalchemy
+
+            self.database(sqlalchemy.create_engine(database), self._connection.timeout)
 
     def database(self, db: SessionOrEngine, timeout: float) -> BarrierTransaction:
         """Return the database's transaction of a span, in whose block the span's record is sent."""

@@ -37,6 +37,9 @@ class SpannedBridge(Protocol):
     def _connection(self) -> Connection: ...
 
     @property
+    def url(self) -> str: ...
+
+    @property
     def cluster(self) -> str: ...
 
     @property
@@ -62,7 +65,9 @@ def mark(key: str, place: int, until: float) -> str:
     return f".span.{key}.{place}.{int(until)}"
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """A prepared part of a span; `until` is the time in seconds until which its process may decide."""
+
     bridge: SpannedBridge
     token: Token
     key: str
@@ -86,7 +91,7 @@ class SpanSweep(Service):
 
     def sweep(self) -> None:
         """Abort the parts that nobody can decide any more."""
-        left = [part for bridge in self._bridges() for part in self._prepared(bridge)]
+        left = self.parts()
         now = time.time()
         for first in left:
             if first.place or now < first.until + _MARGIN_SECONDS:
@@ -96,7 +101,11 @@ class SpanSweep(Service):
                     if other.key == first.key and other.place:
                         other.bridge.abort(other.token)
 
-    def _prepared(self, bridge: SpannedBridge) -> list[_Part]:
+    def parts(self) -> list[Part]:
+        """Return the prepared parts of spans on all clusters."""
+        return [part for bridge in self._bridges() for part in self._prepared(bridge)]
+
+    def _prepared(self, bridge: SpannedBridge) -> list[Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:
@@ -109,5 +118,5 @@ class SpanSweep(Service):
         found = []
         for each in listed:
             if each.token is not None and (marked := _MARK.search(each.token.transaction)):
-                found.append(_Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
+                found.append(Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
         return found

@@ -28,6 +28,7 @@ COMMANDS = {
     "transactions": "List and end open and prepared transactions.",
     "resolver": "Answer check-backs of half messages, and list and end parked ones.",
     "relay": "Publish the rows of an outbox, and list and change those that cannot be.",
+    "spans": "End and list parts of transactions over several brokers.",
     "log": "Renew a decision log that has lost records.",
     "status": "Show the outcome of a token's transaction.",
     "top": "Show groups, open transactions and findings on one screen.",

@@ -1,0 +1,78 @@
+"""The commands `txnbridge spans`, which end what dead processes have left of spans, and list parts that wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import click
+
+import txnbridge
+from txnbridge._half.span import spans_over
+from txnbridge._half.span_sweep import SpanSweep
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, when
+from txnbridge.cli._object_loading import telling
+
+command: _common.Group = _common.Group("spans", help="End and list parts of transactions over several brokers.")
+
+_others = click.argument("others", metavar="URL...", nargs=-1, required=True)
+_application = click.option("--application", metavar="NAME", help="That of the programs, as in connect(application=…).")
+
+
+@contextmanager
+def _bridges(cli: Cli, others: Sequence[str], application: str | None) -> Iterator[list[txnbridge.Bridge]]:
+    with ExitStack() as stack:
+        urls = (cli.url, *others)
+        yield [stack.enter_context(cli.look(url, application=application)) for url in urls]
+
+
+@_common.command("run")
+@_others
+@_application
+@click.option("--database", metavar="URL", envvar="TXNBRIDGE_DATABASE", help="That of spanning(db=…), for SQLAlchemy.")
+def run(cli: Cli, others: Sequence[str], application: str | None, database: str | None) -> None:
+    """End what dead processes have left of spans over the brokers of --url and URL..., until SIGTERM or Ctrl-C.
+
+    Every process that uses `spanning` does so too, while it runs. Several may run.
+    """
+    with telling(), _bridges(cli, others, application) as bridges:
+        spans = spans_over(bridges, least=1 if database else 2)
+        spans.open(database)
+        SpanSweep(bridges[0]._connection, lambda: bridges).run()
+
+
+@_common.command("list")
+@_others
+@_application
+def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None:
+    """List prepared parts of spans on the brokers of --url and URL..., the oldest first."""
+    with _bridges(cli, others, application) as bridges:
+        parts = SpanSweep(bridges[0]._connection, lambda: bridges).parts()
+        rows = sorted((part.until, part.key, part.place, part.bridge.url, part.token) for part in parts)
+    if cli.json:
+        for until, key, place, url, token in rows:
+            told = {
+                "span": key,
+                "place": place,
+                "broker": url,
+                "transaction": token.transaction,
+                "decides_until": until,
+            }
+            cli.document({**told, "expires_at": token.expires_at, "token": str(token)})
+        return
+    columns = ["span", "place", "broker", "transaction", "decides until", "expires"]
+    cli.table(
+        columns,
+        [
+            (key, place, url, token.transaction, when(until * 1000), when(token.expires_at) if token.expires_at else "")
+            for until, key, place, url, token in rows
+        ],
+    )
+    late = sum(until < time.time() for until, *_ in rows)
+    cli.say(f"{len(rows)} parts, {late} of them of processes that can decide no more")
+
+
+command.add_command(run)
+command.add_command(list_parts)
