@@ -16,10 +16,10 @@ from benchmarks._harness import machine, make_parser, opened
 # and Spark's start Spark.
 BROKERS = {
     "none": "overhead checker",
-    "embedded": "write read commit group_commit aio memory processes large_file telemetry",
+    "embedded": "write read commit group_commit aio memory processes large_file telemetry spans",
     "kafka": "write read process waiting group_commit aio half_messages small tokens telemetry outbox processor_db "
-    "spark_write spark_read spark_recover",
-    "pulsar": "write read process commit group_commit half_messages memory spark_write",
+    "spark_write spark_read spark_recover spans",
+    "pulsar": "write read process commit group_commit half_messages memory spark_write spans",
     "rocketmq": "write read group_commit recover",
 }
 # The questions of each module that does not have only the one of its name. A question is a function of its module.

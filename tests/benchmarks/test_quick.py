@@ -18,7 +18,7 @@ from tests.sql.postgres import Postgres
 TARGETS = {
     "none": {"overhead": 3, "checker": 2},
     "embedded": {"write": 6, "read": 4, "commit": 0, "group_commit": 3, "aio": 0, "memory": 4, "processes": 10}
-    | {"large_file": 5, "telemetry": 4},
+    | {"large_file": 5, "telemetry": 4, "spans": 2},
     "kafka": {
         "write": 8,
         "read": 2,
@@ -30,9 +30,9 @@ TARGETS = {
         "small": 2,
     }
     | {"tokens": 1, "telemetry": 4, "outbox": 7, "processor_db": 0, "spark_write": 6, "spark_read": 2}
-    | {"spark_recover": 1},
+    | {"spark_recover": 1, "spans": 2},
     "pulsar": {"write": 3, "read": 2, "process": 1, "commit": 1, "group_commit": 3, "half_messages": 4, "memory": 4}
-    | {"spark_write": 0},
+    | {"spark_write": 0, "spans": 2},
     "rocketmq": {"write": 3, "read": 2, "group_commit": 7, "recover": 0},
 }
 

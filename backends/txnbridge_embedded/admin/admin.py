@@ -176,29 +176,32 @@ class EmbeddedAdmin(Admin):
     # --- transactions ----------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
-        with self._session(deadline) as connection, self._store.reading(connection, deadline):
-            rows = connection.execute(
-                "SELECT number, id, identity, host, state, begun_at, deadline_at, messages FROM transactions"
-                " WHERE ended_at IS NULL"
-            ).fetchall()
-            return [
-                OpenTransaction(
-                    transaction=transaction,
-                    state=state,
-                    owner=f"{identity} at {host}" if identity else host,
-                    transactional_id=identity or "",
-                    since=begun_at,
-                    expires_at=deadline_at,
-                    partitions=tuple(_partitions_of(connection, number)),
-                    groups=tuple(acks.groups_of(connection, number)),
-                    messages=messages,
-                    token=Token("embedded", self._store.cluster, transaction, {"p": 1}, True, deadline_at, messages)
-                    if state == "prepared"
-                    else None,
-                )
-                for number, transaction, identity, host, state, begun_at, deadline_at, messages in rows
-                if (identity or "").startswith(owners)
-            ]
+        with self._session(deadline) as connection:
+            # There may be no reader that they hold back, which would abort them.
+            ending.end_expired(self._store, connection, deadline)
+            with self._store.reading(connection, deadline):
+                rows = connection.execute(
+                    "SELECT number, id, identity, host, state, begun_at, deadline_at, messages FROM transactions"
+                    " WHERE ended_at IS NULL"
+                ).fetchall()
+                return [
+                    OpenTransaction(
+                        transaction=transaction,
+                        state=state,
+                        owner=f"{identity} at {host}" if identity else host,
+                        transactional_id=identity or "",
+                        since=begun_at,
+                        expires_at=deadline_at,
+                        partitions=tuple(_partitions_of(connection, number)),
+                        groups=tuple(acks.groups_of(connection, number)),
+                        messages=messages,
+                        token=Token("embedded", self._store.cluster, transaction, {"p": 1}, True, deadline_at, messages)
+                        if state == "prepared"
+                        else None,
+                    )
+                    for number, transaction, identity, host, state, begun_at, deadline_at, messages in rows
+                    if (identity or "").startswith(owners)
+                ]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         reason = "aborted by an administrator"
