@@ -85,6 +85,8 @@ class SpanPass:
         self._source.ack(messages)
 
     def commit(self) -> None:
+        if self._lent:
+            self._target.commit()  # refuses it, and fails
         self._span.__exit__(None, None, None)
 
     def abort(self) -> None:

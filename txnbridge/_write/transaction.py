@@ -389,8 +389,6 @@ class Transaction(ConnectionUser):
         Raise `TransactionAborted` (or a subclass) if it was aborted, `Fenced` if a newer owner has opened the
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
-        if self._prepare:
-            raise errors.InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
         if self._lent:
             refused = errors.InvalidState(
                 f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
@@ -398,6 +396,8 @@ class Transaction(ConnectionUser):
             )
             self._fail(refused)  # the transaction fails even if the handler catches the error
             raise refused
+        if self._prepare:
+            raise errors.InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
         if self._state is not State.OPEN:
             raise self._refusal("commit")
         self._end_by_asking(self._commit)

@@ -15,7 +15,16 @@ import pytest
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
 from tests.in_time import wait_until
-from txnbridge import Abort, Bridge, InvalidOption, InvalidState, Outcome, OutcomeUnknown, TransactionAborted, spanning
+from txnbridge import (
+    Abort,
+    Bridge,
+    InvalidOption,
+    InvalidState,
+    Outcome,
+    OutcomeUnknown,
+    TransactionAborted,
+    spanning,
+)
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
 
@@ -200,3 +209,27 @@ def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk
                 assert sorted(message.value for message in bridge.read("target", 100)) == everything
 
     kill_walk(copy_all, check, fresh, {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")})
+
+
+def with_input(pair: tuple[Bridge, Bridge]) -> tuple[Bridge, Bridge]:
+    pair[0].ensure_topics("in")
+    with pair[0].transaction() as txn:
+        txn.send_many("in", [b"1", b"2", b"3"])
+    return pair
+
+
+def move(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
+    txn.send("t", message.value)
+
+
+def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
+    a, b = with_input(pair)
+
+    def move_and_commit(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
+        move(message, txn)
+        txn.commit()
+
+    with pytest.raises(InvalidState, match="its processor does"):
+        a.processor("in", group="g", each=move_and_commit, to=b).run(until_idle=True)
+    assert values(pair) == [[], []]
+    assert open_ones(pair) == []
