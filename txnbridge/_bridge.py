@@ -366,6 +366,7 @@ class Bridge:
     def _begin_part(self, mark: str, timeout: float, hold: float) -> Transaction:
         """Begin a transaction to be prepared, whose id ends with `mark`."""
         transaction = self._begin(timeout, True, hold, False, False, mark)
+        transaction._in_span = bool(self.capabilities[Capability.STATUS_LOOKUP])
         self._adopt(transaction)
         return transaction
 

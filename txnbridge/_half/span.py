@@ -114,7 +114,11 @@ class Spans:
             raise
         except errors.TxnBridgeError as error:  # the broker may have got the request
             raise errors.OutcomeUnknown(f"no answer to the decision about a span: {error}") from error
-        return self._end_others(half.id, span.outcome, others)
+        decision = self._end_others(half.id, span.outcome, others)
+        if decision is Decision.ABORT:
+            for part in span._parts.values():
+                part._found(span.outcome)
+        return decision
 
     def _check(self, transaction: str, messages: Sequence[Message]) -> Decision:
         """Answer for a span whose process has not ended it: the record may be dropped, or is asked about again."""

@@ -143,7 +143,7 @@ class ProcessorInputs:
 
         `lag` is the present lag of the inputs. While a consumer has no partition, the lag of its whole group counts.
         """
-        if not self._is_read(self._inputs, lag, timeout):
+        if any(consumer.in_doubt for consumer in self._consumers()) or not self._is_read(self._inputs, lag, timeout):
             return False
         return self._retries is None or self._is_read(self._retries, self._retries.due_lag(), timeout)
 

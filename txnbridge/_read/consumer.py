@@ -478,6 +478,11 @@ class RawConsumer(Consumer):
         """Have the messages delivered again that were handed out and not acknowledged; return their assignments."""
         return self._deliveries.take_back()
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the outcome of a transaction that acknowledged messages is unknown: they may come again."""
+        return bool(self._deliveries.doubts)
+
     def group_lag(self, timeout: float) -> int | None:
         """Return the lag of the whole group, over all its members; None if the broker cannot report it."""
         return self._reader.group_lag(Deadline(timeout))

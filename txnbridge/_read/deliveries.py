@@ -7,6 +7,7 @@
 | out          | `nack` of it, or of an earlier message of its ordered partition   | back          |
 | held         | the transaction committed                                         | done          |
 | held         | the transaction was prepared                                      | done (1)      |
+| held         | a span's transaction was prepared                                 | held, unknown |
 | held         | the transaction aborted, or was garbage-collected unfinished      | back (2)      |
 | held         | the transaction's outcome is unknown                              | held, unknown |
 | held, unknown| the transaction's outcome is known                                | done, or back |

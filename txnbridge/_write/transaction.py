@@ -104,6 +104,7 @@ class Transaction(ConnectionUser):
         "_feeder",
         "_fingerprint",
         "_holds",
+        "_in_span",
         "_is_ending",
         "_lent",
         "_outcomes",
@@ -130,6 +131,7 @@ class Transaction(ConnectionUser):
         self._token: Token | None = None
         self._cause: BaseException | None = None  # the error because of which the state is FAILED
         self._holds: dict[Deliveries, object] = {}  # each with its consumer, so that it is not garbage-collected
+        self._in_span = False  # whether a consumer waits for the outcome once it is prepared
         self._shut = False  # whether it was aborted because the bridge was closed
         self._lent = False  # True while a handler of a processor has it: the handler may not commit it
         self._is_ending = False  # whether a thread is about to end it, which `Bridge.close` then leaves to the thread
@@ -586,10 +588,17 @@ class Transaction(ConnectionUser):
         """
         self._state = state
         self._taken.give_back(sound=state is not State.UNKNOWN)
+        waits = self._in_span and state is State.PREPARED
         for deliveries in self._holds:
-            deliveries.end(self, state, self._token)
-        if state is not State.UNKNOWN:
+            deliveries.end(self, State.UNKNOWN if waits and deliveries.individual else state, self._token)
+        if state is not State.UNKNOWN and not waits:
             self._holds.clear()
+
+    def _found(self, outcome: Outcome) -> None:
+        """Note the outcome of a span's part, so that its consumer need not ask for it."""
+        for deliveries in self._holds:
+            deliveries.found(self.id, outcome)
+        self._holds.clear()
 
     # --- guards ---------------------------------------------------------------------------------------------------
 

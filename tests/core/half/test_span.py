@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
@@ -25,6 +26,7 @@ from txnbridge import (
     TransactionAborted,
     spanning,
 )
+from txnbridge.spi import Deadline, Half
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
 
@@ -233,3 +235,47 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
         a.processor("in", group="g", each=move_and_commit, to=b).run(until_idle=True)
     assert values(pair) == [[], []]
     assert open_ones(pair) == []
+
+
+def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, monkeypatch):
+    a, b = with_input(pair)
+    commit, calls = Bridge.commit, count()
+
+    def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+        if self is a and next(calls) == 0:
+            raise txnbridge.BrokerUnavailable("a test says so")
+        return commit(self, token)
+
+    monkeypatch.setattr(Bridge, "commit", fail_once)
+    a.processor("in", group="g", each=move, to=b).run(until_idle=True)
+    assert open_ones(pair) == []
+    assert values(pair) == [[], [b"1", b"2", b"3"]]
+
+
+def test_a_pass_that_failed_is_repeated_before_later_messages(pair, monkeypatch):
+    a, b = with_input(pair)
+    put, calls = EmbeddedHalves.put, count()
+
+    def fail_once(self: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
+        if next(calls) == 0:
+            raise txnbridge.BrokerUnavailable("a test says so")
+        return put(self, half, deadline)
+
+    monkeypatch.setattr(EmbeddedHalves, "put", fail_once)
+    a.processor("in", group="g", each=move, to=b, max_messages=1).run(until_idle=True)
+    assert values(pair) == [[], [b"1", b"2", b"3"]]
+
+
+def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monkeypatch):
+    a, b = with_input(pair)
+    commit, calls = Bridge.commit, count()
+
+    def lose_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+        if next(calls) == 0:
+            raise OutcomeUnknown("a test says so")
+        return commit(self, token)
+
+    monkeypatch.setattr(Bridge, "commit", lose_once)
+    a.processor("in", group="g", each=move, to=b, max_messages=1, timeout=1).run(until_idle=True)
+    assert open_ones(pair) == []
+    assert values(pair) == [[], [b"1", b"2", b"3"]]
