@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 from txnbridge import errors
 from txnbridge._base.connection import random_name
@@ -47,34 +47,38 @@ class Spans:
     """The records of spans over one set of clusters: stores them, and ends what dead processes have left of them."""
 
     def __init__(self, keeper: SpannedBridge, bridges: Sequence[SpannedBridge]) -> None:
-        self._bridges: WeakValueDictionary[str, SpannedBridge] = WeakValueDictionary()
+        self._guard = threading.Lock()
+        self._bridges: WeakSet[SpannedBridge] = WeakSet()
         self.use(bridges)
-        clusters = hashlib.blake2b(" ".join(sorted(self._bridges)).encode(), digest_size=6).hexdigest()
+        names = " ".join(sorted(bridge.cluster for bridge in bridges))
+        self.clusters = hashlib.blake2b(names.encode(), digest_size=6).hexdigest()
         self._connection = keeper._connection
-        self._group = f"spans-{self._connection.identity.application}-{clusters}"
+        self._group = f"spans-{self._connection.identity.application}-{self.clusters}"
         # The records name it, because a half message has a topic. Nothing is ever published there.
         self._topic = self._connection.broker.admin.internal_name("spans")
         with self._connection.call():
             self._connection.broker.admin.create_internal_topic(self._topic, self._connection.deadline())
         self._records: HalfMessages | None = None
         self._databases: SpanBarriers | None = None
-        self._guard = threading.Lock()
-        self._sweep = SpanSweep(self._connection, lambda: list(self._bridges.values()))
+        self._later: dict[str, tuple[Token, Outcome]] = {}  # parts that their brokers could not end yet
+        self._sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again)
+        self._sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
         """End the parts of spans with these bridges from now on."""
-        self._bridges.update({bridge.cluster: bridge for bridge in bridges})
+        with self._guard:
+            self._bridges.update(bridges)
 
-    def open(self, database: str | None = None) -> None:
-        """End what dead processes have left of spans, from now on: without a database, or with the one of this URL."""
+    def _open_bridges(self) -> dict[str, SpannedBridge]:
+        """Return an open bridge to each cluster: a program may have closed another one to the same cluster."""
+        with self._guard:
+            return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
+
+    def open(self) -> None:
+        """End what dead processes have left of spans without a database, from now on."""
         with self._guard:
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
-                self._sweep.start()
-        if database is not None:
-            import sqlalchemy
-
-            self.database(sqlalchemy.create_engine(database), self._connection.timeout)
 
     def database(self, db: SessionOrEngine, timeout: float) -> BarrierTransaction:
         """Return the database's transaction of a span, in whose block the span's record is sent."""
@@ -138,13 +142,13 @@ class Spans:
         left = []
         for token in tokens:
             try:
-                bridge = self._bridge(token)
-                found = (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token)
+                found = self._end(token, outcome)
             except errors.TxnBridgeError as error:
                 _log.warning(
                     "span %s is %s, and its part %r is ended later: %s", transaction, outcome.value, token, error
                 )
                 left.append(token)
+                self._later[token.transaction] = token, outcome
                 continue
             if found is not outcome:
                 left.append(token)
@@ -152,8 +156,23 @@ class Spans:
                 _log.error(text + ". Make good what is missing", transaction, outcome.value, token, found.value)
         return Decision.UNDECIDED if left else Decision.ABORT
 
+    def _end(self, token: Token, outcome: Outcome) -> Outcome:
+        bridge = self._bridge(token)
+        return (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token)
+
+    def _end_again(self) -> None:
+        """End the parts that could not be ended before: the next check-back about them may come after their hold."""
+        for transaction, ended in list(self._later.items()):
+            try:
+                self._end(*ended)
+            except errors.EvidenceLost:
+                pass
+            except errors.TxnBridgeError:
+                continue
+            self._later.pop(transaction, None)
+
     def _bridge(self, token: Token) -> SpannedBridge:
-        bridge = self._bridges.get(token.cluster)
+        bridge = self._open_bridges().get(token.cluster)
         if bridge is None:
             raise errors.BrokerUnavailable(f"no bridge to the {token.broker} cluster {token.cluster} is open here")
         return bridge
@@ -217,7 +236,7 @@ class Span:
             self._database = self._spans.database(db, timeout)
         self._deadline = Deadline(timeout)
         self._holds = _holds(bridges, timeout, hold, in_order)
-        self._key = random_name(8)
+        self._key = f"{self._spans.clusters}-{random_name(8)}"
         self._until = time.time() + timeout
         self._parts: dict[SpannedBridge, Transaction] = {}
         self._open = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +27,6 @@ _log = logging.getLogger("txnbridge")
 _EVERY_SECONDS = 5.0
 # The clocks of two machines differ by less, and a decision under way at the end of its time is over.
 _MARGIN_SECONDS = 5.0
-_MARK = re.compile(r"\.span\.(?P<key>[^.]+)\.(?P<place>\d+)\.(?P<until>\d+)$")
 
 
 class SpannedBridge(Protocol):
@@ -35,9 +34,6 @@ class SpannedBridge(Protocol):
 
     @property
     def _connection(self) -> Connection: ...
-
-    @property
-    def url(self) -> str: ...
 
     @property
     def cluster(self) -> str: ...
@@ -65,9 +61,10 @@ def mark(key: str, place: int, until: float) -> str:
     return f".span.{key}.{place}.{int(until)}"
 
 
-class Part(NamedTuple):
-    """A prepared part of a span; `until` is the time in seconds until which its process may decide."""
+OpenBridges = Callable[[], Mapping[str, SpannedBridge]]  # by their clusters
 
+
+class _Part(NamedTuple):
     bridge: SpannedBridge
     token: Token
     key: str
@@ -78,34 +75,34 @@ class Part(NamedTuple):
 class SpanSweep(Service):
     """Looks for such parts on all clusters, every few seconds, until the bridge that has the records is closed."""
 
-    def __init__(self, connection: Connection, bridges: Callable[[], Sequence[SpannedBridge]]) -> None:
+    def __init__(
+        self, connection: Connection, clusters: str, bridges: OpenBridges, end_again: Callable[[], None]
+    ) -> None:
         super().__init__(connection, "sweep of spans", stop_timeout=1.0)
+        # Spans over other clusters have parts that this sweep does not see.
+        self._mark = re.compile(rf"\.span\.(?P<key>{clusters}-[^.]+)\.(?P<place>\d+)\.(?P<until>\d+)$")
         self._bridges = bridges
+        self._end_again = end_again
+        self._aborted: set[str] = set()  # the keys of the spans whose first part was aborted here
         self._denied = False
 
     def _loop(self) -> None:
         while not self._stop.asked and not self._connection.closed:
             self._stop.sleep(_EVERY_SECONDS)
-            with suppress(TxnBridgeError):  # the next look repeats what failed
-                self.sweep()
+            self._end_again()
+            self.sweep()
 
     def sweep(self) -> None:
         """Abort the parts that nobody can decide any more."""
-        left = self.parts()
+        left = [part for bridge in self._bridges().values() for part in self._prepared(bridge)]
         now = time.time()
-        for first in left:
-            if first.place or now < first.until + _MARGIN_SECONDS:
-                continue
-            if first.bridge.abort(first.token) is Outcome.ABORTED:
-                for other in left:
-                    if other.key == first.key and other.place:
-                        other.bridge.abort(other.token)
+        for part in sorted(left, key=lambda part: part.place):
+            due = part.key in self._aborted if part.place else now >= part.until + _MARGIN_SECONDS
+            with suppress(TxnBridgeError):  # the next look repeats what failed
+                if due and part.bridge.abort(part.token) is Outcome.ABORTED:
+                    self._aborted.add(part.key)
 
-    def parts(self) -> list[Part]:
-        """Return the prepared parts of spans on all clusters."""
-        return [part for bridge in self._bridges() for part in self._prepared(bridge)]
-
-    def _prepared(self, bridge: SpannedBridge) -> list[Part]:
+    def _prepared(self, bridge: SpannedBridge) -> list[_Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:
@@ -115,8 +112,10 @@ class SpanSweep(Service):
                 self._denied = True
                 _log.warning("parts of spans whose process died stay prepared until their hold is over: %s", error)
             return []
+        except TxnBridgeError:
+            return []
         found = []
         for each in listed:
-            if each.token is not None and (marked := _MARK.search(each.token.transaction)):
-                found.append(Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
+            if each.token is not None and (marked := self._mark.search(each.token.transaction)):
+                found.append(_Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from txnbridge import (
     TransactionAborted,
     spanning,
 )
+from txnbridge._half.half_messages import HalfMessages
 from txnbridge.spi import Deadline, Half
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
@@ -37,6 +39,12 @@ def pair(tmp_path: Path) -> Iterator[tuple[Bridge, Bridge]]:
         a.ensure_topics("t")
         b.ensure_topics("t")
         yield a, b
+
+
+@pytest.fixture
+def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
+    monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", 0.05)
 
 
 def values(pair: tuple[Bridge, Bridge]) -> list[list[bytes]]:
@@ -90,8 +98,10 @@ def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided
     assert values(pair) == [[b"1"] * decided] * 2
 
 
-def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch):
+@pytest.mark.parametrize("checks", [EmbeddedHalves.checks, lambda *_: time.sleep(0.1) or []])
+def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch, quick_sweep, checks):
     commit, calls = Bridge.commit, count()
+    monkeypatch.setattr(EmbeddedHalves, "checks", checks)  # the next check-back may be minutes away
 
     def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
         if next(calls) == 1:
@@ -213,6 +223,16 @@ def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk
     kill_walk(copy_all, check, fresh, {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")})
 
 
+def test_another_bridge_to_the_same_cluster_may_be_closed_in_the_block(pair):
+    with spanning(*pair) as span:
+        send(span, pair, b"1")
+        for other in map(txnbridge.connect, (pair[0].url, pair[1].url)):
+            with other, spanning(*(other if each.cluster == other.cluster else each for each in pair)):
+                pass
+    assert span.outcome is Outcome.COMMITTED
+    assert values(pair) == [[b"1"], [b"1"]]
+
+
 def with_input(pair: tuple[Bridge, Bridge]) -> tuple[Bridge, Bridge]:
     pair[0].ensure_topics("in")
     with pair[0].transaction() as txn:
@@ -279,3 +299,45 @@ def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monke
     a.processor("in", group="g", each=move, to=b, max_messages=1, timeout=1).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]
+
+
+def die_before_the_record(pair: tuple[Bridge, Bridge]) -> None:
+    """Leave the parts of a span prepared, as a process does that dies before it has stored the record."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Bridge, "abort", raising(txnbridge.BrokerUnavailable("a test says so")))
+        patch.setattr(HalfMessages, "transaction", raising(KeyboardInterrupt()))
+        with txnbridge.connect(pair[0].url) as a, txnbridge.connect(pair[1].url) as b:
+            with spanning(a, b, timeout=0.5) as span:
+                send(span, (a, b), b"1")
+
+
+def raising(error: BaseException) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair, monkeypatch, quick_sweep):
+    die_before_the_record(pair)
+    abort, calls = Bridge.abort, count()
+
+    def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+        if next(calls) == 1:
+            raise txnbridge.BrokerUnavailable("a test says so")
+        return abort(self, token)
+
+    monkeypatch.setattr(Bridge, "abort", fail_once)
+    with spanning(*pair):
+        pass
+    wait_until(lambda: open_ones(pair) == [])
+
+
+def test_a_sweep_leaves_spans_over_other_brokers_to_their_own(pair, tmp_path, quick_sweep):
+    with txnbridge.connect(f"embedded:{tmp_path}/c.db") as c, spanning(pair[0], c):
+        c.ensure_topics("t")
+        die_before_the_record(pair)
+        time.sleep(1)
+        with spanning(*pair):
+            pass
+        wait_until(lambda: open_ones(pair) == [])
