@@ -239,7 +239,7 @@ class Span:
         self._key = f"{self._spans.clusters}-{random_name(8)}"
         self._until = time.time() + timeout
         self._parts: dict[SpannedBridge, Transaction] = {}
-        self._open = True
+        self._ending = threading.Lock()  # acquired by the thread that ends it, for ever
         self.tokens: list[Token] = []
         self.outcome: Outcome | None = None
 
@@ -257,7 +257,7 @@ class Span:
 
     def on(self, bridge: SpannedBridge) -> Transaction:
         """Return the span's transaction on one broker, for sends and acknowledgements; the span ends it."""
-        if not self._open:
+        if self._ending.locked():
             raise errors.InvalidState("on() needs an open span; its block has ended")
         if bridge not in self._holds:
             raise errors.InvalidOption("on() takes one of the bridges that spanning() was given")
@@ -269,6 +269,8 @@ class Span:
         return self._parts[bridge]
 
     def __enter__(self) -> Span:
+        if self._ending.locked():
+            raise errors.InvalidState("the block of this span has ended")
         if self._database is not None:
             self._database.__enter__()
         return self
@@ -276,9 +278,8 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not self._open:
-            raise errors.InvalidState("the block of this span has ended")
-        self._open = False
+        if not self._ending.acquire(blocking=False):  # `abort` has ended it
+            return isinstance(error, errors.Abort)
         try:
             if error is None:
                 self._finish()
@@ -299,7 +300,7 @@ class Span:
         for bridge in sorted(self._parts, key=lambda bridge: self._holds[bridge]):
             part = self._parts[bridge]
             part.__exit__(None, None, None)
-            if part.token is None:
+            if part.token is None or not part.token.prepared:
                 raise errors.TransactionAborted("a part of the span was aborted in its block")
             self.tokens.append(part.token)
         if self._database is not None:
@@ -330,18 +331,16 @@ class Span:
 
     def abort(self) -> None:
         """Abort all parts now. A second abort has no effect."""
-        if self._open:
-            self.__exit__(errors.Abort, errors.Abort(), None)
+        self.__exit__(errors.Abort, errors.Abort(), None)
 
     def _abort(self) -> None:
         """Abort what is open or prepared, as far as the brokers answer; the rest is aborted when its time is over."""
-        tokens = {token.cluster: token for token in self.tokens}
         for bridge, part in self._parts.items():
             with suppress(errors.TxnBridgeError):
-                if bridge.cluster in tokens:
-                    bridge.abort(tokens[bridge.cluster])
-                else:
+                if part.token is None:
                     part.abort()
+                else:
+                    bridge.abort(part.token)
 
 
 def _holds(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from txnbridge import errors
 from txnbridge._base.messages import Message
 from txnbridge._base.state import State
 from txnbridge._base.token import Outcome
@@ -88,6 +89,8 @@ class SpanPass:
         if self._lent:
             self._target.commit()  # refuses it, and fails
         self._span.__exit__(None, None, None)
+        if self.outcome is not Outcome.COMMITTED:  # a stop by force has aborted it on another thread
+            raise errors.TransactionAborted(f"transaction {self.id} was aborted meanwhile")
 
     def abort(self) -> None:
         self._span.abort()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from txnbridge_embedded.half_store import EmbeddedHalves
+from txnbridge_embedded.write.writer import PreparingWriter
 
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
@@ -221,6 +222,35 @@ def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk
                 assert sorted(message.value for message in bridge.read("target", 100)) == everything
 
     kill_walk(copy_all, check, fresh, {f"{step}/{phase}" for step in STEPS for phase in ("before", "after")})
+
+
+def test_an_aborted_span_ends_its_block_quietly_and_keeps_its_exception(pair):
+    with spanning(*pair) as span:
+        send(span, pair, b"1")
+        span.abort()
+    assert span.outcome is Outcome.ABORTED
+    with pytest.raises(ValueError, match="a test says so"), spanning(*pair) as span:
+        span.abort()
+        raise ValueError("a test says so")
+    with pytest.raises(InvalidState), span:
+        pass
+    assert values(pair) == [[], []]
+    assert open_ones(pair) == []
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_part_whose_abort_has_failed_aborts_all(pair, monkeypatch, which):
+    def fail(self: PreparingWriter, deadline: Deadline) -> None:
+        monkeypatch.undo()
+        raise txnbridge.BrokerUnavailable("a test says so")
+
+    with pytest.raises(TransactionAborted), spanning(*pair) as span:
+        send(span, pair, b"1")
+        monkeypatch.setattr(PreparingWriter, "abort", fail)
+        with pytest.raises(txnbridge.BrokerUnavailable):
+            span.on(pair[which]).abort()
+    assert span.outcome is Outcome.ABORTED
+    assert values(pair) == [[], []]
 
 
 def test_another_bridge_to_the_same_cluster_may_be_closed_in_the_block(pair):
