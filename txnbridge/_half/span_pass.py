@@ -33,7 +33,11 @@ class SpanPass:
 
     def __init__(self, source: SpannedBridge, target: SpannedBridge, timeout: float) -> None:
         self._span = Span([target, source], None, timeout, None, in_order=True)
-        self._source, self._target = self._span.on(source), self._span.on(target)
+        try:
+            self._source, self._target = self._span.on(source), self._span.on(target)
+        except BaseException:
+            self._span.abort()
+            raise
         self.id = self._source.id
 
     @property

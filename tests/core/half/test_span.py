@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ from tests.in_time import wait_until
 from txnbridge import (
     Abort,
     Bridge,
+    DeadlineExceeded,
     InvalidOption,
     InvalidState,
     Outcome,
@@ -285,6 +288,16 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
         a.processor("in", group="g", each=move_and_commit, to=b).run(until_idle=True)
     assert values(pair) == [[], []]
     assert open_ones(pair) == []
+
+
+def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
+    a, b = with_input(pair)
+    with txnbridge.connect(b.url, writers=1) as busy, busy.transaction(group_commit=False):
+        with warnings.catch_warnings(record=True) as told, pytest.raises(DeadlineExceeded):
+            warnings.simplefilter("always")
+            a.processor("in", group="g", each=move, to=busy, timeout=0.2, retry_for=0.1).run()
+    gc.collect()
+    assert [str(each.message) for each in told] == []
 
 
 def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, monkeypatch):
