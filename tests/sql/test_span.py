@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy import orm
 
 import txnbridge
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all
-from txnbridge import Bridge, Outcome, TransactionAborted, spanning
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    Decision,
+    NotSupported,
+    Outcome,
+    OutcomeUnknown,
+    TransactionAborted,
+    spanning,
+)
 from txnbridge.sql.barrier import BarrierTable
 
 Pair = tuple[Bridge, Bridge]
@@ -87,6 +98,48 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
         with pytest.raises(TransactionAborted):
             sell(pair, engine, 1)
     assert found(pair, engine) == [[1] * committed] * 3
+
+
+def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(pair, engine, monkeypatch):
+    def lose(self: sa.Connection) -> None:
+        raise sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))
+
+    def away(*_: object) -> Outcome:
+        raise BrokerUnavailable("a test says so")
+
+    before = BarrierTable.commit_row
+
+    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
+        monkeypatch.setattr(sa.Connection, "commit", lose)
+        return before(self, transaction, deadline_at)
+
+    def settle(*_: object) -> Decision:
+        monkeypatch.undo()
+        monkeypatch.setattr(Bridge, "abort", away)
+        return Decision.ABORT
+
+    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+    monkeypatch.setattr(BarrierTable, "settle", settle)
+    with pytest.raises(OutcomeUnknown), spanning(*pair, db=engine) as span:
+        span.on(pair[0]).send("sales", b"1")
+    assert span.outcome is Outcome.UNKNOWN
+
+
+def test_a_session_of_asyncio_is_refused_because_no_resolver_could_use_its_engine(pair, tmp_path):
+    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+    pytest.importorskip("aiosqlite")
+
+    def work(session: orm.Session) -> None:
+        with pytest.raises(NotSupported, match="asyncio"):
+            spanning(*pair, db=session)
+
+    async def sell_one() -> None:
+        engine = aio.create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/shop.db")
+        async with aio.AsyncSession(engine) as session:
+            await session.run_sync(work)
+        await engine.dispose()
+
+    asyncio.run(sell_one())
 
 
 def test_everything_is_sold_once_wherever_its_process_dies(tmp_path, kill_walk: KillWalk):

@@ -379,7 +379,8 @@ def spanning(
             span.on(pulsar).send("letters", b"…")
             span.db.execute(…)
 
-    `db` is what `bridge.transaction(db=…)` takes; then the database decides, otherwise the part that can wait least.
+    `db` is what `bridge.transaction(db=…)` takes, but no session of asyncio; then the database decides, otherwise the
+    part that can wait least.
     It is all or none, not simultaneous: a reader of one broker may see its part before another's. If this process dies,
     another one of the same application that has called `spanning` with bridges to the same clusters ends what is left.
     Parts stay prepared for `hold` seconds after `timeout`; if nobody ends them in that time, each broker aborts its.

@@ -16,7 +16,7 @@ from txnbridge._base.token import Decision, Outcome
 from txnbridge._half.common import end_half
 from txnbridge._half.half_messages import END_SECONDS
 from txnbridge.spi import Half
-from txnbridge.sql.barrier import BarrierResolver, Barriers, BarrierTransaction
+from txnbridge.sql.barrier import BarrierResolver, Barriers, BarrierTable, BarrierTransaction
 
 
 class PartsOfSpans(Protocol):
@@ -36,6 +36,12 @@ class SpanBarriers(Barriers):
 
     def _new_resolver(self, *arguments: Any) -> BarrierResolver:
         return SpanResolver(self._spans, *arguments)
+
+    def _resolver(self, barrier: BarrierTable) -> BarrierResolver:
+        if barrier.database.engine.dialect.is_async:
+            text = "spanning() takes no session of asyncio: its engine works on no other thread, so that no resolver"
+            raise errors.NotSupported(text + " of this process could end what a broker that is away leaves prepared")
+        return super()._resolver(barrier)
 
     def _new_transaction(self, *arguments: Any) -> BarrierTransaction:
         return SpanTransaction(self._spans, *arguments)
@@ -72,7 +78,10 @@ class SpanTransaction(BarrierTransaction):
             return super()._end(half, decision)
         if self._settled and decision is Decision.ABORT:
             # After a COMMIT a resolver may have ended everything, and deleted the row: then the parts are committed.
-            decision = self._spans.decision_of_parts(half)
+            try:
+                decision = self._spans.decision_of_parts(half)
+            except errors.TxnBridgeError as error:
+                raise errors.OutcomeUnknown(f"no answer about the end of span {self._id}: {error}") from error
         wanted = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         if self._spans.end_parts(half, decision):
             deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
