@@ -43,6 +43,17 @@ _HOLD_SECONDS = 600.0  # unless a broker allows less
 _RECORD_VERSION = 1
 
 
+def _named(bridges: Sequence[SpannedBridge]) -> str:
+    names = " ".join(sorted(bridge.cluster for bridge in bridges))
+    return hashlib.blake2b(names.encode(), digest_size=6).hexdigest()
+
+
+def sweep_of(bridges: Sequence[SpannedBridge]) -> SpanSweep:
+    """Return a sweep over these bridges, which is not started."""
+    by_cluster = {bridge.cluster: bridge for bridge in bridges}
+    return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster, lambda: None)
+
+
 class Spans:
     """The records of spans over one set of clusters: stores them, and ends what dead processes have left of them."""
 
@@ -50,8 +61,7 @@ class Spans:
         self._guard = threading.Lock()
         self._bridges: WeakSet[SpannedBridge] = WeakSet()
         self.use(bridges)
-        names = " ".join(sorted(bridge.cluster for bridge in bridges))
-        self.clusters = hashlib.blake2b(names.encode(), digest_size=6).hexdigest()
+        self.clusters = _named(bridges)
         self._connection = keeper._connection
         self._group = f"spans-{self._connection.identity.application}-{self.clusters}"
         # The records name it, because a half message has a topic. Nothing is ever published there.
@@ -74,11 +84,15 @@ class Spans:
         with self._guard:
             return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
 
-    def open(self) -> None:
-        """End what dead processes have left of spans without a database, from now on."""
+    def open(self, database: str | None = None) -> None:
+        """End what dead processes have left of spans, from now on: without a database, or with the one of this URL."""
         with self._guard:
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
+        if database is not None:
+            import sqlalchemy
+
+            self.database(sqlalchemy.create_engine(database), self._connection.timeout)
 
     def database(self, db: SessionOrEngine, timeout: float) -> BarrierTransaction:
         """Return the database's transaction of a span, in whose block the span's record is sent."""

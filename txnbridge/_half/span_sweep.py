@@ -36,6 +36,9 @@ class SpannedBridge(Protocol):
     def _connection(self) -> Connection: ...
 
     @property
+    def url(self) -> str: ...
+
+    @property
     def cluster(self) -> str: ...
 
     @property
@@ -64,7 +67,9 @@ def mark(key: str, place: int, until: float) -> str:
 OpenBridges = Callable[[], Mapping[str, SpannedBridge]]  # by their clusters
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
+    """A prepared part of a span; `until` is the time in seconds until which its process may decide."""
+
     bridge: SpannedBridge
     token: Token
     key: str
@@ -94,7 +99,7 @@ class SpanSweep(Service):
 
     def sweep(self) -> None:
         """Abort the parts that nobody can decide any more."""
-        left = [part for bridge in self._bridges().values() for part in self._prepared(bridge)]
+        left = self.parts()
         now = time.time()
         for part in sorted(left, key=lambda part: part.place):
             due = part.key in self._aborted if part.place else now >= part.until + _MARGIN_SECONDS
@@ -102,7 +107,11 @@ class SpanSweep(Service):
                 if due and part.bridge.abort(part.token) is Outcome.ABORTED:
                     self._aborted.add(part.key)
 
-    def _prepared(self, bridge: SpannedBridge) -> list[_Part]:
+    def parts(self) -> list[Part]:
+        """Return the prepared parts of spans over these clusters."""
+        return [part for bridge in self._bridges().values() for part in self._prepared(bridge)]
+
+    def _prepared(self, bridge: SpannedBridge) -> list[Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:
@@ -117,5 +126,5 @@ class SpanSweep(Service):
         found = []
         for each in listed:
             if each.token is not None and (marked := self._mark.search(each.token.transaction)):
-                found.append(_Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
+                found.append(Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
         return found

@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 import click
 
 import txnbridge
-from txnbridge._half.span import spans_over
-from txnbridge._half.span_sweep import SpanSweep
+from txnbridge._half.span import spans_over, sweep_of
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, when
 from txnbridge.cli._object_loading import telling
@@ -38,9 +37,8 @@ def run(cli: Cli, others: Sequence[str], application: str | None, database: str 
     Every process that uses `spanning` does so too, while it runs. Several may run.
     """
     with telling(), _bridges(cli, others, application) as bridges:
-        spans = spans_over(bridges, least=1 if database else 2)
-        spans.open(database)
-        SpanSweep(bridges[0]._connection, lambda: bridges).run()
+        spans_over(bridges, least=1 if database else 2).open(database)
+        sweep_of(bridges).run()
 
 
 @_common.command("list")
@@ -49,8 +47,9 @@ def run(cli: Cli, others: Sequence[str], application: str | None, database: str 
 def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None:
     """List prepared parts of spans on the brokers of --url and URL..., the oldest first."""
     with _bridges(cli, others, application) as bridges:
-        parts = SpanSweep(bridges[0]._connection, lambda: bridges).parts()
-        rows = sorted((part.until, part.key, part.place, part.bridge.url, part.token) for part in parts)
+        rows = sorted(
+            (part.until, part.key, part.place, part.bridge.url, part.token) for part in sweep_of(bridges).parts()
+        )
     if cli.json:
         for until, key, place, url, token in rows:
             told = {
