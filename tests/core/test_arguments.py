@@ -59,6 +59,21 @@ CALLS: dict[str, Callable[[Bridge], Any]] = {
     "keeping messages for no time": lambda b: b.admin.create_topic("never", retention_seconds=0),
     "keeping fewer than no bytes": lambda b: b.admin.create_topic("never", retention_bytes=-1),
     "a sequence beyond 63 bits": lambda b: b.publisher("p").send("t", b"", sequence=1 << 63),
+    "sharing of an unknown kind": lambda b: b.consumer("t", "g", sharing="all"),
+    "a start that is no time": lambda b: b.consumer("t", "g", start="yesterday"),
+    "a start that is a truth": lambda b: b.consumer("t", "g", start=True),
+    "a group without a name": lambda b: b.consumer("t", " "),
+    "a consumer of no topics": lambda b: b.consumer([], "g"),
+    "a topic twice": lambda b: b.consumer(["t", "t"], "g"),
+    "preparing by a word": lambda b: b.transaction(prepare="no"),  # type: ignore[call-overload]
+    "a group commit that is nothing": lambda b: b.transaction(group_commit=None),  # type: ignore[call-overload]
+    "a fingerprint that is a number": lambda b: b.transaction(fingerprint=1),  # type: ignore[call-overload]
+    "holding without preparing": lambda b: b.transaction(hold=5),
+    "a sequence that is a truth": lambda b: b.publisher("p").send("t", b"", sequence=True),
+    "a sequence below zero": lambda b: b.publisher("p").send("t", b"", sequence=-1),
+    "a publisher's partition that is a fraction": lambda b: b.publisher("p").send("t", b"", partition=1.0),  # type: ignore[arg-type]
+    "a publisher's timestamp below zero": lambda b: b.publisher("p").send("t", b"", timestamp=-1),
+    "a publisher's headers without values": lambda b: b.publisher("p").send("t", b"", headers=["ab"]),  # type: ignore[list-item]
 }
 
 
@@ -71,10 +86,11 @@ def test_a_wrong_argument_is_refused(bridge: Bridge, call: Callable[[Bridge], An
         txn.send("t", b"1")
 
 
-def test_a_limit_beyond_all_messages_returns_all_messages(bridge: Bridge) -> None:
+def test_a_limit_is_kept_and_one_beyond_all_messages_returns_all_messages(bridge: Bridge) -> None:
     with bridge.transaction() as txn:
-        txn.send("t", b"1")
-    assert len(bridge.consumer("t", "g").poll(1 << 63)) == len(bridge.read("t", 1 << 63)) == 1
+        txn.send_many("t", [b"1", b"2"])
+    assert [message.value for message in bridge.read("t", 1)] == [b"1"]
+    assert len(bridge.consumer("t", "g").poll(1 << 63)) == len(bridge.read("t", 1 << 63)) == 2
 
 
 @pytest.mark.parametrize(

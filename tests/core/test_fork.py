@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import connect_toy
-from txnbridge import InvalidState, Outcome
+from txnbridge import Decision, InvalidState, Outcome
 from txnbridge._decisions.decisions import Decisions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -72,15 +72,18 @@ def test_the_child_opens_a_bridge_of_its_own() -> None:
         assert in_child(check) == 0
 
 
-def test_a_decision_log_of_the_parent_is_not_closed_by_the_child() -> None:
+def test_a_decision_log_of_the_parent_is_neither_used_nor_closed_by_the_child() -> None:
     log, closed = MemoryLog(), list[int]()
     log.close = lambda: closed.append(os.getpid())  # type: ignore[method-assign]
     decisions = Decisions(log)
 
     def check() -> None:
+        with pytest.raises(InvalidState):
+            decisions.claim("id", Decision.COMMIT)
         decisions.close()  # as `finally:` does, on the way out of what the fork was called in
-        assert not closed
+        assert not closed and not log.records
 
     assert in_child(check) == 0
+    assert decisions.claim("id", Decision.COMMIT).mine
     decisions.close()
     assert closed == [os.getpid()]

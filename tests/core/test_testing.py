@@ -18,7 +18,6 @@ from txnbridge import (
     InvalidOption,
     Outcome,
     OutcomeUnknown,
-    TokenState,
     TransactionAborted,
     connect,
     hookimpl,
@@ -111,19 +110,6 @@ def test_events_of_bridges_opened_inside_are_recorded(bridge_url: str) -> None:
 
 
 # --- lost answers ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("happened", "state", "seen"), [(True, TokenState.COMMITTED, [b"1"]), (False, TokenState.ABORTED, [])]
-)
-def test_an_answer_is_lost_and_its_token_tells_the_truth(bridge, happened, state, seen):
-    bridge.admin.create_topic("orders")
-    with next_commit(bridge, Outcome.UNKNOWN, happened=happened):
-        with pytest.raises(OutcomeUnknown) as caught:
-            send(bridge, b"1")
-    assert not caught.value.permanent
-    assert bridge.status(caught.value.token or "").state is state
-    assert values(bridge) == seen
 
 
 def test_next_commit_concerns_only_one_commit(bridge: Bridge) -> None:
@@ -228,16 +214,6 @@ def test_a_child_is_killed_at_the_event_that_was_named(bridge_url: str, bridge: 
         assert child.stopped() == Point("commit/after", 2)
         assert child.told() == b"1"
     assert values(bridge) == [b"1", b"2"]
-
-
-def test_a_child_is_paused_where_it_was_told_and_goes_on(bridge_url: str, bridge: Bridge) -> None:
-    bridge.admin.create_topic("orders")
-    with Child(commit_and_tell, bridge_url, b"1", pause="commit/before") as child:
-        assert str(child.stopped()) == "commit/before/1"
-        assert values(bridge) == []
-        child.resume()
-        assert child.result() == "done"
-    assert values(bridge) == [b"1"]
 
 
 def test_a_child_is_stopped_at_the_first_event_that_is_none_of_these(bridge_url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -160,11 +159,6 @@ def test_only_commit_and_abort_can_be_claimed(join, log):
     refused(lambda: join().claim("id", Decision.UNDECIDED), log, InvalidOption)
 
 
-def test_data_that_is_not_json_is_refused(join):
-    with pytest.raises(InvalidOption, match="JSON"):
-        join().claim("id", COMMIT, {"when": object()})
-
-
 def test_a_call_that_would_write_an_unreadable_record_is_refused(join, log):
     deep: dict[str, object] = {}
     for _ in range(100):
@@ -193,20 +187,6 @@ def test_a_closed_log_says_so(join, log):
     decisions.close()
     decisions.close()
     refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
-def test_after_a_fork_the_child_must_open_the_log_anew(join, log):
-    decisions = join()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert decisions.claim("id", COMMIT).mine
 
 
 # --- answers that do not come ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
-from txnbridge import Bridge, Fenced, InvalidState, TokenState, connect, plugins
+from txnbridge import Bridge, TokenState, connect, plugins
 from txnbridge.spi import (
     Begin,
     Context,
@@ -96,25 +96,6 @@ def test_a_token_says_where_its_evidence_is_and_any_process_finds_it(backend: Le
     with connect("toy:", application="another") as stranger:
         assert stranger.status(token).state is TokenState.PREPARED
     assert set(backend.logs) == {"shop"}
-
-
-def test_an_owner_that_was_taken_over_prepares_nothing_more(backend: LedgerBackend) -> None:
-    with connect("toy:", transactional_id="billing") as old:
-        before = prepare(old)
-        late = old.transaction(prepare=True)
-        with connect("toy:", transactional_id="billing") as new:
-            with pytest.raises(Fenced), late:
-                pass
-            with pytest.raises(Fenced):
-                prepare(old)
-            assert new.status(before).state is TokenState.PREPARED
-            assert new.status(prepare(new)).state is TokenState.PREPARED
-
-
-def test_an_id_that_this_process_never_opened_cannot_be_written_about(backend: LedgerBackend) -> None:
-    with connect("toy:") as bridge:
-        with pytest.raises(InvalidState, match="not opened by this process"), bridge.transaction(prepare=True):
-            pass
 
 
 def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) -> None:

@@ -56,13 +56,3 @@ def test_without_a_name_there_are_no_sequences(tmp_path: Path, like: str, refuse
             publisher.send("rows", b"", sequence=1)
         with pytest.raises(UsageError, match=refused):
             publisher.last_sequence("rows")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"sequence": True}, {"sequence": -1}, {"partition": 1.0}, {"timestamp": -1}, {"headers": ["ab"]}],
-    ids=repr,
-)
-def test_an_argument_that_no_message_can_have_is_refused_by_a_publisher_too(bridge, wrong):
-    with bridge.publisher("import") as publisher, pytest.raises(InvalidOption):
-        publisher.send("rows", b"1", **wrong)

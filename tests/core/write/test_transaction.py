@@ -32,7 +32,6 @@ from txnbridge import (
     OutcomeUnknown,
     State,
     Status,
-    Token,
     TokenState,
     Topic,
     Transaction,
@@ -73,15 +72,6 @@ def test_a_failing_abort_never_hides_the_exception_of_the_block(bridge, writer, 
     writer.raises["abort"] = [BrokerUnavailable("gone")]
     with pytest.raises(BrokerUnavailable), bridge.transaction():  # there is nothing to hide
         raise Abort
-
-
-def test_an_abort_inside_the_block_is_final_and_may_be_repeated(bridge: Bridge, writer: ToyWriter) -> None:
-    with bridge.transaction() as txn:
-        txn.abort()
-        txn.abort()
-        with pytest.raises(InvalidState, match="is aborted"):
-            txn.commit()
-    assert writer.calls == ["begin", "abort"]
 
 
 def test_a_transaction_is_used_once(bridge: Bridge) -> None:
@@ -158,21 +148,6 @@ def test_a_lost_answer_is_looked_up_before_anybody_is_told_unknown(bridge, broke
         assert "trimmed" in str(caught.value) and caught.value.permanent and caught.value.token == str(txn.token)
 
 
-def test_an_answer_that_stays_lost_is_unknown_with_a_token_that_only_tells(bridge: Bridge, broker: ToyBroker) -> None:
-    broker.writers[0].raises["commit"] = [OutcomeUnknown("no answer")]
-    with pytest.raises(OutcomeUnknown) as caught, bridge.transaction() as txn:
-        txn.send("orders", b"1")
-    assert txn.outcome is Outcome.UNKNOWN
-    assert caught.value.token == str(txn.token)
-    token = Token.parse(str(caught.value.token))
-    assert not token.prepared
-    for end in (bridge.commit, bridge.abort):
-        with pytest.raises(InvalidState, match="never prepared"):
-            end(token)
-    broker.answers["status"] = [Status(TokenState.COMMITTED)]
-    assert bridge.status(token).state is TokenState.COMMITTED
-
-
 def test_a_commit_that_was_interrupted_is_unknown(bridge: Bridge, writer: ToyWriter) -> None:
     writer.raises["commit"] = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt), bridge.transaction() as txn:
@@ -203,15 +178,6 @@ def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(brid
 
 
 # --- prepare ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_end_of_a_preparing_block_gives_a_token(bridge: Bridge, broker: ToyBroker) -> None:
-    with bridge.transaction(prepare=True) as txn:
-        txn.send("orders", b"1")
-    assert (txn.state, txn.outcome) == (State.PREPARED, None)
-    assert txn.token is not None and txn.token.prepared and txn.token.messages == 1
-    assert broker.writers[-1].calls == ["begin", "send", "prepare", "close"]
-    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
 
 @pytest.mark.parametrize("error", [Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
@@ -284,20 +250,6 @@ def test_a_second_call_while_one_runs_is_refused(bridge: Bridge, writer: ToyWrit
     txn.send_many("orders", items())
     txn.commit()
     assert writer.sent == [("orders", b"1")]
-
-
-def test_the_next_transaction_waits_for_a_writer_within_its_deadline(bridge: Bridge) -> None:
-    first = bridge.transaction()
-    deadline = Deadline(0.1)
-    with within(0.1), pytest.raises(DeadlineExceeded, match="all 1 writers"):
-        bridge.transaction(timeout=0.1)
-    assert deadline.expired
-    waiting: list[Any] = []
-    thread = threading.Thread(target=lambda: waiting.append(bridge.transaction(timeout=10)))
-    thread.start()
-    first.commit()
-    thread.join()
-    waiting[0].commit()
 
 
 def test_a_thread_that_waits_for_a_writer_is_not_passed_for_long_by_later_ones() -> None:
@@ -655,14 +607,6 @@ def test_an_argument_that_no_message_can_have_is_refused_and_leaves_the_transact
                 txn.send_many(wrong["topic"], [b"1"])
         txn.send("orders", b"2")
     assert [value for _, value, *_ in writer.sent] == [b"2"]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"prepare": "no"}, {"group_commit": None}, {"fingerprint": 1}, {"hold": 5}], ids=repr
-)
-def test_an_argument_that_no_transaction_can_have_is_refused(bridge, wrong):
-    with pytest.raises(InvalidOption, match="prepare"):
-        bridge.transaction(**wrong)
 
 
 @pytest.mark.parametrize("slow", [False, True])
