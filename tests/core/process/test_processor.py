@@ -50,7 +50,6 @@ from txnbridge import (
     UsageError,
     codecs,
     connect,
-    hookimpl,
     plugins,
 )
 from txnbridge._base.service_stop import Shutdown
@@ -72,6 +71,7 @@ from txnbridge.spi import (
     Writer,
     absent,
 )
+from txnbridge.testing import listening
 
 P = ("t", 0)
 
@@ -105,7 +105,6 @@ class MemoryWriter(ToyWriter):
 
 class MemoryReader(ToyReader):
     raises: list[BaseException]
-    seek_raises: list[BaseException]
     unassigned_polls = 0
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
@@ -120,8 +119,6 @@ class MemoryReader(ToyReader):
         return found
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        if self.seek_raises:
-            raise self.seek_raises.pop(0)
         super().seek({p: at for p, at in positions.items() if p in self.sources})
 
 
@@ -133,7 +130,6 @@ class MemoryBroker(ToyBroker):
         self.values: list[Any] = []
         self.raises: dict[str, list[BaseException]] = {}
         self.poll_raises: list[BaseException] = []
-        self.seek_raises: list[BaseException] = []
         self.unassigned_polls = 0
         self.begun = 0
         self.committed: list[Committed] = []
@@ -146,7 +142,6 @@ class MemoryBroker(ToyBroker):
             raise NotFound("there is no topic 'missing'")
         reader = MemoryReader(subscription, listener)
         reader.raises = self.poll_raises
-        reader.seek_raises = self.seek_raises
         reader.unassigned_polls = self.unassigned_polls
         reader.feed(*self.values)
         self.readers.append(reader)
@@ -288,13 +283,11 @@ def test_a_processor_of_slow_messages_polls_again_within_the_timeout_of_a_transa
         handled.append(message.value)
         copy(message, txn)
 
-    class Listener:
-        @hookimpl
-        def txnbridge_event(self, event: Event) -> None:
-            if (event.name, event.phase) == ("reader.poll", "before"):
-                handled_before.append(len(handled))
+    def note(event: Event) -> None:
+        if (event.name, event.phase) == ("reader.poll", "before"):
+            handled_before.append(len(handled))
 
-    with plugins.registered(Listener()):
+    with listening(note):
         slow_room = Room(monkeypatch, MemoryBackend())
     with slow_room.bridge:
         slow_room.feed(*(b"%d" % n for n in range(6)))
@@ -354,15 +347,6 @@ def test_a_processor_whose_polls_fail_backs_off(room):
     room.run(each=copy)
     assert room.broker.sent == [b"0"]
     assert len(room.waits) == 2
-
-
-def test_a_processor_that_cannot_go_back_skips_no_message_of_its_batch(room):
-    room.feed(b"0", b"1", b"2")
-    room.broker.raises["commit"] = [TransactionAborted("a test says so")]
-    room.broker.seek_raises += [BrokerUnavailable("down"), BrokerUnavailable("still down")]
-    room.run(each=copy)
-    assert room.broker.sent == [b"0", b"1", b"2"]
-    assert room.broker.acked == [0, 1, 2]
 
 
 @pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
@@ -432,16 +416,20 @@ def test_an_unexpected_error_outside_the_handler_stops_it(room):
         room.run(each=copy)
 
 
-def test_a_broker_error_that_the_handler_swallows_is_not_lost(room):
+@pytest.mark.parametrize("goes_on_to_poison", [False, True])
+def test_a_broker_error_that_the_handler_swallows_is_not_lost(room, goes_on_to_poison):
     room.feed(b"0")
     room.broker.raises["send"] = [BrokerUnavailable("down")]
 
     def careless(message: Message, txn: Transaction) -> None:
-        with suppress(Exception):
+        failed = bool(room.broker.raises["send"])
+        with suppress(BrokerUnavailable):
             copy(message, txn)
+        if failed and goes_on_to_poison:
+            raise Poison("it could not be sent")
 
-    processor = room.run(each=careless)
-    assert room.broker.sent == [b"0"]
+    processor = room.run(each=careless, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
     assert processor.stats.retries == 1
 
 
@@ -470,18 +458,6 @@ def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
     assert committed.acked == [0, 1, 2]
     assert processor.stats == (3, 1, 1, 0, None, 0)
     assert room.waits == []
-
-
-def test_messages_that_the_handler_sent_for_a_poison_message_are_not_committed(room):
-    room.feed(b"0", b"1")
-
-    def half_way(message: Message, txn: Transaction) -> None:
-        copy(message, txn)
-        if message.value == b"1":
-            raise Poison("only now it shows")
-
-    room.run(each=half_way, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0"], [b"1"])
 
 
 def test_all_poison_of_a_batch_is_found_with_one_abort(room):
@@ -617,24 +593,6 @@ def test_a_dead_letter_is_raw_also_when_it_could_be_decoded(room):
     assert room.broker.dead == [b'{"a": 1}']
 
 
-def test_a_registry_that_is_down_is_no_poison(room):
-    room.feed(b"0")
-    errors: list[Exception] = [ConnectionRefusedError("registry"), TimeoutError("registry")]
-
-    class Registry:
-        def encode(self, obj: Any, context: codecs.CodecContext) -> bytes:
-            raise NotImplementedError
-
-        def decode(self, data: bytes, context: codecs.CodecContext) -> Any:
-            if errors:
-                raise errors.pop(0)
-            return data
-
-    room.run(inputs=Topic("t", Registry()), each=copy, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
-    assert len(room.waits) == 2
-
-
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_broker_error_is_never_taken_for_poison(room, explicit):
     """The handler may raise another error: a good message must not become a dead letter because a broker was down."""
@@ -655,21 +613,6 @@ def test_a_broker_error_is_never_taken_for_poison(room, explicit):
     room.run(each=convert, dead_letter="dead", poison=ValueError)
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
     assert len(room.waits) == 2
-
-
-def test_a_broker_error_is_not_forgotten_when_the_handler_goes_on_to_poison(room):
-    room.feed(b"0")
-    room.broker.raises["send"] = [BrokerUnavailable("down")]
-
-    def careless(message: Message, txn: Transaction) -> None:
-        failed = bool(room.broker.raises["send"])
-        with suppress(BrokerUnavailable):
-            copy(message, txn)
-        if failed:
-            raise Poison("it could not be sent")
-
-    room.run(each=careless, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
 
 
 def test_a_refused_output_is_poison_only_if_declared_by_name(room):
@@ -784,6 +727,7 @@ def test_after_max_attempts_a_message_is_a_dead_letter(room):
     assert handler.seen.count(b"bad") == 4
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"2"], [b"bad"])
     assert (processor.stats.retries, processor.stats.messages) == (2, 3)
+    assert not processor._policy._attempts
 
 
 def test_a_processor_without_a_dead_letter_topic_stops_after_max_attempts(room):
@@ -836,17 +780,18 @@ def test_a_handler_that_fails_now_and_then_does_not_make_the_waits_grow(room):
     assert processor.stats.retries > 0 and max(room.waits, default=0) <= 0.2
 
 
-def test_a_missing_topic_is_no_attempt(room):
-    room.feed(b"0")
-    handler = Failing(b"0", *[NotFound("there is no topic 'out'")] * 5)
-    room.run(each=handler, max_attempts=2, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
-
-
-def test_a_refused_message_is_an_attempt(room):
-    room.feed(b"0", b"1", b"2")
-    room.run(each=Failing(b"1", *[InvalidOption("too large")] * 5), max_attempts=2, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0", b"2"], [b"1"])
+@pytest.mark.parametrize(
+    ("errors", "dead"),
+    [
+        ([NotFound("there is no topic 'out'")] * 5, []),
+        ([BrokerUnavailable("away")] * 5, []),
+        ([InvalidOption("too large")] * 2, [b"0"]),
+    ],
+)
+def test_a_refused_message_is_an_attempt_and_a_missing_topic_or_an_absent_broker_is_none(room, errors, dead):
+    room.feed(b"0", b"1")
+    room.run(each=Failing(b"0", *errors), max_attempts=2, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"] * (not dead) + [b"1"], dead)
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -888,41 +833,6 @@ def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"large"])
 
 
-def test_after_max_attempts_a_batch_is_split_to_find_the_message(room):
-    room.feed(b"0", b"1", b"bad", b"3")
-
-    def refuse(batch: Batch, txn: Transaction) -> None:
-        if b"bad" in [message.value for message in batch]:
-            raise ValueError
-        copy_batch(batch, txn)
-
-    processor = room.run(batch=refuse, max_attempts=3, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"bad"])
-    assert processor.stats.retries == 2
-
-
-def test_attempts_are_counted_for_each_message(room):
-    room.feed(b"0", b"1")
-    errors = {b"0": 2, b"1": 2}
-
-    def fail_twice(message: Message, txn: Transaction) -> None:
-        if errors[message.value]:
-            errors[message.value] -= 1
-            raise ValueError
-        copy(message, txn)
-
-    processor = room.run(each=fail_twice, max_attempts=3, dead_letter="dead")
-    assert room.broker.sent == [b"0", b"1"]
-    assert not processor._policy._attempts
-
-
-def test_a_broker_error_does_not_count_as_an_attempt(room):
-    room.feed(b"0")
-    room.broker.raises["send"] = [BrokerUnavailable("away") for _ in range(5)]
-    room.run(each=copy, max_attempts=1, dead_letter="dead")
-    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
-
-
 @pytest.mark.parametrize("settings", [{}, {"dead_letter": "dead", "poison": Exception, "max_attempts": 1}])
 def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
     room.feed(b"0", b"bad")
@@ -959,6 +869,10 @@ def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
         {"each": copy, "retry_for": -1},
         {"each": copy, "max_dead_letters_in_a_row": -1},
         {"each": copy, "inputs": []},
+        {"each": copy, "concurrency": 0},
+        {"each": copy, "concurrency": True},
+        {"each": copy, "order": "some"},
+        {"batch": copy_batch, "concurrency": 2},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(room, settings):
@@ -1130,18 +1044,20 @@ def test_a_processor_is_unhealthy_when_a_handler_hangs(room, with_timing):
         go_on.set()
 
 
-def test_stop_in_a_handler_ends_the_processor_after_the_transaction(room):
+@pytest.mark.parametrize("by_a_signal", [False, True])
+def test_a_stop_in_a_handler_ends_the_processor_after_the_transaction(room, by_a_signal):
     room.feed(b"0", b"1", b"2")
+    before = signal.getsignal(signal.SIGTERM)
 
     def stop(message: Message, txn: Transaction) -> None:
+        os.kill(os.getpid(), signal.SIGTERM) if by_a_signal else processor.stop()
         copy(message, txn)
-        processor.stop()
 
     processor = room.processor(each=stop)
     processor.run()
-    assert room.broker.sent == [b"0"]
-    assert room.broker.acked == [0]
+    assert (room.broker.sent, room.broker.acked) == ([b"0"], [0])
     assert "close" in room.reader.calls
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_failure_while_it_stops_is_not_retried(room):
@@ -1231,19 +1147,6 @@ def test_in_a_thread_a_handler_that_does_not_end_loses_its_transaction_at_the_de
     wait_until(lambda: not processor._thread.is_alive())
     assert isinstance(slow.after[0], InvalidState)
     assert room.broker.committed == []
-
-
-def test_a_signal_stops_it_after_the_transaction(room):
-    room.feed(b"0", b"1")
-    before = signal.getsignal(signal.SIGTERM)
-
-    def ask(message: Message, txn: Transaction) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        copy(message, txn)
-
-    room.processor(each=ask).run()
-    assert room.broker.sent == [b"0"]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
