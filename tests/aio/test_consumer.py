@@ -9,7 +9,7 @@ import pytest
 
 import txnbridge
 from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge
-from txnbridge import Poison, Topic, aio, codecs
+from txnbridge import aio
 
 pytestmark = pytest.mark.anyio
 
@@ -94,16 +94,6 @@ async def test_a_call_with_wrong_arguments_leaves_its_consumer_open(bridge):
         with pytest.raises(TypeError, match=r"Consumer.seek\(\) missing 1 required positional argument: 'positions'"):
             await consumer.seek()
         assert await take("poll", consumer, 1) == [b"0"]
-
-
-async def test_a_message_that_cannot_be_decoded_is_raised_behind_those_before_it(bridge):
-    async with bridge.transaction() as txn:
-        await txn.send_many("b", [b"1", b"{", b"3"])
-    async with bridge.consumer(Topic("b", codecs.json)) as consumer:
-        assert [message.value for message in await consumer.poll(timeout=SOON)] == [1]
-        with pytest.raises(Poison):
-            await consumer.poll(timeout=SOON)
-        assert [message.value for message in await consumer.poll(timeout=SOON)] == [3]
 
 
 async def test_a_nack_has_messages_delivered_again(bridge):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.in_time import wait_until, within
-from txnbridge import App, DeadlineExceeded, InvalidOption, InvalidState, Poison, Router, connect
+from txnbridge import App, InvalidOption, InvalidState, Poison, Router, connect
 from txnbridge._app import app as app_module
 
 
@@ -140,38 +140,6 @@ def test_if_one_function_fails_for_good_all_stop_and_its_error_is_raised(bridge,
             with app:
                 wait_until(lambda: not app.healthy)
     assert values(bridge) == [b"1"]
-
-
-def test_a_function_may_stop_its_app(bridge):
-    app = App()
-
-    @app.process("in", group="g", to="out")
-    def ship(value: bytes) -> bytes:
-        app.stop()
-        return value
-
-    send(bridge, b"1", b"2")
-    app.run()
-    assert values(bridge) == [b"1"]
-    app.run(until_idle=True)
-    assert values(bridge) == [b"1", b"2"]
-
-
-def test_a_plain_function_that_does_not_end_is_left_behind_without_its_transaction(bridge):
-    app = App(stop_timeout=3)
-    hanging, going_on = threading.Event(), threading.Event()
-
-    @app.process("in", group="g")
-    def hang(value, txn):
-        txn.send("out", value)
-        hanging.set()
-        going_on.wait(120)
-
-    send(bridge, b"1")
-    with within(63), pytest.raises(DeadlineExceeded), app:
-        assert hanging.wait(60)
-    going_on.set()
-    assert values(bridge) == []
 
 
 PROGRAM = """
