@@ -436,8 +436,10 @@ def test_a_client_that_is_late_itself_is_an_error_of_ours():
 def test_the_owner_of_a_writers_id():
     assert [
         owner_of(id)
-        for id in ("a.0", "a.b.12", "a.p3", "a.0123456789abcdef.p3", "a.0123456789abcdef.3", "a.x", "a", "a.p", ".1")
+        for id in ("a-1.a-1.p3", "a.0", "a.b.12", "a.p3", "a.0123456789abcdef.p3", "a.0123456789abcdef.3", "a.x", "a")
+        + ("a.p", ".1")
     ] == [
+        "a-1",
         "a",
         "a.b",
         "a",
@@ -448,6 +450,14 @@ def test_the_owner_of_a_writers_id():
         "a.p",
         ".1",
     ]
+
+
+def test_a_prepared_transaction_of_a_bridge_without_an_id_is_listed_as_such(bridge, kafka_broker, topic):
+    with txnbridge.connect(kafka_broker.url) as nameless, nameless.transaction(prepare=True) as txn:
+        txn.send(topic, b"1")
+    (found,) = [each for each in bridge.admin.transactions() if each.transaction == txn.id]
+    assert (found.state, found.messages, str(found.token)) == ("prepared", 1, str(txn.token))
+    assert bridge.admin.abort(txn.id, reason="a test says so") is Outcome.ABORTED
 
 
 def test_an_open_transaction_is_listed_with_its_times_and_partitions(bridge, kafka_broker, topic, owner):

@@ -40,7 +40,8 @@ from txnbridge_kafka.write.prepared import token_of
 # The coordinator's states of a transaction that has begun and not ended.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 # A writer's transactional.id is the bridge's transactional id and a suffix, for plain or for prepared transactions.
-_WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.[0-9a-f]{16})?\.p\d+))", re.DOTALL)
+# The opening of a made-up id has the id's own name.
+_WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.([0-9a-f]{16}|(?P=owner)))?\.p\d+))", re.DOTALL)
 # The pause before a topic's partitions, or the transactions that use a topic, are looked up again.
 _CHECK_SECONDS = 0.02
 
