@@ -436,8 +436,10 @@ def test_a_client_that_is_late_itself_is_an_error_of_ours():
 def test_the_owner_of_a_writers_id():
     assert [
         owner_of(id)
-        for id in ("a-1.a-1.p3", "a.0", "a.b.12", "a.p3", "a.0123456789abcdef.p3", "a.0123456789abcdef.3", "a.x", "a")
-        + ("a.p", ".1")
+        for id in (
+            *("a-1.a-1.p3", "a.0", "a.b.12", "a.p3", "a.0123456789abcdef.p3", "a.0123456789abcdef.3", "a.x", "a"),
+            *("a.p", ".1"),
+        )
     ] == [
         "a-1",
         "a",

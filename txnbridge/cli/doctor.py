@@ -28,16 +28,15 @@ def command(cli: Cli) -> ExitCode:
     return code
 
 
+def _of_plugin(name: str, error: BaseException) -> Advice:
+    if name.startswith("txnbridge_") and isinstance(error, ModuleNotFoundError):
+        return Advice("ok", f"plug-in {name}", f"is not used, because an extra is not installed: {error}")
+    text = f"could not be loaded: {type(error).__name__}: {error}"
+    return Advice("problem", f"plug-in {name}", text, "repair it, or uninstall it")
+
+
 def _look(cli: Cli) -> tuple[list[Advice], ExitCode]:
-    findings = [
-        Advice(
-            "problem",
-            f"plug-in {name}",
-            f"could not be loaded: {type(error).__name__}: {error}",
-            "repair it, or uninstall it",
-        )
-        for name, error in failed_plugins().items()
-    ]
+    findings = [_of_plugin(name, error) for name, error in failed_plugins().items()]
     code = None
     try:
         with cli.look() as bridge:
