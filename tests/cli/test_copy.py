@@ -50,6 +50,29 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
     assert "no topic of" in invoke("copy", urls[1], "--topics", "nosuch*", "--url", urls[0]).stderr
 
 
+def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(
+    invoke: Invoke, urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    commit = txnbridge.Bridge.commit
+
+    def die_behind_the_decision(self: txnbridge.Bridge, token: str | txnbridge.Token) -> txnbridge.Outcome:
+        if self.url == source.url:
+            raise KeyboardInterrupt
+        return commit(self, token)
+
+    copy = "copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders")
+        with source.transaction() as txn:
+            txn.send("orders", b"1")
+        monkeypatch.setattr(txnbridge.Bridge, "commit", die_behind_the_decision)
+        assert invoke(*copy).exit_code != 0
+        monkeypatch.undo()
+        assert len(source.admin.transactions()) == 1
+        assert invoke(*copy).exit_code == 0
+        assert source.admin.transactions() == []
+
+
 def has(bridge: txnbridge.Bridge, count: int) -> bool:
     return len(bridge.read("orders", 10_000)) >= count
 
