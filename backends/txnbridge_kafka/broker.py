@@ -28,7 +28,7 @@ from txnbridge.spi import (
 )
 from txnbridge_kafka.admin.admin import KafkaAdmin
 from txnbridge_kafka.admin.preflight import check_topics
-from txnbridge_kafka.capabilities import CAPABILITIES, message_bytes, without_log
+from txnbridge_kafka.capabilities import CAPABILITIES, WITHOUT_LISTS, message_bytes, without_log
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.decision_log import KafkaDecisionLog
@@ -68,10 +68,11 @@ class KafkaBroker(Broker):
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
             self._unwritable = check_topics(self._cluster, self._log, overview, deadline)
+            lists = self._cluster.requests.lists_transactions(deadline)
         except BaseException:
             self._cluster.requests.close()
             raise
-        self.capabilities = CAPABILITIES
+        self.capabilities = CAPABILITIES if lists else CAPABILITIES.but(WITHOUT_LISTS)
         self.limits = Limits(
             message_bytes=message_bytes(settings.client),
             prepared_seconds=self._longest_ms / 1000,

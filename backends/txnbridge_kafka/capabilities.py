@@ -50,6 +50,10 @@ def without_log(denied: str) -> Mapping[Capability, Support]:
     }
 
 
+WITHOUT_LISTS: Mapping[Capability, Support] = {
+    Capability.LIST_OPEN: absent("this broker does not know the request ListTransactions")
+}
+
 # The default of the broker's transaction.max.timeout.ms.
 DEFAULT_LONGEST_MS = 900_000
 

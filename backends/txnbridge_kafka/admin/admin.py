@@ -284,6 +284,8 @@ class KafkaAdmin(Admin):
                 yield from part()
             except errors.AccessDenied as error:
                 yield Advice("warning", "rights", str(error), "grant this user Describe on the cluster and its topics")
+            except errors.NotSupported as error:  # by another broker that speaks Kafka's protocol
+                yield Advice("warning", "broker", str(error))
 
 
 class _PrepareRecords:

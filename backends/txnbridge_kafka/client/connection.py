@@ -84,9 +84,9 @@ class Connection:
             raise
 
     def _log_in(self, until: float) -> None:
-        code = self.ask(wire.sasl_handshake(self._access.mechanism), until)
-        if code:
-            raise LoginRefusedError(code)
+        answer = self.ask(wire.SASL_HANDSHAKE(mechanism=self._access.mechanism), until)
+        if answer.error_code:
+            raise LoginRefusedError(answer.error_code)
         exchange = login(self._access)
         message = next(exchange)
         with contextlib.suppress(StopIteration):
@@ -107,17 +107,22 @@ class Connection:
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(0)  # nothing was asked, so there is nothing to read but the end
 
+    def versions(self, api: wire.Api) -> list[int]:
+        """Return the versions of a kind of request that this client can send and the broker supports."""
+        return [each for each in api.forms if each in self._versions.get(api.key, ())]
+
     def ask(self, request: wire.Request, until: float) -> Any:
         """Send a request, and return the answer's fields as attributes."""
-        api, body = request
-        version = max((each for each in api.answers if each in self._versions.get(api.key, ())), default=None)
-        if version is None:
+        api, values = request
+        if not (versions := self.versions(api)):
             raise TooOldError(api.name)
+        version = max(versions)
         self._asked += 1
+        frame = api.frame(version, self._asked, self._access.client_id, values)
         until = min(until, time.monotonic() + self._access.answer_seconds)
         try:
             self._socket.settimeout(_left(until))
-            self._socket.sendall(api.frame(version, self._asked, self._access.client_id, body))
+            self._socket.sendall(frame)
             (size,) = struct.unpack(">i", self._receive(4, until))
             if not 4 <= size <= _LARGEST_ANSWER:
                 raise ValueError("this is no answer of Kafka's protocol")

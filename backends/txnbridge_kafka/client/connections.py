@@ -72,7 +72,10 @@ class Connections:
         """Return a node's metadata of topics, and take the brokers' addresses from the answer."""
         asked = [{"topic_id": uuid.UUID(int=0), "name": name} for name in topics]
         request = wire.METADATA(
-            topics=asked, allow_auto_topic_creation=False, include_topic_authorized_operations=False
+            topics=asked,
+            allow_auto_topic_creation=False,
+            include_topic_authorized_operations=False,
+            include_cluster_authorized_operations=False,
         )
         answer = self.send(node, request)
         self._addresses.update((each.node_id, (each.host, each.port)) for each in answer.brokers)
@@ -96,8 +99,7 @@ class Connections:
             if len(self._coordinators) > _MOST_CACHED_COORDINATORS:
                 self.forget_coordinators()
                 unknown = list(ids)
-            request = wire.FIND_COORDINATOR(key_type=kind, coordinator_keys=unknown)
-            for each in self.send(self.bootstrap_node, request).coordinators:
+            for each in self._find_coordinators(unknown, kind):
                 check(each.error_code, f"looking for the coordinator of {each.key!r}")
                 self._coordinators[kind, each.key] = each.node_id
                 self._addresses[each.node_id] = each.host, each.port
@@ -105,6 +107,16 @@ class Connections:
         for id in ids:
             nodes[self._coordinators[kind, id]].append(id)
         return nodes
+
+    def _find_coordinators(self, ids: Sequence[str], kind: int) -> list[Any]:
+        asked = self.connect(self.bootstrap_node)
+        if asked.versions(wire.FIND_COORDINATOR):
+            answer = asked.ask(wire.FIND_COORDINATOR(key_type=kind, coordinator_keys=ids), self.until)
+            return list(answer.coordinators)
+        found = [asked.ask(wire.FIND_ONE_COORDINATOR(key=id, key_type=kind), self.until) for id in ids]
+        for id, each in zip(ids, found, strict=True):
+            each.key = id
+        return found
 
     def forget_coordinators(self) -> None:
         """Clear the cache of coordinators. Called after an error, because a coordinator may have moved."""

@@ -131,7 +131,9 @@ def active_producer(producer: Any) -> ActiveProducer:
 
 def topic_ids(metadata: Any) -> dict[str, str]:
     """Return topic ids by name from a metadata answer; the id is empty if the Kafka version has no topic ids."""
-    found = {topic.name: topic.topic_id for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC}
+    found = {
+        topic.name: getattr(topic, "topic_id", None) for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC
+    }
     return {name: str(id) if id is not None and id.int else "" for name, id in found.items()}
 
 

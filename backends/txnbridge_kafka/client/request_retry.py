@@ -90,7 +90,7 @@ class RequestRunner:
 
     def _refusal(self, error: TooOldError | LoginRefusedError, what: str) -> errors.TxnBridgeError:
         if isinstance(error, TooOldError):
-            return errors.NotSupported(f"{what}: the broker does not have {error}; Kafka 3.0 or newer is needed")
+            return errors.NotSupported(f"{what}: the broker does not have {error}, which Kafka has since 3.0")
         return errors.AccessDenied(f"{what}: the broker refuses the login: {error_name(error.code)}{self._advice}")
 
     def _attempt_seconds(self, deadline: Deadline) -> float:

@@ -425,6 +425,14 @@ class Requests:
 
         return self._runner.repeat(deadline, "asking for the cluster's id", attempt, no_listener_for)
 
+    def lists_transactions(self, deadline: Deadline) -> bool:
+        """Return whether the brokers know ListTransactions, which not every one that speaks Kafka's protocol does."""
+
+        def attempt(connections: Connections) -> bool:
+            return bool(connections.connect(connections.bootstrap_node).versions(wire.LIST_TRANSACTIONS))
+
+        return self._runner.repeat(deadline, "asking for the broker's requests", attempt)
+
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
     ) -> RequestResult:

@@ -1,7 +1,7 @@
 """Kafka's protocol as bytes: the requests that are sent here, and how their fields are written and read.
 
-Each request has a version that Kafka has had since 3.0. All but the first of a login use the flexible encoding, in
-which fields that are not known here can be skipped.
+Each request has a version that Kafka has had since 3.0, in the flexible encoding, in which fields that are not known
+here can be skipped. Some have an older version too, in the classic encoding, for other brokers that speak this protocol.
 """
 
 from __future__ import annotations
@@ -12,38 +12,46 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 # The name of a primitive type, the fields of a structure, or one of these in a list of one, for an array.
 Kind: TypeAlias = "str | Mapping[str, Kind] | list[Kind]"
 
 _NUMBERS = {"bool": ">?", "i8": ">b", "i16": ">h", "i32": ">i", "i64": ">q"}
 _LONGEST_LENGTH = 5  # bytes of an encoded length
+_CLASSIC_LENGTHS = {"str": ">h", "bytes": ">i"}
 
 
 class Request(NamedTuple):
     api: Api
-    body: bytes
+    values: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+class Form(NamedTuple):
+    """The fields of a request in one version, and those of its answer."""
+
+    fields: Kind
+    answer: Kind
+    classic: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Api:
-    """A kind of request, such as EndTxn: its versions that are used here, its fields, and those of its answers."""
+    """A kind of request, such as EndTxn, and its versions that are used here."""
 
     name: str
     key: int
-    fields: Kind
-    answers: Mapping[int, Kind]  # by version
+    forms: dict[int, Form]  # by version
 
     def __call__(self, **values: Any) -> Request:
-        body = bytearray()
-        _write(body, self.fields, values)
-        return Request(self, bytes(body))
+        return Request(self, values)
 
-    def frame(self, version: int, number: int, client: str, body: bytes) -> bytes:
-        name = client.encode()
+    def frame(self, version: int, number: int, client: str, values: Mapping[str, Any]) -> bytes:
+        form, name, body = self.forms[version], client.encode(), bytearray()
+        if not form.classic:
+            body.append(0)  # no tagged fields of the header
+        _write(body, form.fields, values, form.classic)
         head = struct.pack(f">hhih{len(name)}s", self.key, version, number, len(name), name)
-        head += b"" if self is SASL_HANDSHAKE else b"\0"  # no tagged fields
         return struct.pack(">i", len(head) + len(body)) + head + body
 
     def answer(self, version: int, number: int, frame: bytes) -> Any:
@@ -53,32 +61,37 @@ class Api:
         """
         if struct.unpack_from(">i", frame) != (number,):
             raise ValueError("the answer is to another request")
-        reader = _Reader(frame, 4)
-        if self not in (SASL_HANDSHAKE, API_VERSIONS):
+        form = self.forms[version]
+        reader = _Reader(frame, form.classic, 4)
+        if not form.classic and self is not API_VERSIONS:
             reader.read({})  # tagged fields of the header
-        return reader.read(self.answers[version])
+        return reader.read(form.answer)
 
 
-def _write(out: bytearray, kind: Kind, value: Any) -> None:
+def _write(out: bytearray, kind: Kind, value: Any, classic: bool) -> None:
     if isinstance(kind, Mapping):
         for name, each in kind.items():
-            _write(out, each, value[name])
-        out.append(0)  # no tagged fields
+            _write(out, each, value[name], classic)
+        if not classic:
+            out.append(0)  # no tagged fields
     elif isinstance(kind, list):
-        _write_length(out, value)
+        _write_length(out, value, classic and ">i")
         for each in value or ():
-            _write(out, kind[0], each)
+            _write(out, kind[0], each, classic)
     elif kind == "uuid":
         out += value.bytes
     elif kind in ("str", "bytes"):
         data = value.encode() if isinstance(value, str) else value
-        _write_length(out, data)
+        _write_length(out, data, classic and _CLASSIC_LENGTHS[kind])
         out += data or b""
     else:
         out += struct.pack(_NUMBERS[kind], value)
 
 
-def _write_length(out: bytearray, value: Any) -> None:
+def _write_length(out: bytearray, value: Any, classic: str | Literal[False]) -> None:
+    if classic:
+        out += struct.pack(classic, -1 if value is None else len(value))
+        return
     left = 0 if value is None else len(value) + 1
     while left > 0x7F:
         out.append(0x80 | left & 0x7F)
@@ -89,22 +102,24 @@ def _write_length(out: bytearray, value: Any) -> None:
 class _Reader:
     """Reads an answer. Each length is compared with the bytes that are left."""
 
-    def __init__(self, data: bytes, at: int = 0) -> None:
+    def __init__(self, data: bytes, classic: bool = False, at: int = 0) -> None:
         self._data = data
+        self._classic = classic
         self._at = at
 
     def read(self, kind: Kind) -> Any:
         if isinstance(kind, Mapping):
             found = SimpleNamespace(**{name: self.read(each) for name, each in kind.items() if "@" not in name})
-            self._read_tagged_fields(kind, vars(found))
+            if not self._classic:
+                self._read_tagged_fields(kind, vars(found))
             return found
         if isinstance(kind, list):
-            size = self._length()
+            size = self._length(">i")
             return None if size is None else [self.read(kind[0]) for _ in range(size)]
         if kind == "uuid":
             return uuid.UUID(bytes=self._take(16))
         if kind in ("str", "bytes"):
-            size = self._length()
+            size = self._length(_CLASSIC_LENGTHS[kind])
             data = None if size is None else self._take(size)
             return data.decode() if data is not None and kind == "str" else data
         return struct.unpack(_NUMBERS[kind], self._take(struct.calcsize(_NUMBERS[kind])))[0]
@@ -120,8 +135,11 @@ class _Reader:
                 name, each = wanted[tag]
                 found[name] = _Reader(data).read(each)
 
-    def _length(self) -> int | None:
-        size = self._varint() - 1
+    def _length(self, classic: str) -> int | None:
+        if self._classic:
+            (size,) = struct.unpack(classic, self._take(struct.calcsize(classic)))
+        else:
+            size = self._varint() - 1
         if size > len(self._data) - self._at:
             raise ValueError("a length exceeds the answer")
         return None if size < 0 else size
@@ -165,12 +183,16 @@ def _kind(tokens: list[str]) -> Kind:
     return [element]
 
 
-# The requests: name, key and versions in a line, then the fields of the request and, behind "=", of the answer.
+# The requests: name, key and versions in a line, then the fields of the request and, behind "=", of the answer. "or"
+# adds another version, with the same fields if none are given.
 _TABLE = """
 ApiVersions 18 3
     client_software_name:str client_software_version:str
   = error_code:i16 api_keys:[api_key:i16 min_version:i16 max_version:i16] throttle_time_ms:i32
     2@finalized_features:[name:str max_version_level:i16 min_version_level:i16]
+SaslHandshake 17 1 classic
+    mechanism:str
+  = error_code:i16 mechanisms:[str]
 SaslAuthenticate 36 2
     auth_bytes:bytes
   = error_code:i16 error_message:str auth_bytes:bytes session_lifetime_ms:i64
@@ -180,11 +202,21 @@ Metadata 3 11
     topics:[error_code:i16 name:str topic_id:uuid is_internal:bool partitions:[error_code:i16 partition_index:i32
     leader_id:i32 leader_epoch:i32 replica_nodes:[i32] isr_nodes:[i32] offline_replicas:[i32]]
     topic_authorized_operations:i32]
+or 8 classic
+    topics:[name:str] allow_auto_topic_creation:bool include_cluster_authorized_operations:bool
+    include_topic_authorized_operations:bool
+  = throttle_time_ms:i32 brokers:[node_id:i32 host:str port:i32 rack:str] cluster_id:str controller_id:i32
+    topics:[error_code:i16 name:str is_internal:bool partitions:[error_code:i16 partition_index:i32
+    leader_id:i32 leader_epoch:i32 replica_nodes:[i32] isr_nodes:[i32] offline_replicas:[i32]]
+    topic_authorized_operations:i32] cluster_authorized_operations:i32
 FindCoordinator 10 4
     key_type:i8 coordinator_keys:[str]
   = throttle_time_ms:i32 coordinators:[key:str node_id:i32 host:str port:i32 error_code:i16 error_message:str]
-# 5 only adds an error code, and 6 is another transaction protocol.
-InitProducerId 22 4
+FindCoordinator 10 3
+    key:str key_type:i8
+  = throttle_time_ms:i32 error_code:i16 error_message:str node_id:i32 host:str port:i32
+# 4 and 5 only add error codes, and 6 is another transaction protocol.
+InitProducerId 22 3,4
     transactional_id:str transaction_timeout_ms:i32 producer_id:i64 producer_epoch:i16
   = throttle_time_ms:i32 error_code:i16 producer_id:i64 producer_epoch:i16
 EndTxn 26 3,4
@@ -197,6 +229,7 @@ EndTxn 26 5
 AddOffsetsToTxn 25 3
     transactional_id:str producer_id:i64 producer_epoch:i16 group_id:str
   = throttle_time_ms:i32 error_code:i16
+or 1 classic
 # The coordinator checks the group's member from 3 on; 5 belongs to another transaction protocol.
 TxnOffsetCommit 28 3
     transactional_id:str group_id:str producer_id:i64 producer_epoch:i16 generation_id:i32 member_id:str
@@ -212,6 +245,7 @@ ListOffsets 2 6
     timestamp:i64]]
   = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 error_code:i16 timestamp:i64 offset:i64
     leader_epoch:i32]]
+or 4 classic
 OffsetFetch 9 7
     group_id:str topics:[name:str partition_indexes:[i32]] require_stable:bool
   = throttle_time_ms:i32 topics:[name:str partitions:[partition_index:i32 committed_offset:i64
@@ -255,19 +289,26 @@ DeleteRecords 21 2
 
 def _apis() -> Iterator[Api]:
     lines = [line for line in _TABLE.splitlines() if not line.startswith("#")]
+    api, form = Api("", 0, {}), Form({}, {}, False)
     for entry in re.split(r"\n(?=\w)", "\n".join(lines))[1:]:
         head, _, fields = entry.partition("\n")
-        name, key, versions = head.split()
+        *name, versions = head.removesuffix(" classic").split()
         asked, _, answered = fields.partition("=")
-        answers = dict.fromkeys(map(int, versions.split(",")), _parsed(answered))
-        yield Api(name, int(key), _parsed(asked), answers)
+        form = Form(_parsed(asked), _parsed(answered), False) if fields else form
+        form = form._replace(classic=head.endswith(" classic"))
+        if name != ["or"]:
+            api = Api(name[0], int(name[1]), {})
+            yield api
+        api.forms.update(dict.fromkeys(map(int, versions.split(",")), form))
 
 
 (
     API_VERSIONS,
+    SASL_HANDSHAKE,
     SASL_AUTHENTICATE,
     METADATA,
     FIND_COORDINATOR,
+    FIND_ONE_COORDINATOR,
     INIT_PRODUCER_ID,
     END_TXN,
     END_TXN_AND_BUMP,
@@ -285,8 +326,3 @@ def _apis() -> Iterator[Api]:
     DESCRIBE_CONFIGS,
     DELETE_RECORDS,
 ) = _apis()
-SASL_HANDSHAKE = Api("SaslHandshake", 17, {}, {1: "i16"})  # the answer is an error code, and a list that is not read
-
-
-def sasl_handshake(mechanism: str) -> Request:
-    return Request(SASL_HANDSHAKE, struct.pack(f">h{len(mechanism)}s", len(mechanism), mechanism.encode()))

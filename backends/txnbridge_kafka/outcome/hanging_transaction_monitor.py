@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 
-from txnbridge.errors import AccessDenied, InvalidState, TxnBridgeError
+from txnbridge.errors import AccessDenied, InvalidState, NotSupported, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import (
@@ -52,14 +52,15 @@ class HangingTransactionMonitor:
     def check(self) -> bool:
         """Write the missing markers of transactions that this check and the last one found hanging.
 
-        Return False if further checks are useless: the bridge is closed, or its user lacks a right.
+        Return False if further checks are useless: the bridge is closed, its user lacks a right, or the broker the
+        request.
         """
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("wrote the missing control marker of the hanging transaction %s", written)
-        except AccessDenied as error:
+        except (AccessDenied, NotSupported) as error:
             _log.warning(
-                "readers may wait for a hanging transaction, which this user may not look for or end: %s. See"
+                "readers may wait for a hanging transaction, which cannot be looked for or ended from here: %s. See"
                 " txnbridge doctor",
                 error,
             )

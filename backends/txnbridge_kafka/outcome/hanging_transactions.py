@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
+from txnbridge.errors import AccessDenied, InvalidState, NotFound, NotSupported, StorageFailed
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.protocol_types import COMMITTED, ActiveProducer, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
@@ -190,8 +190,8 @@ def write_missing_markers_of_owner(
     """
     try:
         producers = cluster.requests.producers(partitions, deadline)
-    except AccessDenied as error:
-        _log.warning("without the right to read, hanging transactions cannot be looked for: %s", error)
+    except (AccessDenied, NotSupported) as error:
+        _log.warning("hanging transactions cannot be looked for: %s", error)
         return
     of_id = _by_producer(producers).get(opened.pid, {})
     open_in = {partition: active for partition, active in of_id.items() if active.epoch < opened.epoch}

@@ -31,4 +31,9 @@ def cluster(port: int) -> tuple[str, int]:
 
 def metadata(topics: list[dict[str, Any]] | None) -> wire.Request:
     """Return a request for the metadata of topics; None: all topics."""
-    return wire.METADATA(topics=topics, allow_auto_topic_creation=False, include_topic_authorized_operations=False)
+    return wire.METADATA(
+        topics=topics,
+        allow_auto_topic_creation=False,
+        include_topic_authorized_operations=False,
+        include_cluster_authorized_operations=False,
+    )

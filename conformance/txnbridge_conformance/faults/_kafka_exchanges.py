@@ -10,6 +10,27 @@ from typing import ClassVar
 from txnbridge_conformance.faults._frames import MOST_PENDING, Conversation, Request
 
 
+API_VERSIONS = 18
+# Stands for a request that the broker is said not to know.
+_UNKNOWN_REQUEST = 10_000
+
+
+def with_versions(answer: bytes, version: int, highest: Mapping[int, int | None]) -> bytes:
+    """Return an answer to ApiVersions that names lower highest versions of requests; None: no such request."""
+    changed = bytearray(answer)
+    if struct.unpack_from(">h", answer, 8) != (0,):
+        return answer  # an error
+    # The number of entries is a byte more than theirs from version 3 on, as the lists of brokers are shorter than 127.
+    count, at, size = (answer[10] - 1, 11, 7) if version >= 3 else (*struct.unpack_from(">i", answer, 10), 14, 6)
+    for each in range(at, at + count * size, size):
+        key, _, most = struct.unpack_from(">hhh", answer, each)
+        if (limit := highest.get(key, most)) is None:
+            struct.pack_into(">h", changed, each, _UNKNOWN_REQUEST)
+        else:
+            struct.pack_into(">h", changed, each + 4, min(limit, most))
+    return bytes(changed)
+
+
 class KafkaConversation(Conversation):
     """Matches answers on a Kafka connection: they come in the order of requests; some requests have no answer."""
 

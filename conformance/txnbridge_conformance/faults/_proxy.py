@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from txnbridge.errors import InvalidOption, UsageError
 from txnbridge_conformance.faults._frames import Conversation, FrameSplitter, Request, StreamPiece
-from txnbridge_conformance.faults._kafka_exchanges import KafkaConversation
+from txnbridge_conformance.faults._kafka_exchanges import API_VERSIONS, KafkaConversation, with_versions
 from txnbridge_conformance.faults._pulsar_exchanges import PulsarConversation
 from txnbridge_conformance.faults._rocketmq_exchanges import RocketMQConversation
 
@@ -116,6 +116,7 @@ class Proxy:
         self.closing = threading.Event()
         self.is_half_open = False
         self._delay = 0.0
+        self._versions: dict[int, int | None] = {}
         self._listeners: list[socket.socket] = []
         try:
             for route in routes:
@@ -189,6 +190,16 @@ class Proxy:
         """Keep a side's connection open after the other side has disconnected, until `cut` or `close`."""
         self.is_half_open = on
 
+    def limit_versions(self, highest: Mapping[str | int, int | None]) -> None:
+        """Let a Kafka broker seem to support requests only up to these versions; None: not at all.
+
+        Connections that are made later find so, as at another broker that speaks Kafka's protocol. Raise
+        `InvalidOption` for another protocol.
+        """
+        if self._new_conversation is not KafkaConversation:
+            raise InvalidOption("only Kafka's requests have versions")
+        self._versions = {_number(kind, KafkaConversation.kinds): version for kind, version in highest.items()}
+
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -243,8 +254,14 @@ class Proxy:
         """Return the time at which to forward bytes that arrive now, as `delay` has set it."""
         return time.monotonic() + self._delay
 
-    def with_proxy_addresses(self, frame: bytes) -> bytes:
-        """Return the frame of an answer in JSON with the addresses of this proxy in place of the brokers'."""
+    def rewritten_kinds(self, conversation: Conversation) -> Collection[int]:
+        """Return the kinds of requests whose answers `rewrite` changes."""
+        return [API_VERSIONS] if self._versions else conversation.rewritten_kinds
+
+    def rewrite(self, request: Request, frame: bytes) -> bytes:
+        """Return the frame of an answer with this proxy's addresses in JSON, or with the versions that were set."""
+        if self._versions:
+            return with_versions(frame, request.version, self._versions)
         for route, port in zip(self._routes, self.ports, strict=True):
             frame = frame.replace(f'"{_HOST}:{route.upstream}"'.encode(), f'"{_HOST}:{port}"'.encode())
         return struct.pack(">i", len(frame) - 4) + frame[4:]
@@ -282,7 +299,7 @@ class _Connection:
         sizes = (conversation.request_head, conversation.answer_head) if conversation else (None, None)
         self._open_directions = 2
         self._lock = threading.Lock()
-        rewritten = conversation.rewritten_kinds if conversation else ()
+        rewritten = proxy.rewritten_kinds(conversation) if conversation else ()
         requests = _Direction(self, proxy, "requests", client, broker, parse[0], sizes[0])
         answers = _Direction(self, proxy, "answers", broker, client, parse[1], sizes[1], rewritten)
         self._threads = [*requests.start(), *answers.start()]
@@ -338,7 +355,8 @@ class _Direction:
         self._parse, self._splitter = parse, FrameSplitter(head_size)
         self._rewritten_kinds = rewritten_kinds
         self._hold: Hold | None = None  # the hold of the current frame
-        self._rewritten: bytes | None = None  # the bytes so far of an answer with addresses
+        self._request: Request | None = None  # of the current frame
+        self._rewritten: bytes | None = None  # the bytes so far of an answer that is changed
         self._waiting: queue.Queue[tuple[float, bytes, Hold | None] | None] = queue.Queue(_MOST_WAITING)
 
     def start(self) -> list[threading.Thread]:
@@ -356,7 +374,7 @@ class _Direction:
     def _put(self, pieces: Iterable[StreamPiece]) -> None:
         for data, head in pieces:
             if head is not None and self._parse is not None:
-                request = self._parse(head)
+                self._request = request = self._parse(head)
                 self._hold = self._proxy.catch_by_hold(self._name, request)
                 if self._hold and self._name == "requests":
                     self._connection.add_hold(self._hold)
@@ -365,9 +383,9 @@ class _Direction:
                 self._forward(data)
                 continue
             self._rewritten += data
-            if not self._splitter.is_inside:
+            if self._request and not self._splitter.is_inside:
                 answer, self._rewritten = self._rewritten, None
-                self._forward(self._proxy.with_proxy_addresses(answer))
+                self._forward(self._proxy.rewrite(self._request, answer))
 
     def _forward(self, data: bytes) -> None:
         self._waiting.put((self._proxy.forward_time(), data, self._hold))
