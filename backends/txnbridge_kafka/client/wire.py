@@ -1,7 +1,7 @@
 """Kafka's protocol as bytes: the requests that are sent here, and how their fields are written and read.
 
 Each request has a version that Kafka has had since 3.0, in the flexible encoding, in which fields that are not known
-here can be skipped. Some have an older version too, in the classic encoding, for other brokers that speak this protocol.
+here can be skipped. Some have an older version too, in the classic encoding, for other brokers of this protocol.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from txnbridge_conformance.faults._frames import MOST_PENDING, Conversation, Request
 
-
 API_VERSIONS = 18
 # Stands for a request that the broker is said not to know.
 _UNKNOWN_REQUEST = 10_000
