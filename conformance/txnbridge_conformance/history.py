@@ -307,6 +307,7 @@ class _Lines:
         return f"call {operation.number} of {self._history.processes[operation.process].name}"
 
     def _stored(self, line: dict[str, Any]) -> None:
+        _number(line["stored"])
         values, positions = _texts(line["values"]), [self._position(position) for position in line["positions"]]
         if len(values) != len(positions):
             raise ValueError("each stored value has one position")

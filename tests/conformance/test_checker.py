@@ -6,11 +6,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib.resources import files
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from txnbridge_conformance.checker import MEANINGS, Findings, check
 from txnbridge_conformance.history import History, HistoryError
 from txnbridge_conformance.report.promises import rows
@@ -20,6 +22,7 @@ from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, judge
 from txnbridge import Capability
 
 T0, T1 = ("t", 0), ("t", 1)
+SCHEMA = Draft202012Validator(json.loads((files("txnbridge_conformance") / "history.schema.json").read_bytes()))
 
 
 class Story:
@@ -557,6 +560,18 @@ def test_a_file_of_another_form_is_refused_with_its_line(lines, text):
         History().add(lines, "a")
 
 
+def test_the_schema_refuses_what_the_reader_refuses_for_its_form():
+    refused = [
+        {"what": 1},
+        {"history": 2, "process": "a", "client": "c", "host": "h", "pid": 1},
+        {"start": 0, "what": "read", "mono": 1},
+        {"start": 0, "what": "x", "mono": 1, "deadline": "1"},
+        {"send": 0, "to": ["t"], "values": []},
+        {"end": 0, "result": "ok", "mono": 1, "outcome": "COMMITTED"},
+    ]
+    assert [line for line in refused if SCHEMA.is_valid(line)] == []
+
+
 def test_a_value_that_two_calls_send_is_refused_with_both_calls():
     story = Story()
     call = story.begin("a")
@@ -590,6 +605,8 @@ def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data
     with suppress(HistoryError):  # and no other error
         history.add([json.dumps(each).encode() + b"\n" for each in lines], "a")
         check(history)
+        for each in lines:
+            SCHEMA.validate(each)
 
 
 def test_every_name_has_a_meaning_in_one_sentence():

@@ -1,5 +1,5 @@
-import java.io.FileOutputStream;
 import java.nio.charset.StandardCharsets;
+import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.Collections;
 import java.util.HashMap;
@@ -8,7 +8,6 @@ import java.util.Map;
 import java.util.Random;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
-import java.util.stream.Collectors;
 import org.apache.pulsar.client.api.MessageId;
 import org.apache.pulsar.client.api.Producer;
 import org.apache.pulsar.client.api.PulsarClient;
@@ -18,33 +17,30 @@ import org.apache.pulsar.client.api.transaction.Transaction;
 public class RawPulsar {
     private static final int LARGEST_PART = 20;
 
-    private final FileOutputStream history;
+    private final HistoryRecorder history;
     private final String process;
     private final long timeout;
     private final Random random;
     private final PulsarClient client;
     private final List<String[]> keys = new ArrayList<>(); // topic and number of each partition
     private final Map<String, Producer<byte[]>> producers = new HashMap<>();
-    private int calls = 0;
     private int values = 0;
     private volatile boolean stopped = false;
 
     private RawPulsar(String[] arguments) throws Exception {
-        history = new FileOutputStream(arguments[0]);
+        history = new HistoryRecorder(Path.of(arguments[0]), arguments[1], "pulsar-client (Java)");
         process = arguments[1];
         timeout = Long.parseLong(arguments[3]);
         random = new Random(Long.parseLong(arguments[4]));
-        for (int at = 7; at < arguments.length; at++) {
-            for (int partition = 0; partition < Integer.parseInt(arguments[6]); partition++) {
+        for (int at = 6; at < arguments.length; at++) {
+            for (int partition = 0; partition < Integer.parseInt(arguments[5]); partition++) {
                 keys.add(new String[] {arguments[at], String.valueOf(partition)});
             }
         }
-        line("{\"history\":1,\"process\":\"%s\",\"client\":\"pulsar-client (Java)\",\"host\":\"%s\",\"pid\":%d}",
-                process, arguments[5], ProcessHandle.current().pid());
-        start("open");
+        int opening = history.start("open");
         client = PulsarClient.builder().serviceUrl(arguments[2]).enableTransaction(true)
                 .operationTimeout((int) timeout, TimeUnit.MILLISECONDS).build();
-        end(0, "ok", null);
+        history.end(opening, "ok");
     }
 
     public static void main(String[] arguments) throws Exception {
@@ -67,29 +63,28 @@ public class RawPulsar {
     }
 
     private void transact() throws Exception {
-        int call = start("transaction");
-        line("{\"note\":%d,\"deadline\":%d}", call, timeout / 1000);
+        int call = history.start("transaction", "deadline", timeout / 1000);
         Transaction txn = null;
         try {
             txn = client.newTransaction().withTransactionTimeout(timeout, TimeUnit.MILLISECONDS).build()
                     .get(timeout, TimeUnit.MILLISECONDS);
-            line("{\"note\":%d,\"transaction\":\"%s\"}", call, txn.getTxnID());
+            history.note(call, "transaction", txn.getTxnID());
             send(call, txn);
             if (random.nextInt(4) == 0) {
                 txn.abort().get(timeout, TimeUnit.MILLISECONDS);
-                end(call, "fail", "Abort");
+                history.end(call, "fail", "error", "Abort");
                 return;
             }
         } catch (Exception error) {
             abort(txn);
-            end(call, "fail", error.getClass().getSimpleName());
+            history.end(call, "fail", "error", error.getClass().getSimpleName());
             return;
         }
         try {
             txn.commit().get(timeout, TimeUnit.MILLISECONDS);
-            end(call, "ok", null);
+            history.end(call, "ok");
         } catch (Exception error) {
-            end(call, "unknown", error.getClass().getSimpleName());
+            history.end(call, "unknown", "error", error.getClass().getSimpleName());
         }
     }
 
@@ -101,8 +96,7 @@ public class RawPulsar {
             for (int count = 1 + random.nextInt(LARGEST_PART); count > 0; count--) {
                 part.add(process + "/" + values++);
             }
-            String text = part.stream().map(value -> '"' + value + '"').collect(Collectors.joining(","));
-            line("{\"send\":%d,\"to\":[\"%s\",%s],\"values\":[%s]}", call, key[0], key[1], text);
+            history.send(call, key[0], Integer.parseInt(key[1]), part);
             Producer<byte[]> producer = producer(key);
             for (String value : part) {
                 sent.add(producer.newMessage(txn).value(value.getBytes(StandardCharsets.UTF_8)).sendAsync());
@@ -130,19 +124,5 @@ public class RawPulsar {
         } catch (Exception error) {
             // the broker aborts it when its time is over
         }
-    }
-
-    private int start(String what) throws Exception {
-        line("{\"start\":%d,\"what\":\"%s\",\"mono\":%d}", calls, what, System.nanoTime());
-        return calls++;
-    }
-
-    private void end(int call, String result, String error) throws Exception {
-        String why = error == null ? "" : ",\"error\":\"" + error + '"';
-        line("{\"end\":%d,\"result\":\"%s\"%s,\"mono\":%d}", call, result, why, System.nanoTime());
-    }
-
-    private void line(String format, Object... values) throws Exception {
-        history.write((String.format(format, values) + "\n").getBytes(StandardCharsets.UTF_8));
     }
 }

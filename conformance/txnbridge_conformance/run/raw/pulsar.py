@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import tempfile
 import zlib
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from txnbridge_conformance.brokers import java_with_pulsar
-from txnbridge_conformance.history import host
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
-_PROGRAM = Path(__file__).with_name("RawPulsar.java")
+_HERE = Path(__file__).parent
 
 
 def become_java(plan: Plan, process: str) -> NoReturn:
     """Replace this process by the Java program that does the work of the role "write"."""
-    command = [*java_with_pulsar(), str(_PROGRAM)]
+    java, *options, classpath = java_with_pulsar()
+    classes = tempfile.mkdtemp(dir=plan.folder)
+    compiler = [java, "-m", "jdk.compiler/com.sun.tools.javac.Main", "-cp", classpath, "-d", classes]
+    subprocess.run([*compiler, *map(str, _HERE.glob("*.java"))], check=True)
     history = Path(plan.folder) / f"{process}.jsonl"
     address = f"pulsar://{urlsplit(plan.url).netloc}"
     seed = str(zlib.crc32(f"{plan.seed} {process}".encode()))
-    arguments = [str(history), process, address, str(int(plan.timeout * 1000)), seed, host()]
-    os.execvp(command[0], [*command, *arguments, str(PARTITIONS), plan.named("left"), plan.named("right")])
+    arguments = [str(history), process, address, str(int(plan.timeout * 1000)), seed]
+    topics = plan.named("left"), plan.named("right")
+    os.execvp(java, [java, *options, f"{classpath}:{classes}", "RawPulsar", *arguments, str(PARTITIONS), *topics])
