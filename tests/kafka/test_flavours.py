@@ -53,10 +53,12 @@ def test_an_owner_goes_on_after_a_dead_one_and_the_doctor_says_what_is_missing(
         abandoned.send(topic, b"abandoned")
         with first.transaction(prepare=True) as prepared:
             prepared.send(topic, b"prepared")
+        assert prepared.token is not None
         with txnbridge.connect(txnbridge_url, transactional_id="owner") as second, caplog.at_level(logging.WARNING):
             assert second.commit(prepared.token) is Outcome.COMMITTED
             with second.transaction() as txn:
                 txn.send(topic, b"next")
+            assert txn.token is not None
             assert second.status(txn.token).state.value == "committed"
             assert [m.value for m in second.read(topic, 10)] == [b"prepared", b"next"]
             lists = bool(second.capabilities[Capability.LIST_OPEN])

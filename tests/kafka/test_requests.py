@@ -914,9 +914,9 @@ main(["demo", "kafka"])
 
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
-    newer = replace(wire.DESCRIBE_TRANSACTIONS, answers={99: {}})
+    newer = replace(wire.DESCRIBE_TRANSACTIONS, forms={})
     monkeypatch.setattr(wire, "DESCRIBE_TRANSACTIONS", newer)
-    with pytest.raises(NotSupported, match=r"does not have DescribeTransactions; Kafka 3\.0"):
+    with pytest.raises(NotSupported, match=r"does not have DescribeTransactions, which Kafka has since 3\.0"):
         world.described()
 
 

@@ -92,13 +92,14 @@ def test_an_undecided_half_message_is_asked_about_again(bridge: Bridge, topic: s
 
 @proves(Capability.HALF_MESSAGES)
 def test_of_two_answers_to_a_half_message_the_first_counts(bridge: Bridge, topic: str, group: str) -> None:
-    def execute(*_: Any) -> Decision:
+    def wait_for_other(*_: Any) -> Decision:
         with suppress(AssertionError):  # if no other answer came in time, this answer is the first
             eventually(lambda: resolver.stats.aborted, "the other answer counts")
         return COMMIT
 
     with bridge.resolver(group, check=lambda *_: ABORT) as resolver:
-        with bridge.half_messages(group, execute=execute, check=undecided) as halves:
+        # Who is asked first, of the two of the group, waits, so that the other one is asked next.
+        with bridge.half_messages(group, execute=wait_for_other, check=wait_for_other) as halves:
             with pytest.raises(TransactionAborted), halves.transaction(timeout=programs.SHORT) as txn:
                 txn.send(topic, b"never")
     assert txn.outcome is Outcome.ABORTED
