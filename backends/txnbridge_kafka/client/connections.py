@@ -156,4 +156,5 @@ class Connections:
         """Return whether a node accepts EndTxn version 5, by the level of transaction.version, which is then cached."""
         if node not in self._levels:
             self._levels[node] = self.transaction_version(node)
-        return self._levels[node] >= EPOCH_BUMPS  # brokers support EndTxn 5 only from this level on
+        # Some brokers support EndTxn 5 only from this level on, and others of the protocol not at all.
+        return self._levels[node] >= EPOCH_BUMPS and bool(self.connect(node).versions(wire.END_TXN_AND_BUMP))
