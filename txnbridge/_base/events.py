@@ -18,44 +18,6 @@ from typing import Any, Literal
 
 Phase = Literal["before", "after", "failed"]
 
-# The names of the core's events. A backend's requests are events `step:<name>`, declared in `Backend.steps`.
-EVENT_NAMES = (
-    "bridge.open",
-    "bridge.close",
-    "writer.open",
-    "transaction.begin",
-    "message.send",
-    "message.stored",
-    "ack",
-    "flush",
-    "prepare",
-    "decision.append",
-    "decision.read",
-    "commit",
-    "group.commit",
-    "abort",
-    "transaction.end",
-    "resolve",
-    "status",
-    "reader.assign",
-    "reader.revoke",
-    "reader.lost",
-    "reader.poll",
-    "reader.seek",
-    "half.store",
-    "half.check",
-    "half.end",
-    "half.open",
-    "half.park",
-    "outbox.store",
-    "outbox.delete",
-    "database.read",
-    "database.barrier",
-    "database.commit",
-    "processor.count",
-    "relay.count",
-)
-
 _log = logging.getLogger("txnbridge")
 
 
@@ -63,6 +25,7 @@ _log = logging.getLogger("txnbridge")
 class Event:
     """An event: the begin or end of one step of a bridge.
 
+    A backend's requests are events `step:<name>`, declared in `Backend.steps`.
     In the phase "before" no request of the step was sent yet, so that a listener can kill or delay the program there.
     `data` contains sizes, names and positions, never bodies or keys of messages.
     """
