@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from txnbridge._base.connection import Connection, close_logging_errors
 from txnbridge._base.deadline import Deadline
-from txnbridge._base.messages import Position
-from txnbridge._base.token import Decision, Token
+from txnbridge._base.token import Token
 from txnbridge.capabilities import Capability
 from txnbridge.errors import DeadlineExceeded, InvalidToken
-from txnbridge.spi import Ack, DecisionLog, Held, Ledger, LedgerClaim, LedgerEntry, Partition
+from txnbridge.spi import DecisionLog, Ledger
 
 if TYPE_CHECKING:
     from txnbridge._decisions.decisions import Decisions
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LogProvider(Protocol):
@@ -114,56 +116,33 @@ class DecisionLogs:
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)
 
 
+def _found(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return the method that finds the ledger, within the deadline of the call, and calls its `method`."""
+
+    def call(self: LazyLedger, /, *arguments: P.args, **named: P.kwargs) -> R:
+        (deadline,) = (argument for argument in arguments if isinstance(argument, Deadline))
+        function: Callable[P, R] = getattr(self._find_ledger(deadline), method.__name__)
+        return function(*arguments, **named)
+
+    return call
+
+
 class LazyLedger(Ledger):
     """A ledger, a part of a decision log, which `find_ledger` opens within the deadline of the first call on it."""
 
     def __init__(self, find_ledger: Callable[[Deadline], Ledger]) -> None:
         self._find_ledger = find_ledger
 
-    def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
-        return self._find_ledger(deadline).opened(data, deadline)
-
-    def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        return self._find_ledger(deadline).open_behind(before, data, deadline)
-
-    def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        return self._find_ledger(deadline).newest_opening(deadline)
-
-    def begin(self, deadline: Deadline) -> Mapping[str, Any]:
-        return self._find_ledger(deadline).begin(deadline)
-
-    def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
-        self._find_ledger(deadline).record(kind, transaction, data, deadline)
-
-    def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
-        return self._find_ledger(deadline).find(transaction, deadline, log=log)
-
-    def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
-        return self._find_ledger(deadline).entries(kind, deadline)
-
-    def claim(
-        self,
-        transaction: str,
-        decision: Decision,
-        data: Mapping[str, Any],
-        deadline: Deadline,
-        *,
-        log: Mapping[str, Any],
-        acks: Sequence[Ack] = (),
-    ) -> LedgerClaim:
-        return self._find_ledger(deadline).claim(transaction, decision, data, deadline, log=log, acks=acks)
-
-    def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
-        return self._find_ledger(deadline).decided(transaction, deadline, log=log)
-
-    def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
-        return self._find_ledger(deadline).claims(deadline)
-
-    def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
-        return self._find_ledger(deadline).acknowledged(group, deadline)
-
-    def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
-        return self._find_ledger(deadline).positions(group, deadline)
-
-    def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
-        return self._find_ledger(deadline).held(group, deadline)
+    opened = _found(Ledger.opened)
+    open_behind = _found(Ledger.open_behind)
+    newest_opening = _found(Ledger.newest_opening)
+    begin = _found(Ledger.begin)
+    record = _found(Ledger.record)
+    find = _found(Ledger.find)
+    entries = _found(Ledger.entries)
+    claim = _found(Ledger.claim)
+    decided = _found(Ledger.decided)
+    claims = _found(Ledger.claims)
+    acknowledged = _found(Ledger.acknowledged)
+    positions = _found(Ledger.positions)
+    held = _found(Ledger.held)
