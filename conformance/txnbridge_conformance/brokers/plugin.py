@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -28,22 +28,10 @@ IDLE_ROCKETMQ = {
 }
 
 
-class StartKafka(Protocol):
-    """The fixture `start_kafka` calls `brokers.kafka`, and kills the broker after the test."""
-
-    def __call__(self, **options: Any) -> brokers.Broker: ...
-
-
-class StartPulsar(Protocol):
-    """The fixture `start_pulsar` calls `brokers.pulsar`, and kills the broker after the test."""
-
-    def __call__(self, **options: Any) -> brokers.Pulsar: ...
-
-
-class StartRocketMQ(Protocol):
-    """The fixture `start_rocketmq` calls `brokers.rocketmq`, and kills the broker after the test."""
-
-    def __call__(self, **options: Any) -> brokers.RocketMQ: ...
+# The fixtures `start_kafka`, `start_pulsar` and `start_rocketmq`, which take the options of `brokers.kafka` and so on.
+StartKafka = Callable[..., brokers.Broker]
+StartPulsar = Callable[..., brokers.Pulsar]
+StartRocketMQ = Callable[..., brokers.RocketMQ]
 
 
 def kafka_or_skip(**options: Any) -> brokers.Broker:
