@@ -90,9 +90,6 @@ class Instrumentation:
         plugins.unregister(self.metrics)
 
 
-# --- traces -----------------------------------------------------------------------------------------------------------
-
-
 class Tracing:
     """The plug-in that makes spans, and puts their context into headers."""
 
@@ -180,9 +177,6 @@ class _HeadersGetter:
 
 
 _GETTER: Any = _HeadersGetter()
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def _measure(collected: metrics.Metrics, meter: otel.Meter) -> None:

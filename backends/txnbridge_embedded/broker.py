@@ -59,8 +59,6 @@ class EmbeddedBroker(Broker):
         self._closed = False
         self._admin = EmbeddedAdmin(self.session)
 
-    # --- writing ---------------------------------------------------------------------------------------------------
-
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         with self.session(deadline) as connection:
             with (
@@ -110,8 +108,6 @@ class EmbeddedBroker(Broker):
             self.store.ensure_topic(connection, topic, deadline)
         return TopicRules()
 
-    # --- tokens ----------------------------------------------------------------------------------------------------
-
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return self._end(token, Decision.COMMIT, deadline)
 
@@ -138,8 +134,6 @@ class EmbeddedBroker(Broker):
                     return _status(connection, token) or _record_expired(connection, token)
             except DeadlineExceeded:
                 return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process locks the file")
-
-    # --- administration and closing --------------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:

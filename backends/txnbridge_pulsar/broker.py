@@ -100,8 +100,6 @@ class PulsarBroker(Broker):
 
         retry_translated(load, lambda error: translate(error, what), deadline)
 
-    # --- writing --------------------------------------------------------------------------------------------------
-
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)
         if (before := self._owners.pop(identity.name, None)) is not None:
@@ -127,8 +125,6 @@ class PulsarBroker(Broker):
         self._publishers.add(publisher)
         return publisher
 
-    # --- reading --------------------------------------------------------------------------------------------------
-
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         from txnbridge_pulsar.read.reader import PulsarReader
 
@@ -138,8 +134,6 @@ class PulsarBroker(Broker):
         concrete, *_ = self._cluster.topics.require(topic, None, deadline)
         self._cluster.topics.check_may_send(concrete, deadline)
         return TopicRules()
-
-    # --- tokens ---------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         from txnbridge_pulsar.outcome.outcome import end_prepared
@@ -155,8 +149,6 @@ class PulsarBroker(Broker):
         from txnbridge_pulsar.outcome.outcome import status_of
 
         return status_of(self._cluster, token, deadline)
-
-    # --- the rest -------------------------------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:

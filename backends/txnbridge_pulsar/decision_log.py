@@ -44,8 +44,6 @@ class PulsarLog(DecisionLog):
         with events.step("step:log", log=topic):
             self._topic = topics.internal(topic, deadline)
 
-    # --- bounds ---------------------------------------------------------------------------------------------------
-
     def begin(self, deadline: Deadline) -> Position | None:
         if self.end(deadline) is None:
             return None
@@ -66,8 +64,6 @@ class PulsarLog(DecisionLog):
             elif self._end_reader.lost is not None:
                 self._end_reader.reopen(deadline.left())
             return self._end_reader
-
-    # --- appending ------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         send = self._retry(lambda: self._start_send(record, deadline), "appending to it", deadline)
@@ -106,8 +102,6 @@ class PulsarLog(DecisionLog):
 
     def _unknown(self, why: str) -> OutcomeUnknown:
         return OutcomeUnknown(f"a record may or may not be in the decision log {self._name}: {why}")
-
-    # --- reading --------------------------------------------------------------------------------------------------
 
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
@@ -179,8 +173,6 @@ class PulsarLog(DecisionLog):
         finally:
             with suppress(wire.PulsarError):
                 reader.close(_CLOSE_SECONDS)
-
-    # --- the rest -------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Allow the broker to drop the records before a position: whole BookKeeper ledgers, when it begins a new one.

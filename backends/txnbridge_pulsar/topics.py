@@ -34,8 +34,6 @@ class PulsarTopics:
         self._known: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._internal: set[str] = set()
 
-    # --- finding ---------------------------------------------------------------------------------------------------
-
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
         """Return the full names of a topic's partitions. Create a missing topic if `create` and the settings allow it.
 
@@ -138,8 +136,6 @@ class PulsarTopics:
             )
         return names
 
-    # --- changing --------------------------------------------------------------------------------------------------
-
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
         """Create a topic. Return False if it exists already, with any number of partitions.
 
@@ -201,8 +197,6 @@ class PulsarTopics:
                 raise InvalidState(f"deleting topic {topic!r}: {refused}") from refused
             raise _refusal(refused, f"deleting topic {topic!r}") from refused
         self._known.pop(topic, None)
-
-    # --- internal ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
         """Return the full name of an internal topic; create a missing one with its subscription.

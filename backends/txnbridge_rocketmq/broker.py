@@ -77,8 +77,6 @@ class RocketMQBroker(Broker):
             LIMITS, message_bytes=home.message_bytes, prepared_seconds=min(home.longest_transaction, home.retention)
         )
 
-    # --- writing ------------------------------------------------------------------------------------------------------
-
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)
         return list(self._owner_of(identity, ledger).open_writers(count, deadline))
@@ -101,8 +99,6 @@ class RocketMQBroker(Broker):
         self._publishers.add(publisher)
         return publisher
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         from txnbridge_rocketmq.read.reader import RocketMQReader
 
@@ -111,8 +107,6 @@ class RocketMQBroker(Broker):
     def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         self._cluster.topics.require(topic, None, deadline)
         return TopicRules()
-
-    # --- tokens -------------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         from txnbridge_rocketmq.outcome.outcome import end_prepared
@@ -128,8 +122,6 @@ class RocketMQBroker(Broker):
         from txnbridge_rocketmq.outcome.outcome import status_of
 
         return status_of(self._ender, token, ledger, deadline)
-
-    # --- administration, logs, half messages --------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:

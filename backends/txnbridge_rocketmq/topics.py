@@ -48,8 +48,6 @@ class RocketMQTopics:
         self._known: dict[str, tuple[float, TopicRoute]] = {}
         self._internal: set[str] = set()
 
-    # --- looking up ---------------------------------------------------------------------------------------------------
-
     def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
         """Return the readable queues of a topic, by partition.
 
@@ -147,8 +145,6 @@ class RocketMQTopics:
             )
         return route
 
-    # --- changing -----------------------------------------------------------------------------------------------------
-
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
         """Create a topic. Return False if a topic of this name exists."""
         if self.existing_queues(topic, deadline):
@@ -194,8 +190,6 @@ class RocketMQTopics:
         while (route := self._current_route(topic, deadline)) is None or len(route.readable) < partitions:
             deadline.check(f"waiting until the name server knows {partitions} partitions of topic {topic!r}")
             time.sleep(_ROUTE_POLL_SECONDS)
-
-    # --- the bridge's own topics --------------------------------------------------------------------------------------
 
     def internal(self, topic: str, deadline: Deadline) -> Queue:
         """Return the only queue of one of the bridge's own topics, on the home broker. Create a missing topic."""

@@ -87,8 +87,6 @@ class Handler:
             near = nearest(setting, known)
             raise InvalidOption(f"process() has no {setting}=" + (f"; did you mean {near}=?" if near else ""))
 
-    # --- the signature --------------------------------------------------------------------------------------------
-
     def _read_first(self, parameter: inspect.Parameter) -> None:
         """Note, from the first parameter, the type of the value, and whether it may be a `Message` or None."""
         kind = self._type(parameter.annotation, needed=True)
@@ -174,8 +172,6 @@ class Handler:
         """Raise `NotFound` if the topic `to` is missing and may not be created; `name` is the function's in its app."""
         if self.to is not None and self.settings.get("db") is None:  # with a database a relay sends the results
             connection.require_topic(self.to.name, f"{name} sends to")
-
-    # --- a message ------------------------------------------------------------------------------------------------
 
     def calls(self, state: Any, loop: EventLoop | None) -> dict[str, Any]:
         """Return the function as the argument `each` or `batch` of a processor; `loop` runs an `async def` function."""

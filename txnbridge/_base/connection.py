@@ -88,8 +88,6 @@ class Connection:
             except NotFound as error:
                 raise NotFound(f"{use} {topic!r}: {error}") from None
 
-    # --- calls ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def call(self) -> Iterator[None]:
         """Count the block as a running call, for which `Bridge.close` waits. Raise `InvalidState` if closed."""

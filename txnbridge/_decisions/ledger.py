@@ -56,8 +56,6 @@ class LogLedger(Ledger):
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)
 
-    # --- records of the owner ---------------------------------------------------------------------------------------
-
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
         under = self._own_opening()
         fields = {"under": under, "about": kind, "transaction": transaction, "data": check_data(data)}
@@ -101,8 +99,6 @@ class LogLedger(Ledger):
                 if owner == path and entry.about == kind
             ]
         return [entry for _, entry in sorted(found, key=lambda item: item[0])]
-
-    # --- claims -----------------------------------------------------------------------------------------------------
 
     def claim(
         self,

@@ -109,8 +109,6 @@ class HalfTransaction(ConnectionUser):
         if most is not None and len(self._messages) >= most:
             raise errors.InvalidOption(f"a transaction has at most {most} messages on this broker")
 
-    # --- its end ----------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> HalfTransaction:
         if not self._open:
             raise self._refusal("a block")
@@ -202,8 +200,6 @@ class HalfTransaction(ConnectionUser):
                 f"transaction {self._id} was decided ({decision.value}), and the broker may not know it yet: {error}."
                 " check is asked, and ends it"
             ) from error
-
-    # --- guards -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _in_turn(self, call: str) -> Iterator[None]:

@@ -80,8 +80,6 @@ class LaneIndex:
         if self._consumer is not None and time.monotonic() - self._used_at > _REST_SECONDS:
             self.close()
 
-    # --- noting -----------------------------------------------------------------------------------------------------
-
     def add(self, half: Half) -> None:
         """Add a half (a transaction's half messages) that is about to be stored."""
         with self.lock:
@@ -170,8 +168,6 @@ class LaneIndex:
                 each.checks, each.check_at = part.checks, part.check_at
             each.size = 0
         each.size += len(part.message.value or b"")
-
-    # --- reading ----------------------------------------------------------------------------------------------------
 
     def read_until(self, nonce: str, deadline: Deadline) -> None:
         """Read up to the record with this nonce, which the caller has just stored, and all records before it."""

@@ -89,8 +89,6 @@ class Resolver(Service):
         failing = since is not None and time.monotonic() - since > self._connection.timeout
         return self._runs and not hang and not failing
 
-    # --- running ----------------------------------------------------------------------------------------------------
-
     def _leave(self) -> None:
         others = [each for each in list(self._connection.services) if isinstance(each, Resolver)]
         if not any(other._group == self._group for other in others):
@@ -131,8 +129,6 @@ class Resolver(Service):
             if len(self._asking) >= self._parallel:
                 self._changed.wait(_LOOK_SECONDS)
         return []
-
-    # --- checks -----------------------------------------------------------------------------------------------------
 
     def _begin(self, half: Half) -> None:
         thread = threading.Thread(
@@ -203,8 +199,6 @@ class Resolver(Service):
                 committed=before.committed + (outcome is Outcome.COMMITTED),
                 aborted=before.aborted + (outcome is Outcome.ABORTED),
             )
-
-    # --- limit of running checks ------------------------------------------------------------------------------------
 
     def _free_places(self) -> int:
         with self._changed:

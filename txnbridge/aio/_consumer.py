@@ -39,8 +39,6 @@ class Consumer(ClosedByBlock):
         self._sync = sync
         self._calls = OneCall(repr(sync))
 
-    # --- reading --------------------------------------------------------------------------------------------------
-
     async def poll(self, max_messages: int = 500, timeout: float = 1.0) -> Batch:
         """Return up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
 
@@ -88,8 +86,6 @@ class Consumer(ClosedByBlock):
         self._sync._received()
         return batch
 
-    # --- positions ------------------------------------------------------------------------------------------------
-
     async def assignment(self) -> list[Partition]:
         """Return the partitions that are assigned to this consumer now."""
         return await self._run("assignment", lambda: self._sync.assignment)
@@ -104,8 +100,6 @@ class Consumer(ClosedByBlock):
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
         return await self._calls.run(Call(function))
-
-    # --- closing --------------------------------------------------------------------------------------------------
 
     async def close(self, timeout: float | None = None) -> None:
         """Leave the group: other members take over at once, and get the unacknowledged messages.

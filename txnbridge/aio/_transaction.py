@@ -41,8 +41,6 @@ class Transaction:
         self._calls = OneCall(f"transaction {sync.id}")
         self._end: Call[Any] | None = None  # the last call that ends the transaction
 
-    # --- state ----------------------------------------------------------------------------------------------------
-
     @property
     def id(self) -> str:
         """The transaction's id, unique for ever. Events, log lines and the doctor's lists contain it."""
@@ -79,8 +77,6 @@ class Transaction:
     @property
     def _ends_behind(self) -> bool:
         return self._end is not None and self._end.runs_behind
-
-    # --- sending and acknowledging ----------------------------------------------------------------------------------
 
     async def send(
         self,
@@ -133,8 +129,6 @@ class Transaction:
         must not wait for its thread, so they are not limited: there are no more of them than writers (hazard H112).
         """
         return (None, 0.0) if self._sync._has_writer else (self._threads, self._sync.deadline)
-
-    # --- ending ---------------------------------------------------------------------------------------------------
 
     async def commit(self) -> None:
         """Commit the transaction now; return only after the broker has confirmed the commit.

@@ -101,9 +101,6 @@ def when(milliseconds: int) -> str:
     return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
 
 
-# --- a command and its options ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cli:
     """A command's common options, its connection and its output."""
@@ -227,9 +224,6 @@ _BROKER_OPTIONS = (
         help="The deadline of each call to the broker.",
     ),
 )
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def guarded(

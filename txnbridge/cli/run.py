@@ -75,9 +75,6 @@ def _makes_processors(found: Any) -> bool:
     return isinstance(found, App | Processor) or callable(found)
 
 
-# --- an application ---------------------------------------------------------------------------------------------------
-
-
 def _given(option: str) -> Any:
     """Return an option's value if it is on the command line; None if it is a default or from the environment."""
     ctx = click.get_current_context()
@@ -129,9 +126,6 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_host: s
                 return ExitCode.UNAVAILABLE
             click.echo(f"health checks on port {port}", err=True)
         return supervisor.run()
-
-
-# --- a processor ------------------------------------------------------------------------------------------------------
 
 
 def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> None:

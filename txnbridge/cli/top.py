@@ -44,9 +44,6 @@ def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None
             _common.console().print(_screen(bridge.url, watch.look()))
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class BrokerState:
     """The state of a broker at one time."""
@@ -112,9 +109,6 @@ def _rates(before: BrokerState, now: BrokerState) -> dict[str, float]:
             moved = sum(position[0] - then[0] for position, then in steps if then is not None)
             found[group.name] = max(0.0, moved / (now.at - before.at))
     return found
-
-
-# --- showing ----------------------------------------------------------------------------------------------------------
 
 
 def _as_json(state: BrokerState) -> dict[str, Any]:

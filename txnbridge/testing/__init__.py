@@ -66,9 +66,6 @@ else:
             yield opened
 
 
-# --- listening -----------------------------------------------------------------------------------------------------
-
-
 class _Listener:
     def __init__(self, function: Callable[[Event], object]) -> None:
         self._function = function
@@ -91,9 +88,6 @@ def recorded() -> Iterator[list[Event]]:
     events: list[Event] = []
     with listening(events.append):
         yield events
-
-
-# --- an answer that is lost ----------------------------------------------------------------------------------------
 
 
 def next_commit(bridge: txnbridge.Bridge, outcome: Outcome, *, happened: bool = True) -> _NextCommit:
@@ -142,9 +136,6 @@ class _NextCommit:
             self._writers.commit = self._commit
             if error[0] is None:
                 raise AssertionError("next_commit: no transaction was committed inside the block")
-
-
-# --- dying everywhere ----------------------------------------------------------------------------------------------
 
 
 def crash_everywhere(

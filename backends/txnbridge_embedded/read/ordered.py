@@ -54,8 +54,6 @@ class OrderedReader(GroupReader):
     def _assignment_epochs(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, cursor.epoch) for partition, cursor in self._cursors.items()}
 
-    # --- following the assignment -----------------------------------------------------------------------------------
-
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         now = now_ms()
         view = self._view(now, deadline)
@@ -167,8 +165,6 @@ class OrderedReader(GroupReader):
 
     def _reassign(self, connection: FileConnection, now: int) -> None:
         group_assignments.reassign(connection, self._group_id, now, self._lease_ms)
-
-    # --- positions --------------------------------------------------------------------------------------------------
 
     def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
         for cursor, offset in offsets.items():

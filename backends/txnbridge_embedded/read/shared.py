@@ -60,8 +60,6 @@ class SharedReader(GroupReader):
         self._follow(bounds)
         return bounds
 
-    # --- lending ----------------------------------------------------------------------------------------------------
-
     def _read_messages(self, limit: int, deadline: Deadline) -> list[Message]:
         if self._leased:  # leases of a poll that failed, which may or may not be stored
             with self._reading(deadline) as connection:
@@ -186,8 +184,6 @@ class SharedReader(GroupReader):
                         " WHERE group_id = ? AND partition_id = ? AND offset = ? AND member = ?",
                         ((self._group_id, cursor.id, offset, self._member) for (offset,) in given),
                     )
-
-    # --- positions --------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
         return {partition: (cursor.bounds.position or 0,) for partition, cursor in self._cursors.items()}

@@ -113,8 +113,6 @@ class StagedMessages:
         """Return the topics to which messages were added since `clear`."""
         return list(self._topics.values())
 
-    # --- taking messages -------------------------------------------------------------------------------------------
-
     def add(
         self,
         topic: str,
@@ -181,8 +179,6 @@ class StagedMessages:
             f"a message for {topic} has {size} bytes with its key and headers; this broker accepts {self._max_bytes} "
             "(option max_message_bytes)"
         )
-
-    # --- partitions ------------------------------------------------------------------------------------------------
 
     def _topic(self, name: str) -> StoredTopic:
         topic = self._topics.get(name)

@@ -88,9 +88,6 @@ def _renamed(name: str, value: str) -> tuple[str, str]:
         raise InvalidOption(f"option {name!r} must be a whole number") from None
 
 
-# --- stores ----------------------------------------------------------------------------------------------------------
-
-
 def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
     """Remove a key store's or trust store's settings from `left`; return librdkafka's settings for its PEM file."""
     kind = left.pop(f"{store}.type", "").upper()
@@ -123,8 +120,6 @@ def _conversion(store: str, location: str, kind: str) -> str:
         return f"{convert} && openssl pkcs12 -in {p12} -nodes -out {pem}"
     return f"openssl pkcs12 -in {source} -nodes -out {pem}"
 
-
-# --- JAAS ------------------------------------------------------------------------------------------------------------
 
 FORM = 'MODULE required name="value" name="value";'
 _SKIPPED = re.compile(r"(?:\s+|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)

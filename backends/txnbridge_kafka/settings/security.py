@@ -114,9 +114,6 @@ def access(client: Mapping[str, str]) -> Access:
     )
 
 
-# --- TLS -------------------------------------------------------------------------------------------------------------
-
-
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
     """Return a TLS context with librdkafka's checks. Raise `InvalidOption` for an unusable file or cipher."""
     context = _tls_context(client, "ssl.ca")
@@ -182,8 +179,6 @@ def _naming_option(option: str) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise InvalidOption(f"{option} cannot be used: {reason}") from None
 
-
-# --- OAuth -----------------------------------------------------------------------------------------------------------
 
 # An OAuth token is renewed after this share of its lifetime, as by Kafka's Java client and librdkafka.
 _RENEWED_SHARE = 0.8

@@ -154,8 +154,6 @@ class Transactions:
 
         retry(deadline, attempt)
 
-    # ------------------------------------------------------------------------------------------ coordinators
-
     def _ask_repeatedly(self, coordinator: int, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
         def attempt() -> Fields:
             connection = self._coordinator(coordinator, deadline)

@@ -66,8 +66,6 @@ class PulsarOwner:
         self._slots = PreparedSlots(cluster, cluster.settings.prepared_ids, self.in_doubt, self.forget)
         self._cleanup = ProofTopicCleanup(cluster, identity.name)
 
-    # --- opening --------------------------------------------------------------------------------------------------
-
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
         """Fence the older owners of the id, and end their transactions that are not prepared. Return new writers."""
         if self._fence is not None:
@@ -164,8 +162,6 @@ class PulsarOwner:
         """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no proof topic becomes free."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
-    # --- transactions ---------------------------------------------------------------------------------------------
-
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
         """Begin a transaction at the next coordinator, and another one if the answer is lost; the first then times out.
 
@@ -252,8 +248,6 @@ class PulsarOwner:
         """Raise `Fenced` if the transactional id has a newer owner."""
         if self._fence is not None:
             self._fence.check(deadline)
-
-    # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
         """Give up the transactional id. The next owner finds the prepared transactions on the fence topic."""

@@ -27,8 +27,6 @@ class RocketMQAdmin(Admin):
         self._cluster = ender.cluster
         self._topics = self._cluster.topics
 
-    # --- topics -------------------------------------------------------------------------------------------------------
-
     def create_topic(
         self,
         name: str,
@@ -97,8 +95,6 @@ class RocketMQAdmin(Admin):
         first = max(0, first)
         return (first,), (max(first, end),)
 
-    # --- transactions -------------------------------------------------------------------------------------------------
-
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         """Return the open transactions whose transactional id begins with `owners`, also those with discarded halves.
 
@@ -132,8 +128,6 @@ class RocketMQAdmin(Admin):
         if not count:
             raise InvalidState(f"the broker has not discarded any half of transaction {transaction!r}")
         return f"the broker sends check-backs again for {count} halves of {transaction}"
-
-    # --- checks -------------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
         return list(self._advice(deadline))

@@ -191,8 +191,6 @@ class RemotingConnection:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # --- calls --------------------------------------------------------------------------------------------------------
-
     def _send(self, call: Call[Any], frame: bytes) -> None:
         try:
             self._wire.send(frame, call.until)

@@ -73,8 +73,6 @@ class CheckBackHandler:
             with self._lock:
                 self._deadlines.discard(deadline)
 
-    # --- check-backs --------------------------------------------------------------------------------------------------
-
     def answer(self, checks: Sequence[CheckBack]) -> None:
         """End the halves of these check-backs if their transactions are decided. Log errors."""
         asked: dict[str, list[CheckBack]] = {}
@@ -166,8 +164,6 @@ class CheckBackHandler:
     def _is_own(self, half: MessageExt) -> bool:
         """Return whether a half is in the producer group of the application, and not in one for half messages."""
         return half.properties.get(Property.GROUP) == self._group
-
-    # --- discarded halves ---------------------------------------------------------------------------------------------
 
     def _end_discarded_halves(self) -> None:
         while not self._closed.wait(self._end_discarded_once()):

@@ -50,9 +50,6 @@ _SYS_TRAN_PREPARED_QUEUE_OFFSET TRANSACTION_PREPARED_QUEUE_OFFSET
 RESERVED = frozenset(_NAMES.split())
 
 
-# --- encoding ---------------------------------------------------------------------------------------------------------
-
-
 def to_wire(
     topic: str,
     value: bytes | None,
@@ -172,9 +169,6 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
         )
 
 
-# --- decoding ---------------------------------------------------------------------------------------------------------
-
-
 def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
     """Decode any client's record into a `Message` with this `source`. Raise `CannotDecompress` for a damaged body."""
     properties = record.properties
@@ -258,9 +252,6 @@ def _decoded_base64(text: str) -> bytes | None:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return None
-
-
-# --- choice of a partition --------------------------------------------------------------------------------------------
 
 
 def ordering_key(message: WireMessage, key: bytes | None) -> bytes | None:

@@ -62,8 +62,6 @@ class RocketMQPublisher(Publisher):
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    # --- buffering ----------------------------------------------------------------------------------------------------
-
     def send(
         self,
         topic: str,
@@ -117,8 +115,6 @@ class RocketMQPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
         if self._closed:
             raise errors.InvalidState("this publisher is closed")
-
-    # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until all accepted messages are stored. Raise `DeadlineExceeded` at the deadline; sending continues."""

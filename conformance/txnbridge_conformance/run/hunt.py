@@ -82,8 +82,6 @@ class Hunt:
         self._attacking = clients  # whether new processes may kill themselves
         self._roles: dict[str, int] = {}  # with the number of processes
 
-    # --- work ---------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def topics(self) -> Iterator[Bridge]:
         """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
@@ -204,8 +202,6 @@ class Hunt:
         for process in [each for each in self._processes if each.role in roles]:
             process.stop()
             self._processes.remove(process)
-
-    # --- reading back -------------------------------------------------------------------------------------------------
 
     def read_back(self) -> None:
         """Read every topic from the start with a fresh reader, and record all messages."""

@@ -120,9 +120,6 @@ class TopicFeed:
 _feeds: ClientPool[TopicFeed] = ClientPool()
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
 def columns(position: Position, headers: bool) -> str:
     """Return the columns of a query's rows as a schema for Spark: those of Spark's Kafka source.
 

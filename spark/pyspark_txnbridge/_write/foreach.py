@@ -78,9 +78,6 @@ def _publish(call: _Call, columns: Columns) -> None:
         raise
 
 
-# --- calls for the same batch ----------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Call:
     identity: BatchId
@@ -117,8 +114,6 @@ def _is_first(call: _Call) -> bool:
         " options. Or let the error end the query: the restarted query writes what is missing"
     )
 
-
-# --- identifying the query and its run -------------------------------------------------------------------------------
 
 _QUERY, _GROUP = "sql.streaming.queryId", "spark.jobGroup.id"
 

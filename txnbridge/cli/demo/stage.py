@@ -55,8 +55,6 @@ class Stage:
         self._actors: list[Child] = []
         self._ok, self._bad = ("✓", "✗") if console.encoding.startswith("utf") else ("ok", "FAILED")
 
-    # --- showing --------------------------------------------------------------------------------------------------
-
     def begin(self) -> None:
         where = "an embedded broker, a single file" if self.url.startswith("embedded:") else "a real broker"
         story = Text(f"A small shop sells on {where}:\n", justify="left")
@@ -140,8 +138,6 @@ class Stage:
         for command, text in commands.items():
             line = Text.assemble((f"{command:<{width}}  ", "cyan"), (text, "dim"))
             self._console.print(line, soft_wrap=True)  # not wrapped, so that the command can be copied
-
-    # --- acting ---------------------------------------------------------------------------------------------------
 
     def actor(self, function: Callable[..., Any], *args: object, pause: str | None = None) -> Child:
         """Run a function in a process of its own; with `pause` the process is stopped at this event."""

@@ -45,8 +45,6 @@ class Transport:
         self._closed = False
         sock.setblocking(False)
 
-    # ------------------------------------------------------------------------------------------ writing
-
     def write(self, frame: bytes, deadline: ClientDeadline) -> None:
         """Write a whole frame. Raise `NotWritten` at the deadline."""
         with deadline.locking(self._writing) as is_held:
@@ -103,8 +101,6 @@ class Transport:
         with self._tls:
             return self._sock.send(self._unsent)
 
-    # ------------------------------------------------------------------------------------------ reading
-
     def read_into(self, space: memoryview, seconds: float) -> int | None:
         """Read into `space`; return the byte count, None at the timeout. Raise `OSError`, also at the stream's end."""
         received = self._receive(space)
@@ -138,8 +134,6 @@ class Transport:
         poll = select.poll()
         poll.register(self._sock, events)
         poll.poll(min(max(0.0, seconds), _MAX_POLL_SECONDS) * 1000)
-
-    # ------------------------------------------------------------------------------------------ ending
 
     def interrupt(self) -> None:
         """Wake up waiting threads: from now on reading and writing fail. Thread-safe."""

@@ -82,8 +82,6 @@ def decode(type_name: str, data: bytes) -> Fields:
         raise Malformed(f"a {type_name} ends too early") from None
 
 
-# ------------------------------------------------------------------------------------------------ writing
-
 _Writer = tuple[bytes, "Callable[[Any], bytes]", bool]
 
 
@@ -128,7 +126,6 @@ def _writer(field: Field) -> _Writer:
 
 _WRITERS = {type.name: {field.name: _writer(field) for field in type.fields} for type in TYPES.values()}
 
-# ------------------------------------------------------------------------------------------------ reading
 
 # The decoding of one field: its name, the function that converts its number or bytes (None for a nested message), the
 # name of its type, and whether it is repeated.

@@ -181,9 +181,6 @@ def _inflate(body: bytes, kind: int, most: int) -> bytes:
     return data
 
 
-# --- properties -------------------------------------------------------------------------------------------------------
-
-
 def pack_properties(properties: Mapping[str, str]) -> str:
     """Return the properties as one text. Raise `ValueError` for a property that the broker would drop or break."""
     for name, value in properties.items():
