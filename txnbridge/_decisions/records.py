@@ -30,6 +30,7 @@ MAX_RECORD_BYTES = 900_000
 _DEEPEST = 64
 
 IdPath = tuple[str | int, ...]
+_Value = TypeVar("_Value")
 
 
 class UnreadableRecord(ValueError):
@@ -366,32 +367,22 @@ def _finite(text: str) -> float:
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+def _only(kind: type[_Value]) -> Callable[[Any], _Value]:
+    """Return a function that returns a value of this type, and raises TypeError for any other value."""
+
+    def read(value: Any) -> _Value:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return read
+
+
+_text, _flag, _bytes, _object = _only(str), _only(bool), _only(bytes), _only(dict)
 
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError
-    return value
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
         raise TypeError
     return value
 
@@ -451,9 +442,6 @@ def _exactly(value: Any, *names: str) -> list[Any]:
     if not isinstance(value, dict) or value.keys() != set(names):
         raise TypeError
     return [value[name] for name in names]
-
-
-_Value = TypeVar("_Value")
 
 
 def _optional(read: Callable[[Any], _Value]) -> Callable[[Any], _Value | None]:
