@@ -172,7 +172,6 @@ class Backend(ABC):
     capabilities: Capabilities
     limits: Limits
     options: Mapping[str, Option]
-    steps: tuple[str, ...] = ()  # the names of the `step:` events that the backend emits
 
     def check_installed(self) -> None:
         """Raise `BackendMissing` if the client library is not installed. Don't connect: perhaps no broker runs yet."""

@@ -82,11 +82,6 @@ class EmbeddedBackend(Backend):
     )
     limits = Limits(message_bytes=_DEFAULTS.max_message_bytes)
     options = OPTIONS
-    steps = (
-        *("step:open", "step:store", "step:spill", "step:decide", "step:purge"),  # transactions
-        *("step:join", "step:share", "step:release", "step:leave", "step:lease", "step:nack", "step:seek"),  # groups
-        *("step:append", "step:half"),  # decisions and half messages
-    )
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> EmbeddedBroker:
         _check(options, context)

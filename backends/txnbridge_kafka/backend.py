@@ -19,10 +19,6 @@ class KafkaBackend(Backend):
     capabilities = CAPABILITIES
     limits = Limits(message_bytes=message_bytes({}), prepared_seconds=DEFAULT_LONGEST_MS / 1000)
     options = OPTIONS
-    steps = (
-        *("step:log", "step:open", "step:fence"),  # ids
-        *("step:acks", "step:commit", "step:end", "step:record", "step:repair"),  # transactions
-    )
 
     def check_installed(self) -> None:
         try:

@@ -18,16 +18,6 @@ class PulsarBackend(Backend):
     capabilities = CAPABILITIES
     limits = LIMITS
     options = OPTIONS
-    steps = (
-        "step:announce",
-        "step:begin",
-        "step:commit",
-        "step:end",
-        "step:log",
-        "step:record",
-        "step:register",
-        "step:repair",
-    )
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         from txnbridge_pulsar.broker import PulsarBroker

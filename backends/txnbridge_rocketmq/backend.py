@@ -18,16 +18,6 @@ class RocketMQBackend(Backend):
     capabilities = CAPABILITIES
     limits = LIMITS
     options = OPTIONS
-    steps = (
-        "step:log",
-        "step:open",
-        "step:start",
-        "step:store",
-        "step:decide",
-        "step:publish",
-        "step:record",
-        "step:drop",
-    )
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         from txnbridge_rocketmq.broker import RocketMQBroker

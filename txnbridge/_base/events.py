@@ -25,7 +25,7 @@ _log = logging.getLogger("txnbridge")
 class Event:
     """An event: the begin or end of one step of a bridge.
 
-    A backend's requests are events `step:<name>`, declared in `Backend.steps`.
+    The steps of a backend, such as its requests, are events `step:<name>`.
     In the phase "before" no request of the step was sent yet, so that a listener can kill or delay the program there.
     `data` contains sizes, names and positions, never bodies or keys of messages.
     """
