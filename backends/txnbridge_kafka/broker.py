@@ -27,7 +27,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_kafka.admin.admin import KafkaAdmin
-from txnbridge_kafka.admin.preflight import check_topics
+from txnbridge_kafka.admin.doctor import preflight
 from txnbridge_kafka.capabilities import CAPABILITIES, WITHOUT_LISTS, message_bytes, without_log
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
@@ -67,7 +67,7 @@ class KafkaBroker(Broker):
             overview = self._cluster.topics.overview(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
-            self._unwritable = check_topics(self._cluster, self._log, overview, deadline)
+            self._unwritable = preflight(self._cluster, self._log, overview, deadline)
             lists = self._cluster.requests.lists_transactions(deadline)
         except BaseException:
             self._cluster.requests.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from confluent_kafka.admin._metadata import TopicMetadata
+from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 
+from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Advice, Deadline, OpenTransaction
 from txnbridge_kafka.capabilities import longest_ms
 from txnbridge_kafka.client.protocol_types import EPOCH_BUMPS
@@ -22,6 +24,10 @@ INTERNAL_TOPICS = (STATE_TOPIC, OFFSETS_TOPIC)
 _REPLICAS, _IN_SYNC = 3, 2
 # Brokers abort expired transactions every ten seconds. A transaction that expired longer ago than this is a problem.
 _OVERDUE_MS = 30_000
+# The longest check when a bridge connects, which it must not delay. A running broker answers within milliseconds.
+_PREFLIGHT_SECONDS = 2.0
+
+_log = logging.getLogger("txnbridge")
 
 
 def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
@@ -144,3 +150,23 @@ def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]
         yield Advice("warning", "rights", text, "grant it Read on their topics")
     if not (seen.hanging or seen.unknown):
         yield Advice("ok", "markers", "no control marker is missing in the partitions that this user may read")
+
+
+def preflight(cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline) -> dict[str, Advice]:
+    """Check replication and in-sync settings of Kafka's internal topics and of the decision log, and log warnings.
+
+    A bridge calls this when it connects. Return the advice about the topics in which no record can be stored, by
+    topic. In a cluster of one broker, warnings about other topics are not logged. Topics and settings that this user
+    may not see are not checked.
+    """
+    topics = {name: overview.topics[name] for name in (*INTERNAL_TOPICS, log) if name in overview.topics}
+    try:
+        settings = cluster.topics.configs(list(topics), Deadline(min(_PREFLIGHT_SECONDS, deadline.left())))
+    except BrokerUnavailable:
+        return {}
+    findings = list(check_replicas(topics, settings))
+    problems = {advice.subject: advice for advice in findings if advice.level == "problem"}
+    warnings = [advice for advice in findings if advice.level == "warning" and len(overview.brokers) > 1]
+    for advice in (*problems.values(), *warnings):
+        _log.warning("%s: %s; %s", advice.subject, advice.text, advice.remedy)
+    return problems
