@@ -1,8 +1,8 @@
-"""Encodes and decodes protobuf messages without a schema, as pairs of field number and value."""
+"""Decodes protobuf messages without a schema, as pairs of field number and value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 Value = int | bytes
@@ -12,27 +12,6 @@ _NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 # The most bytes of a varint: it has 64 bits, seven in each byte.
 _MOST_NUMBER_BYTES = 10
-
-
-def encode(fields: Iterable[tuple[int, Value]]) -> bytes:
-    """Return these fields, in this order, encoded as a protobuf message. A field may be repeated."""
-    return b"".join(_field(number, value) for number, value in fields)
-
-
-def _field(number: int, value: Value) -> bytes:
-    if isinstance(value, int):
-        return _varint(number << 3 | _NUMBER) + _varint(value)
-    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    value &= 2**64 - 1  # protobuf writes a negative number as 64 bits
-    written = bytearray()
-    while value > 0x7F:
-        written.append(value & 0x7F | 0x80)
-        value >>= 7
-    written.append(value)
-    return bytes(written)
 
 
 def decode(data: bytes) -> Iterator[tuple[int, Value]]:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import struct
+from collections.abc import Iterable
+from typing import NamedTuple, Self
 
-from txnbridge_conformance._protobuf import Value, encode
-from txnbridge_conformance.brokers._pulsar_wire import LOOKUP, LOOKUP_RESPONSE, PulsarConnection
+from txnbridge_conformance._protobuf import Value, decode
 
+CONNECT, CONNECTED, ERROR, LOOKUP, LOOKUP_RESPONSE = 2, 3, 14, 23, 24
+# The newest protocol version that brokers know. Transactions need at least version 19.
+_PROTOCOL_VERSION = 21
+# The largest message and 10 KiB of overhead. A peer that sends more is no Pulsar broker.
+_MOST_BYTES = 5 * 1024 * 1024 + 10 * 1024
 SUBSCRIBE, PRODUCER, SEND, SEND_RECEIPT, MESSAGE, ACK, FLOW, SUCCESS = 4, 5, 6, 7, 9, 10, 11, 13
 PRODUCER_SUCCESS, PING, PONG, ACK_RESPONSE = 17, 18, 19, 38
 NEW_TXN, ADD_PARTITION_TO_TXN, ADD_SUBSCRIPTION_TO_TXN, END_TXN = 50, 52, 54, 56
@@ -15,6 +22,91 @@ EARLIEST = 1
 SUBSCRIPTION = b"sub"
 
 _numbers = itertools.count(1)
+
+
+def encode(fields: Iterable[tuple[int, Value]]) -> bytes:
+    """Return these fields, in this order, encoded as a protobuf message. A field may be repeated."""
+    return b"".join(_field(number, value) for number, value in fields)
+
+
+def _field(number: int, value: Value) -> bytes:
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    value &= 2**64 - 1  # protobuf writes a negative number as 64 bits
+    written = bytearray()
+    while value > 0x7F:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)
+
+
+class PulsarCommand(NamedTuple):
+    """A command from a broker: its kind, its fields by number, and the payload after the command."""
+
+    kind: int
+    fields: dict[int, Value]
+    payload: bytes
+
+
+class PulsarConnection:
+    """A connection to a broker. Every method raises `OSError` if the connection or the broker fails."""
+
+    def __init__(self, port: int, timeout: float = 5.0) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout)
+        try:
+            self._answers = self._socket.makefile("rb")
+            self.connected = self.ask(CONNECTED, CONNECT, (1, b"txnbridge"), (4, _PROTOCOL_VERSION), (5, b"none"))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def send(self, kind: int, *fields: tuple[int, Value], payload: bytes = b"") -> None:
+        """Send one command."""
+        command = encode([(1, kind), (kind, encode(fields))])
+        size = 4 + len(command) + len(payload)
+        self._socket.sendall(struct.pack(">II", size, len(command)) + command + payload)
+
+    def receive(self) -> PulsarCommand:
+        """Return the broker's next command."""
+        size, command_size = struct.unpack(">II", self._exactly(8))
+        if not 4 + command_size <= size <= _MOST_BYTES:
+            raise OSError("the peer does not speak Pulsar's protocol")
+        frame = self._exactly(size - 4)
+        command = dict(decode(frame[:command_size]))
+        kind = command.get(1)
+        body = command.get(kind) if isinstance(kind, int) else None
+        if not isinstance(kind, int) or not isinstance(body, bytes):
+            raise OSError("the peer does not speak Pulsar's protocol")
+        return PulsarCommand(kind, dict(decode(body)), frame[command_size:])
+
+    def ask(self, answer: int, kind: int, *fields: tuple[int, Value], payload: bytes = b"") -> dict[int, Value]:
+        """Send a command. Wait for a command of the kind `answer`, and return the fields of that command."""
+        self.send(kind, *fields, payload=payload)
+        while (command := self.receive()).kind != answer:
+            if command.kind == ERROR:
+                raise OSError(f"the broker refused the command: {command.fields.get(3)!r}")
+        return command.fields
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._answers.read(size)
+        if len(data) < size:
+            raise OSError("the broker hung up")
+        return data
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def new_topic(name: str) -> bytes:

@@ -13,7 +13,12 @@ from tests.house.rooms import PUBLIC_MODULES, packages
 PUBLIC = {f"txnbridge.{name}" for name in PUBLIC_MODULES}
 CONTRACT = {"txnbridge.spi", "txnbridge.errors"}
 # What starts brokers asks them by these.
-CLIENTS = {"txnbridge_kafka.client", "txnbridge_kafka.settings.security", "txnbridge_rocketmq.client"}
+CLIENTS = {
+    "txnbridge_kafka.client",
+    "txnbridge_kafka.settings.security",
+    "txnbridge_pulsar.client",
+    "txnbridge_rocketmq.client",
+}
 # The rooms of the core, from the ground up: each imports those below it, and those beside it.
 FLOORS = [
     {"errors"},

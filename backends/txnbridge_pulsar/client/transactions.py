@@ -64,6 +64,10 @@ class Transactions:
             retry(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
         return count
 
+    def connect_to(self, coordinator: int, timeout: float) -> None:
+        """Connect to one coordinator by one attempt, which makes a broker load the coordinator."""
+        self._connect(coordinator, ClientDeadline(timeout))
+
     def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
         """Begin a transaction at the given coordinator, by default at the next one in round-robin order. The
         coordinator aborts the transaction after `ttl_ms`.
