@@ -59,8 +59,6 @@ class RocketMQDecisionLog(DecisionLog):
         self._read_up_to = -1  # the offset of the last record that was read
         self._tail: _Tail | None = None  # the records that the last append has read
 
-    # --- begin and end ------------------------------------------------------------------------------------------------
-
     def begin(self, deadline: Deadline) -> Position | None:
         at, end_offset = self._bounds(deadline)
         trimmed = self._trimmed(deadline)
@@ -108,8 +106,6 @@ class RocketMQDecisionLog(DecisionLog):
     def _end_offset(self, deadline: Deadline) -> int:
         request = read_requests.max_offset(self._queue.topic, 0)
         return self._retry(lambda: self._call(request, deadline), "asking for its end", deadline)
-
-    # --- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         body, properties = pack_value(record)
@@ -172,8 +168,6 @@ class RocketMQDecisionLog(DecisionLog):
 
     def _unknown(self, why: str) -> OutcomeUnknown:
         return OutcomeUnknown(f"a record may or may not be in the decision log {self._queue.topic}: {why}")
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
@@ -238,8 +232,6 @@ class RocketMQDecisionLog(DecisionLog):
 
     def _pull_request(self, at: int, count: int = read_requests.PULL_MOST) -> RpcRequest[PullResult]:
         return read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
-
-    # --- trimming -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Store `before` as the new begin of the log. The broker drops the older records by its retention."""

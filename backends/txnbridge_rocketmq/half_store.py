@@ -97,8 +97,6 @@ class RocketMQHalfStore(HalfStore):
     def _ledger(self, transaction: str, application: str) -> Ledger:
         return self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
 
-    # --- ending -----------------------------------------------------------------------------------------------------
-
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         log = half.how.get("log")
         if log is None:
@@ -121,8 +119,6 @@ class RocketMQHalfStore(HalfStore):
             outcome = end_prepared(self._ender, token, decision, ledger, deadline, prepared=prepared, asked=True)
         self._release(half.transaction)
         return outcome
-
-    # --- check-backs ------------------------------------------------------------------------------------------------
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         self._join(group, deadline)
@@ -265,8 +261,6 @@ class RocketMQHalfStore(HalfStore):
 
     def _ledger_in(self, transaction: str, origin: HalfOrigin) -> Ledger:
         return self._ledger(transaction, str(origin.log.get("log") or self._cluster.settings.application))
-
-    # --- parked half messages ---------------------------------------------------------------------------------------
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
         return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]

@@ -137,8 +137,6 @@ class Bridge(ClosedByBlock):
     def __repr__(self) -> str:
         return repr(self._sync)
 
-    # --- transactions ---------------------------------------------------------------------------------------------
-
     def transaction(
         self,
         *,
@@ -194,13 +192,9 @@ class Bridge(ClosedByBlock):
         self._sync._adopt(gathered)
         return Transaction(gathered, self._waiting)
 
-    # --- tokens ---------------------------------------------------------------------------------------------------
-
     commit: Final = delegated(txnbridge.Bridge.commit)
     abort: Final = delegated(txnbridge.Bridge.abort)
     status: Final = delegated(txnbridge.Bridge.status)
-
-    # --- topics, reading --------------------------------------------------------------------------------------------
 
     ensure_topics: Final = delegated(txnbridge.Bridge.ensure_topics)
     read: Final = delegated(txnbridge.Bridge.read)
@@ -223,8 +217,6 @@ class Bridge(ClosedByBlock):
 
     async def _open_consumer(self, opening: Callable[[], txnbridge.Consumer]) -> Consumer:
         return Consumer(await self._run("consumer", opening, close_opened))
-
-    # --- publishing, processing, half messages, outboxes --------------------------------------------------------------
 
     def publisher(self, name: str | None = None) -> Opening[Publisher]:
         """Open a publisher, which sends messages in order and idempotently, without a transaction.
@@ -328,8 +320,6 @@ class Bridge(ClosedByBlock):
     async def _run(self, _: str, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
         """Call `function`, which needs no writer, in a thread; `undo` undoes it for a task that was cancelled."""
         return await self._asking.run(Call(function, undo=undo), self._timeout)
-
-    # --- closing --------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Refuse new calls, wait for running ones, abort unfinished transactions, leave all groups, and disconnect.

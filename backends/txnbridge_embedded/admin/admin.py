@@ -52,8 +52,6 @@ class EmbeddedAdmin(Admin):
         self._session = session
         self._store = session.store
 
-    # --- topics ----------------------------------------------------------------------------------------------------
-
     def create_topic(
         self,
         name: str,
@@ -152,8 +150,6 @@ class EmbeddedAdmin(Admin):
             raise NotFound(f"there is no topic {name!r}")
         return topic
 
-    # --- groups ----------------------------------------------------------------------------------------------------
-
     def groups(self, deadline: Deadline) -> dict[str, int]:
         with self._session(deadline) as connection, self._store.reading(connection, deadline):
             rows = connection.execute(
@@ -172,8 +168,6 @@ class EmbeddedAdmin(Admin):
     ) -> dict[Partition, Position]:
         with self._session(deadline) as connection:
             return groups.reset(self._store, connection, name, to, topics, deadline)
-
-    # --- transactions ----------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         with self._session(deadline) as connection:
@@ -214,8 +208,6 @@ class EmbeddedAdmin(Admin):
                 ending.abort_open(self._store, connection, transaction, reason, deadline)
                 return Outcome.ABORTED
             return ending.decide(self._store, connection, transaction, decision, deadline, reason)
-
-    # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
         connection = self._store.connect()  # not the shared connection, because checking a large file takes long

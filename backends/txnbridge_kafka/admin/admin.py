@@ -68,8 +68,6 @@ class KafkaAdmin(Admin):
         self._topics = cluster.topics
         self._context = context
 
-    # --- topics ----------------------------------------------------------------------------------------------------
-
     def create_topic(
         self,
         name: str,
@@ -149,8 +147,6 @@ class KafkaAdmin(Admin):
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         return {topic: id for topic, id in self._cluster.requests.topic_ids(topics, deadline).items() if id}
 
-    # --- groups ----------------------------------------------------------------------------------------------------
-
     def groups(self, deadline: Deadline) -> dict[str, int]:
         return KafkaGroups(self._cluster, deadline).members()
 
@@ -161,8 +157,6 @@ class KafkaAdmin(Admin):
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
     ) -> dict[Partition, Position]:
         return KafkaGroups(self._cluster, deadline).reset(name, to, topics)
-
-    # --- transactions ----------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         records = self._records(deadline)
@@ -266,8 +260,6 @@ class KafkaAdmin(Admin):
         if not written:
             return f"{id} has no missing markers: no partition has an open transaction of it"
         return f"wrote the missing markers of {id}: {', '.join(written)}"
-
-    # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
         return list(self._run_checks(deadline))

@@ -51,8 +51,6 @@ class PulsarAdmin(Admin):
         self._settings = cluster.settings
         self._topics = cluster.topics
 
-    # --- topics ----------------------------------------------------------------------------------------------------
-
     def create_topic(
         self,
         name: str,
@@ -221,8 +219,6 @@ class PulsarAdmin(Admin):
             return (0, 0, 0)
         return int(ledger), int(entry) + 1, 0
 
-    # --- transactions ----------------------------------------------------------------------------------------------
-
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         listed = list_open(self._cluster, deadline)
         return [self._as_open_transaction(each) for each in listed if each.owner.startswith(owners)]
@@ -264,8 +260,6 @@ class PulsarAdmin(Admin):
         if self._cluster.rest is None:
             raise NotSupported(f"repairing transaction {transaction!r}: {NEEDS_REST}")
         return repair(self._cluster, self._cluster.rest, transaction, deadline)
-
-    # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
         return list(self._check_all(deadline))

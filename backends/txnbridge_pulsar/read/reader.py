@@ -167,8 +167,6 @@ class PulsarReader(Reader):
             if entry.consumer in self._by_consumer:
                 self._by_consumer[entry.consumer].put(entry)
 
-    # --- reading ----------------------------------------------------------------------------------------------------
-
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         has_received = False
         while True:
@@ -228,8 +226,6 @@ class PulsarReader(Reader):
         for partition in self._partitions.values():
             if partition.fault is not None and not partition.paused:
                 raise partition.fault
-
-    # --- assignments ---------------------------------------------------------------------------------------------
 
     def _update_assignments(self) -> None:
         """Report gained and lost partitions to the listener, and start background work if any is due, in each poll."""
@@ -400,8 +396,6 @@ class PulsarReader(Reader):
             with suppress(wire.BrokerConnectionLost):
                 partition.consumer.redeliver()
 
-    # --- positions --------------------------------------------------------------------------------------------------
-
     def positions(self) -> dict[Partition, Position]:
         return {key: partition.next for key, partition in self._partitions.items() if partition.is_assigned}
 
@@ -476,8 +470,6 @@ class PulsarReader(Reader):
 
     def ack_context(self) -> PulsarAckContext:
         return self._context
-
-    # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
         if self._closed:

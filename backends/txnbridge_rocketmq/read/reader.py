@@ -121,8 +121,6 @@ class RocketMQReader(Reader):
             self._readers[partition] = reader
         return reader
 
-    # --- reading ----------------------------------------------------------------------------------------------------
-
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         looked = False
         while True:
@@ -176,8 +174,6 @@ class RocketMQReader(Reader):
                 if isinstance(fault, errors.NotFound):  # the topic may be created again, so the next `poll` tries again
                     reader.fault = None
                 raise fault
-
-    # --- assignment ---------------------------------------------------------------------------------------------------
 
     def _run_background_task(self) -> None:
         """Apply the result of the background task if it has ended, and start the next task if one is due."""
@@ -276,8 +272,6 @@ class RocketMQReader(Reader):
             if self._rebalancer is not None:
                 self._rebalancer.release([reader.queue for reader in left])
 
-    # --- positions --------------------------------------------------------------------------------------------------
-
     def positions(self) -> dict[Partition, Position]:
         return {partition: (reader.next,) for partition, reader in self._readers.items()}
 
@@ -361,8 +355,6 @@ class RocketMQReader(Reader):
 
     def _commit_offset(self, reader: QueueReader, at: int) -> None:
         self._offsets.commit(str(self._subscription.group), reader.queue, at)
-
-    # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
         if self._closed:
