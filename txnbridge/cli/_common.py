@@ -78,7 +78,6 @@ _CODES: tuple[tuple[type[errors.TxnBridgeError], ExitCode], ...] = (
 
 
 def exit_code(error: errors.TxnBridgeError) -> ExitCode:
-    """Return the exit code for an error of txnbridge."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 
@@ -130,7 +129,6 @@ class Cli:
             click.echo(text)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Write a table to stdout."""
         from rich.table import Table
         from rich.text import Text
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """An answer to a GET request."""
-
     status: int
     content_type: str
     body: bytes

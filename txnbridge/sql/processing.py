@@ -244,7 +244,6 @@ class DatabaseTransactions:
         return call
 
     def begin(self, timeout: float) -> DatabaseTransaction:
-        """Begin a database transaction."""
         deadline = Deadline(timeout)
 
         def connect() -> sa.Connection:

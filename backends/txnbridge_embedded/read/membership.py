@@ -139,6 +139,5 @@ class GroupReader(PollingReader):
 
 
 def as_text(partitions: Sequence[Partition]) -> str:
-    """Return partitions as text for a log line."""
     more = f" and {len(partitions) - _MOST_NAMED} more" if len(partitions) > _MOST_NAMED else ""
     return ", ".join(f"{topic}[{number}]" for topic, number in partitions[:_MOST_NAMED]) + more

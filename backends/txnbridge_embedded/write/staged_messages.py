@@ -275,5 +275,4 @@ def murmur2(data: bytes) -> int:
 
 @lru_cache(maxsize=16384)  # hashing takes longer than all other work of a send, and keys repeat
 def partition_of(key: bytes, partitions: int) -> int:
-    """Return the number of a key's partition."""
     return (murmur2(key) & 0x7FFF_FFFF) % partitions

@@ -202,7 +202,6 @@ class KafkaAssignment:
 
 
 def as_text(partitions: Iterable[Partition]) -> str:
-    """Return partitions as text for a log line."""
     names = [f"{topic}[{number}]" for topic, number in partitions]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more

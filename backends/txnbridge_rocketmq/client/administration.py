@@ -95,7 +95,6 @@ def create_group(group: str, orderly: bool = False) -> RpcRequest[None]:
 
 
 def broker_settings() -> RpcRequest[dict[str, str]]:
-    """Return all current settings of this broker."""
 
     def read(answer: RemotingCommand) -> dict[str, str]:
         lines = (line.partition("=") for line in answer.body.decode().splitlines())
