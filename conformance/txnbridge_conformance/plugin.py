@@ -24,16 +24,10 @@ from txnbridge.testing import Child, Unvisited
 pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conformance.observing")
 
 
-class Connect(Protocol):
-    """The fixture `connect` calls `txnbridge.connect` for the broker under test, and closes the bridges at the end."""
-
-    def __call__(self, **settings: Any) -> Bridge: ...
-
-
-class Much(Protocol):
-    """The fixture `much` makes a list of values from a text: more bytes than a client buffers."""
-
-    def __call__(self, text: bytes) -> list[bytes]: ...
+# The fixture `connect` calls `txnbridge.connect` for the broker under test, and closes the bridges at the end.
+Connect = Callable[..., Bridge]
+# The fixture `much` makes a list of values from a text: more bytes than a client buffers.
+Much = Callable[[bytes], list[bytes]]
 
 
 class NewTopic(Protocol):
