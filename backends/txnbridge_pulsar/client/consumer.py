@@ -122,9 +122,6 @@ class PulsarConsumer:
         self._answers: list[Response] = []  # of acknowledgements
         self._chunks = Chunks()
 
-    def __repr__(self) -> str:
-        return f"Consumer({self.topic}, {self.subscription}, {'lost' if self._lost else 'open'})"
-
     # ------------------------------------------------------------------------------------------ opening
 
     @property

@@ -76,10 +76,6 @@ class Send:
         self.refused = False  # whether the broker has answered that it did not store the entry
         self._receipt: Future[Receipt] = Future()
 
-    def __repr__(self) -> str:
-        state = "done" if self.done else "on its way"
-        return f"Send({self.sequence_id}..{self.highest_sequence_id}, {state})"
-
     @property
     def size(self) -> int:
         return len(self.frame)

@@ -83,9 +83,6 @@ class PulsarProducer:
         self._unconfirmed: list[Send] = []
         self._lost: PulsarError | None = Closed("the producer was never opened")
 
-    def __repr__(self) -> str:
-        return f"Producer({self.topic}, {self.name}, {'lost' if self._lost else 'open'})"
-
     # ------------------------------------------------------------------------------------------ opening
 
     @property

@@ -112,9 +112,6 @@ class BrokerConnection:
         self._pinged = False
         self._reader = threading.Thread(target=self._read, name=f"pulsar {address}", daemon=True)
 
-    def __repr__(self) -> str:
-        return f"Connection({self.address}, {'closed' if self.closed else 'open'})"
-
     # ------------------------------------------------------------------------------------------ opening
 
     @classmethod

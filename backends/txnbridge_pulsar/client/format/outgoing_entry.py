@@ -81,9 +81,6 @@ class MessageBatch:
         self._heads: dict[int, bytes] = {}
         self._first: Fields = {}
 
-    def __repr__(self) -> str:
-        return f"Batch({self.count} messages, {self.size} bytes)"
-
     def append(
         self,
         payload: bytes | None,

@@ -29,9 +29,6 @@ class ReceivedMessage:
         self.payload = payload
         self._described = described
 
-    def __repr__(self) -> str:
-        return f"Message({self.id}, {len(self.payload)} bytes)"
-
     @property
     def id(self) -> MessageId:
         """Return the message's id, with its index in a batch."""
@@ -112,9 +109,6 @@ class ReceivedEntry:
         except CorruptEntry as error:
             self.metadata, self._payload = {}, b""
             self.refuse(str(error))
-
-    def __repr__(self) -> str:
-        return f"Entry({self.id.ledger}:{self.id.entry}, {self.count} messages, {self.size} bytes)"
 
     @property
     def is_batch(self) -> bool:
