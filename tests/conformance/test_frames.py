@@ -8,10 +8,9 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_conformance._protobuf import Value, decode
 from txnbridge_conformance.faults._frames import FrameSplitter, StreamPiece
 from txnbridge_conformance.faults._kafka_exchanges import KafkaConversation
-from txnbridge_conformance.faults._pulsar_exchanges import PulsarConversation
+from txnbridge_conformance.faults._pulsar_exchanges import PulsarConversation, Value, decode
 
 from tests.brokers.pulsar_kit import encode
 
