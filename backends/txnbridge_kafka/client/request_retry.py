@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, repeat
 from typing import TypeVar
 
 from txnbridge import errors
@@ -59,7 +60,7 @@ class RequestRunner:
         """
         reason, cause = "no time was left to ask", None
         begun, silent = time.monotonic(), 0  # consecutive attempts at addresses without a listener
-        for pause in _pauses():
+        for pause in chain(_PAUSES, repeat(_PAUSES[-1])):
             if deadline.expired:
                 break
             nobody_listens = False
@@ -156,9 +157,3 @@ class RequestRunner:
             idle, self._idle = self._idle, []
         for connections in idle:
             connections.close()
-
-
-def _pauses() -> Iterator[float]:
-    yield from _PAUSES
-    while True:
-        yield _PAUSES[-1]
