@@ -228,6 +228,15 @@ def log_file(folder: Path, node: int) -> Path:
     return folder / f"node-{node}.log"
 
 
+def succeeds(request: Callable[..., object], *arguments: object) -> bool:
+    """Return whether a request, called with these arguments, raises no `OSError`."""
+    try:
+        request(*arguments)
+    except OSError:
+        return False
+    return True
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait until a condition is true or the time has passed, and return whether it became true."""
     deadline = time.monotonic() + seconds

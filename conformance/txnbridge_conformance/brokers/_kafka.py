@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from txnbridge_conformance.brokers._broker import ProcessBroker, check_known
+from txnbridge_conformance.brokers._broker import ProcessBroker, check_known, succeeds
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_option, properties
 from txnbridge_conformance.brokers._kafka_wire import cluster
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
@@ -198,12 +198,4 @@ def check(nodes: int, version: str, transaction_version: int | None) -> None:
 
 def answering(url: str) -> int:
     """Return how many nodes of the cluster at a URL answer a request."""
-    return sum(_answers(int(address.rpartition(":")[2])) for address in url.split(","))
-
-
-def _answers(port: int) -> bool:
-    try:
-        cluster(port)
-    except OSError:
-        return False
-    return True
+    return sum(succeeds(cluster, int(address.rpartition(":")[2])) for address in url.split(","))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from txnbridge.errors import InvalidOption
-from txnbridge_conformance.brokers._broker import Broker, ProcessBroker, check_known
+from txnbridge_conformance.brokers._broker import Broker, ProcessBroker, check_known, succeeds
 from txnbridge_conformance.brokers._jars import (
     Artifact,
     fetch,
@@ -270,12 +270,5 @@ def check(version: str, store: str, nodes: int = 1) -> None:
 
 def answering(url: str) -> int:
     """Return how many nodes of the cluster at a URL answer a request."""
-    return sum(_answers(int(address.rpartition(":")[2])) for address in url.split("/")[2].split(","))
-
-
-def _answers(port: int) -> bool:
-    try:
-        load_coordinator(port)
-    except OSError:
-        return False
-    return True
+    ports = (int(address.rpartition(":")[2]) for address in url.split("/")[2].split(","))
+    return sum(succeeds(load_coordinator, port) for port in ports)

@@ -14,7 +14,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 
-from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, wait_until
+from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, succeeds, wait_until
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, properties
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, is_open
 
@@ -144,7 +144,7 @@ class RocketMQ(ProcessBroker):
         log = self.folder / f"{_NAME_SERVER}.log"
         if self._processes.pid(_NAME_SERVER) is None:
             self._processes.start(_NAME_SERVER, self._name_server_command(), log)
-        self._wait_for("the name server", _NAME_SERVER, log, lambda: _is_named(self._name_server))
+        self._wait_for("the name server", _NAME_SERVER, log, lambda: succeeds(ask, self._name_server, routes.masters()))
 
     def kill_name_server(self) -> None:
         """Kill the name server with SIGKILL, and wait until its process has ended."""
@@ -280,11 +280,3 @@ def brokers_with(name_server_port: int, topic: str) -> int:
 
 def _name(node: int) -> str:
     return f"broker-{node}"
-
-
-def _is_named(port: int) -> bool:
-    try:
-        ask(port, routes.masters())
-    except OSError:
-        return False
-    return True
