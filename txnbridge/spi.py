@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter
@@ -109,6 +109,7 @@ RawHeaders = Sequence[tuple[str, bytes | None]]
 # One message of `send_many`: bytes are the message's value, any other item must be converted by `encode_item`.
 Item = Any
 
+_Part = TypeVar("_Part")
 
 # The defaults of the options `half_check_seconds` and `half_checks`, which are RocketMQ's.
 HALF_CHECK_SECONDS, HALF_CHECKS = 30.0, 15
@@ -545,6 +546,14 @@ class Reader(ABC):
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
         """Leave the group at once, so that other members take over without waiting for a session timeout."""
+
+    _turn = 0
+
+    def _rotated(self, parts: Iterable[_Part]) -> list[_Part]:
+        """Return the parts of the reader, beginning with another one at each call, so that none is always the last."""
+        listed = list(parts)
+        self._turn = (self._turn + 1) % max(1, len(listed))
+        return listed[self._turn :] + listed[: self._turn]
 
 
 # --- administration --------------------------------------------------------------------------------------------------

@@ -47,7 +47,6 @@ class PollingReader(Reader):
         self._cursors: dict[Partition, Cursor] = {}
         self._refresh_at = 0.0
         self._not_before = 0.0
-        self._first_index = 0
         self._has_left = False
         self._connection = store.connect()
         self._changes = ChangeNotification(self._connection, store.path)
@@ -167,7 +166,7 @@ class PollingReader(Reader):
         into: list[Found] = []
         room = POLL_BYTES
         try:
-            for cursor in self._rotated_cursors():
+            for cursor in self._rotated(self._cursors.values()):
                 while limit > 0 and room > 0 and cursor.ready:
                     count, size = cursor.take(self._connection, limit, room, convert, into)
                     limit, room = limit - count, room - size
@@ -178,14 +177,6 @@ class PollingReader(Reader):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise
         return into
-
-    def _rotated_cursors(self) -> list[Cursor]:
-        """Return all cursors, beginning with another one at each call, so that no partition is always the last."""
-        cursors = list(self._cursors.values())
-        if len(cursors) > 1:
-            self._first_index = (self._first_index + 1) % len(cursors)
-            cursors = cursors[self._first_index :] + cursors[: self._first_index]
-        return cursors
 
     def close(self, deadline: Deadline) -> None:
         """Close the reader. Safe to repeat, also after a signal handler's exception in `close` or another call."""

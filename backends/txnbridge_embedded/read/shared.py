@@ -82,7 +82,9 @@ class SharedReader(GroupReader):
 
     def _lease_more(self, limit: int, deadline: Deadline) -> None:
         cursors = [
-            cursor for cursor in self._rotated_cursors() if not cursor.paused and cursor.bounds.position is not None
+            cursor
+            for cursor in self._rotated(self._cursors.values())
+            if not cursor.paused and cursor.bounds.position is not None
         ]
         with self._reading(deadline) as connection:
             cursors = [cursor for cursor in cursors if self._has_messages(connection, cursor)]

@@ -105,7 +105,6 @@ class PulsarReader(Reader):
         self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
         self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
         self._finish_at = self._together_until = 0.0
-        self._first_partition = 0
         self._may_release = True  # whether the user may end forgotten transactions, as far as it is known
         self._closed = False
         topics = self._concrete_topics(deadline)
@@ -206,21 +205,13 @@ class PulsarReader(Reader):
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []
         room = _MAX_POLL_BYTES
-        for partition in self._rotated_partitions():
+        for partition in self._rotated(self._partitions.values()):
             while len(messages) < limit and room > 0 and partition.ready:
                 with self._guard:
                     taken, size = partition.take(limit - len(messages))
                 messages += taken
                 room -= size
         return messages
-
-    def _rotated_partitions(self) -> list[PulsarPartition]:
-        """Return all partitions, at each call beginning with another one, so that a busy partition delays no other."""
-        partitions = list(self._partitions.values())
-        if len(partitions) > 1:
-            self._first_partition = (self._first_partition + 1) % len(partitions)
-            partitions = partitions[self._first_partition :] + partitions[: self._first_partition]
-        return partitions
 
     def _raise_faults(self) -> None:
         for partition in self._partitions.values():

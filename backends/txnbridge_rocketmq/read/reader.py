@@ -78,7 +78,6 @@ class RocketMQReader(Reader):
         self._paused: set[Partition] = set()
         self._task: BackgroundTask[_RefreshResult] | None = None
         self._refresh_at = 0.0
-        self._rotation = 0
         self._closed = False
         # A group may be started before its topic exists. A reader without a group only looks, so it creates no topic.
         create = subscription.group is not None
@@ -152,21 +151,13 @@ class RocketMQReader(Reader):
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []
         room = _MOST_POLL_BYTES
-        for reader in self._rotated_readers():
+        for reader in self._rotated(self._readers.values()):
             while len(messages) < limit and room > 0 and reader.has_message:
                 message = reader.hand_out()
                 if message is not None:
                     messages.append(message)
                     room -= len(message.value or b"")
         return messages
-
-    def _rotated_readers(self) -> list[QueueReader]:
-        """Return the partitions' readers. Each call begins with another one, so that no partition waits long."""
-        readers = list(self._readers.values())
-        if len(readers) > 1:
-            self._rotation = (self._rotation + 1) % len(readers)
-            readers = readers[self._rotation :] + readers[: self._rotation]
-        return readers
 
     def _raise_faults(self) -> None:
         for reader in self._readers.values():
