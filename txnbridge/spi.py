@@ -16,6 +16,7 @@ Rules for every method
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from txnbridge._base.plugins import hookimpl
 from txnbridge._base.request_during_polls import BackgroundTask
 from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
+from txnbridge.errors import NotSupported, TxnBridgeError
 
 __all__ = [
     "NATIVE",
@@ -110,6 +112,7 @@ RawHeaders = Sequence[tuple[str, bytes | None]]
 Item = Any
 
 _Part = TypeVar("_Part")
+_log = logging.getLogger("txnbridge")
 
 # The defaults of the options `half_check_seconds` and `half_checks`, which are RocketMQ's.
 HALF_CHECK_SECONDS, HALF_CHECKS = 30.0, 15
@@ -292,6 +295,14 @@ class Broker(ABC):
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
         """Close all connections to the broker, without aborting prepared transactions. Safe to repeat."""
+
+    def _close_publishers(self, publishers: Iterable[Publisher], deadline: Deadline) -> None:
+        """Close publishers that the application has left open, and log their errors."""
+        for publisher in list(publishers):
+            try:
+                publisher.close(deadline)
+            except TxnBridgeError as error:
+                _log.warning("closing a publisher: %s", error)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -716,8 +727,6 @@ class Admin(ABC):
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
         """Complete a transaction that the broker ended only in part; return the repair as text for the operator."""
-        from txnbridge.errors import NotSupported
-
         raise NotSupported("on this broker no transaction needs a repair: it ends each one completely")
 
     @abstractmethod

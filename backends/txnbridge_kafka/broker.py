@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from weakref import WeakSet
 
-from txnbridge.errors import AccessDenied, InvalidOption, NotSupported, TxnBridgeError
+from txnbridge.errors import AccessDenied, InvalidOption, NotSupported
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -44,7 +43,6 @@ from txnbridge_kafka.write.prepared import PreparedIdPool
 from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
 
-_log = logging.getLogger("txnbridge")
 # If nothing listens at the URL for this time, connecting fails, long before the deadline: the port may be mistyped.
 _NO_LISTENER_SECONDS = 1.0
 
@@ -165,11 +163,7 @@ class KafkaBroker(Broker):
 
     def close(self, deadline: Deadline) -> None:
         self._monitor.close()
-        for publisher in list(self._publishers):
-            try:
-                publisher.close(deadline)
-            except TxnBridgeError as error:
-                _log.warning("closing a publisher: %s", error)
+        self._close_publishers(self._publishers, deadline)
         if self._pool is not None:
             self._pool.close(deadline)
         self._cluster.requests.close()

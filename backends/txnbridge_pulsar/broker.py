@@ -161,11 +161,7 @@ class PulsarBroker(Broker):
         return PulsarLog(self._client, self._cluster.topics, topic, deadline, self._context.events)
 
     def close(self, deadline: Deadline) -> None:
-        for publisher in list(self._publishers):
-            try:
-                publisher.close(deadline)
-            except TxnBridgeError as error:
-                _log.warning("closing a publisher: %s", error)
+        self._close_publishers(self._publishers, deadline)
         for owner in self._owners.values():
             owner.close(deadline)
         if self._keepalive is not None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -42,9 +40,6 @@ if TYPE_CHECKING:
     from txnbridge_rocketmq.half_store import RocketMQHalfStore
     from txnbridge_rocketmq.write.owner import RocketMQOwner
     from txnbridge_rocketmq.write.publisher import RocketMQPublisher
-
-
-_log = logging.getLogger("txnbridge")
 
 
 class RocketMQBroker(Broker):
@@ -147,9 +142,5 @@ class RocketMQBroker(Broker):
 
     def close(self, deadline: Deadline) -> None:
         self._checks.close()
-        for publisher in list(self._publishers):
-            try:
-                publisher.close(deadline)
-            except TxnBridgeError as error:
-                _log.warning("closing a publisher: %s", error)
+        self._close_publishers(self._publishers, deadline)
         self._cluster.client.close(deadline.left())
