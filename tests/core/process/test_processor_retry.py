@@ -411,12 +411,6 @@ def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(brid
     inputs.close(None)
 
 
-def test_a_fatal_error_stops_it(bridge):
-    feed(bridge, b"bad")
-    with pytest.raises(KeyError):
-        run(bridge, each=Failing(), retry=[NEVER], fatal=LookupError)
-
-
 def test_a_batch_is_split_to_find_what_goes_to_the_retry_topic(bridge):
     feed(bridge, b"0", b"1", b"bad", b"3")
 
