@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 from txnbridge_embedded.settings import Settings, Timing
 from txnbridge_embedded.write.writer import EmbeddedWriter
 
+from tests.core.reading_kit import Listener
 from txnbridge import Bridge
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import (
@@ -26,9 +27,7 @@ from txnbridge.spi import (
     Emitter,
     Identity,
     Message,
-    Partition,
     Reader,
-    ReaderListener,
     Subscription,
     Token,
     Url,
@@ -130,30 +129,17 @@ def token_of(broker: Broker, writer: Writer, transaction: str, *, prepared: bool
     )
 
 
-class Silent(ReaderListener):
-    """A reader's listener that does nothing."""
-
-    def assigned(self, partition: Partition) -> object:
-        return None
-
-    def revoking(self, partitions: Sequence[Partition]) -> None:
-        pass
-
-    def lost(self, partitions: Sequence[Partition]) -> None:
-        pass
-
-
 def alone(broker: Broker, topic: str = "orders") -> Reader:
     """A reader without a group, on a topic that is made if nobody has written to it yet."""
     with suppress(InvalidOption):  # it is there, with more partitions
         broker.admin.create_topic(topic, 1, Deadline(10))
-    return broker.reader(Subscription((topic,)), Silent(), Deadline(10))
+    return broker.reader(Subscription((topic,)), Listener(), Deadline(10))
 
 
 def read(broker: Broker, topic: str) -> list[Message]:
     """Every committed message of a topic that can be read now, partition by partition; none if there is no topic."""
     try:
-        reader = broker.reader(Subscription((topic,)), Silent(), Deadline(10))
+        reader = broker.reader(Subscription((topic,)), Listener(), Deadline(10))
     except NotFound:
         return []
     try:

@@ -67,18 +67,6 @@ def test_internal_topics_are_told_apart(broker):
     ]
 
 
-def test_a_topic_grows_and_keeps_what_it_has(broker):
-    commit(open_writer(broker), "orders", b"1")
-    broker.admin.grow_topic("orders", 4, Deadline(5))
-    broker.admin.grow_topic("orders", 4, Deadline(5))
-    assert [t.partitions for t in broker.admin.topics(Deadline(5))] == [4]
-    assert values(broker, "orders") == [b"1"]
-    with pytest.raises(InvalidOption, match="cannot become fewer"):
-        broker.admin.grow_topic("orders", 3, Deadline(5))
-    with pytest.raises(NotFound):
-        broker.admin.grow_topic("nowhere", 3, Deadline(5))
-
-
 def test_the_bounds_of_a_topic_are_not_held_back_by_a_transaction_past_its_deadline(broker):
     prepare(broker, "orders", b"1", hold=600)
     prepare(broker, "orders", b"2", hold=600)

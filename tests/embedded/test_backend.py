@@ -185,17 +185,6 @@ def test_a_tombstone_is_taken_everywhere(opened):
         assert values(broker, f"for-{name}") == [None, b"1"]
 
 
-def test_a_refused_message_does_not_make_its_transaction_fail(path: Path):
-    with txnbridge.connect(f"embedded:{path}?like=rocketmq&create_topics=1") as bridge:
-        with bridge.transaction() as txn:
-            txn.send("orders", b"1")
-            with pytest.raises(NotSupported):
-                txn.send("orders", b"")
-        assert [message.value for message in bridge.read("orders", 10)] == [b"1"]
-        with pytest.raises(NotSupported):
-            bridge.publisher("named")
-
-
 def test_a_time_may_be_a_datetime_with_a_time_zone(path: Path):
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     with txnbridge.connect(f"embedded:{path}") as bridge:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from txnbridge_embedded.client import change_notification
 
+from tests.core.reading_kit import Listener
 from tests.embedded import kit
 from tests.in_time import within
 from txnbridge.spi import Deadline, Subscription
@@ -59,7 +60,7 @@ def rest(path: Path, told: bool, group: str | None) -> float:
     if not told:
         change_notification._watch = lambda path: -1
     broker = kit.open_broker(path)
-    reader = broker.reader(Subscription(("orders",), group), kit.Silent(), Deadline(10)) if group else kit.alone(broker)
+    reader = broker.reader(Subscription(("orders",), group), Listener(), Deadline(10)) if group else kit.alone(broker)
     reader.poll(1, Deadline(0.1))
     used, begun = time.process_time(), time.monotonic()
     assert reader.poll(1, Deadline(1.5)) == []

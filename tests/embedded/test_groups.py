@@ -87,13 +87,6 @@ def test_a_delivered_message_that_retention_took_away_meanwhile_can_still_be_ack
     assert reached(connection) == 5
 
 
-@pytest.mark.parametrize("offsets", [(0,), (4,), (3, 4, 5), (9, 2)])
-def test_an_acknowledged_message_cannot_be_acknowledged_again(connection, offsets):
-    ack(connection, 0, 1, 2, 4)
-    with pytest.raises(Conflict, match="acknowledged already"):
-        ack(connection, *offsets)
-
-
 def test_a_message_that_a_prepared_transaction_reserved_cannot_be_acknowledged(connection):
     ack(connection, 1, 2, number=5)
     with pytest.raises(Conflict, match="reserved by a prepared transaction"):
@@ -141,14 +134,6 @@ def test_a_message_given_back_is_marked_until_it_is_acknowledged(connection):
     ack(connection, 1, 2)
     ack(connection, 0)
     assert (reached(connection), rows(connection, "pending_acks")) == (3, [])
-
-
-def test_a_message_given_back_can_be_reserved_again(connection):
-    ack(connection, 1, 2, number=5)
-    acks.abort_pending(connection, 5)
-    ack(connection, 1, number=6)
-    acks.commit_pending(connection, 6)
-    assert rows(connection, "acks") == [(1, 1)]
 
 
 def test_the_groups_of_a_prepared_transaction_are_named(connection):

@@ -206,23 +206,6 @@ def test_a_message_that_was_given_back_and_is_gone_raises_position_lost(broker, 
 # --- sharing partitions ----------------------------------------------------------------------------------------------
 
 
-def test_partitions_are_shared_evenly_and_stay_where_they_are(broker, join):
-    fill(broker, 0, partitions=6)
-    first = join()
-    assert first.partitions == [0, 1, 2, 3, 4, 5]
-    second = join()
-    settle(first, second, until=lambda: len(first.partitions) == len(second.partitions) == 3)
-    had = {first: set(first.partitions), second: set(second.partitions)}
-    third = join()
-    settle(first, second, third, until=lambda: len(third.partitions) == 2)
-    assert len(first.partitions) == len(second.partitions) == 2
-    assert all(set(member.partitions) < had[member] for member in (first, second))
-    had = {first: set(first.partitions), third: set(third.partitions)}
-    second.close()
-    settle(first, third, until=lambda: len(first.partitions) == len(third.partitions) == 3)
-    assert all(set(member.partitions) > had[member] for member in (first, third))
-
-
 def test_a_partition_leaves_only_after_its_owner_was_asked(broker, join):
     fill(broker, 8, partitions=2)
     elsewhere: list[int] = []
@@ -241,24 +224,6 @@ def test_a_partition_leaves_only_after_its_owner_was_asked(broker, join):
     assert [told for told, _ in first.told] == ["assigned", "assigned", "revoking"]
     fill(broker, 2, partitions=2)
     assert numbers(first.take(1) + second.take(1)) in ([0, 1], [1, 0])
-
-
-def test_an_acknowledgement_after_the_partition_left_is_refused_also_when_it_has_come_back(broker, join):
-    fill(broker, 4, partitions=2)
-    first = join()
-    messages = {message.partition: message for message in first.take(4)}
-    second = join()
-    settle(first, second, until=lambda: len(second.partitions) == 1)
-    (left,) = second.partitions
-    with pytest.raises(Conflict, match=r"revoked from this reader"):
-        first.ack(messages[left])
-    second.close()
-    settle(first, until=lambda: len(first.partitions) == 2)
-    with pytest.raises(Conflict, match=r"revoked from this reader"):
-        first.ack(messages[left])
-    again = first.take(2)
-    assert {message.partition for message in again} == {left}
-    first.ack(*again, messages[1 - left])
 
 
 def test_an_owner_that_does_not_poll_is_overruled_after_the_time_of_a_lease(opened, join):
@@ -346,9 +311,10 @@ def test_a_partition_that_is_elsewhere_cannot_be_sought_or_paused(broker, join):
     other.reader.nack({ORDERS: [(0,)]})  # it comes again where the partition is
 
 
-def test_lag_counts_messages_neither_acknowledged_nor_reserved(broker, join):
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+def test_lag_counts_messages_neither_acknowledged_nor_reserved(broker, join, sharing):
     fill(broker, 10)
-    member = join()
+    member = join(sharing=sharing)
     messages = member.take(5)
     assert member.reader.lag(Deadline(10)) == {ORDERS: 10}
     member.ack(messages[0], messages[3])

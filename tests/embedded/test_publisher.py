@@ -6,12 +6,11 @@ import threading
 
 import pytest
 
-from tests.embedded.kit import busy, open_broker, rows, values
+from tests.embedded.kit import busy, values
 from tests.embedded.test_writer import failing, give_up
 from tests.in_time import wait_until
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, Fenced, InvalidOption, NotFound, OutcomeUnknown
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child, tell
 
 
 @pytest.fixture
@@ -174,28 +173,3 @@ def test_a_publisher_leaves_no_thread_behind(broker):
     publish(publisher, "orders", b"1")
     publisher.close(Deadline(5))
     assert threading.active_count() == before
-
-
-def publish_for_ever(path):
-    broker = open_broker(path)
-    publisher = broker.publisher("import", Deadline(10))
-    last = publisher.last_sequence("orders", Deadline(10))
-    for sequence in range(0 if last is None else last + 1, 1_000_000):
-        publish(publisher, "orders", b"%d" % sequence, sequence)
-        if sequence % 50 == 0:
-            publisher.flush(Deadline(10))
-            tell(sequence)
-
-
-def test_a_named_publisher_that_is_killed_goes_on_where_it_stopped(opened, path):
-    acknowledged = -1
-    for _ in range(5):
-        with Child(publish_for_ever, path) as child:
-            for _ in range(20):
-                acknowledged = child.told()
-            child.kill()
-    broker = opened()
-    found = [int(value) for value in values(broker, "orders")]
-    assert found == list(range(len(found)))  # nothing twice, nothing missing
-    assert len(found) > acknowledged
-    assert rows(broker, "SELECT last FROM sequences") == [(found[-1],)]

@@ -12,7 +12,7 @@ from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.read import base_reader
 
 import txnbridge
-from tests.core.reading_kit import rows
+from tests.core.reading_kit import Listener, rows
 from tests.embedded import kit
 from tests.in_time import within
 from tests.keeping import keeping
@@ -20,23 +20,6 @@ from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost
 from txnbridge.spi import Deadline, Message, Subscription
 
 ORDERS = ("orders", 0)
-
-
-class Seen:
-    """A listener that notes what it is told and marks the messages with it."""
-
-    def __init__(self):
-        self.told = []
-
-    def assigned(self, partition):
-        self.told.append(("assigned", partition))
-        return f"source of {partition[0]}[{partition[1]}]"
-
-    def revoking(self, partitions):
-        self.told.append(("revoking", *partitions))
-
-    def lost(self, partitions):
-        self.told.append(("lost", *partitions))
 
 
 @pytest.fixture
@@ -48,7 +31,7 @@ def reading(broker):
             with suppress(InvalidOption):  # it is there, with more partitions
                 broker.admin.create_topic(topic, 1, Deadline(10))
         subscription = Subscription(topics or ("orders",), None, start)
-        return broker.reader(subscription, listener or Seen(), Deadline(10))
+        return broker.reader(subscription, listener or Listener(), Deadline(10))
 
     yield from keeping(open_one, lambda reader: reader.close(Deadline(10)))
 
@@ -230,7 +213,7 @@ def test_messages_already_read_are_handed_out_before_another_partition_is_found_
 
 def test_partitions_that_a_topic_grows_by_are_read_from_their_beginning(broker, reading):
     kit.commit(kit.open_writer(broker), "orders", b"old")
-    listener = Seen()
+    listener = Listener()
     reader = reading(start="latest", listener=listener)
     broker.admin.grow_topic("orders", 2, Deadline(10))
     writer = kit.open_writer(broker)
@@ -241,7 +224,7 @@ def test_partitions_that_a_topic_grows_by_are_read_from_their_beginning(broker, 
 
 def test_a_deleted_topic_is_missed_and_a_new_one_of_its_name_is_read_from_its_beginning(broker, reading):
     kit.commit(kit.open_writer(broker), "orders", b"old")
-    listener = Seen()
+    listener = Listener()
     reader = reading(listener=listener)
     assert take_values(reader, 1) == [b"old"]
     broker.admin.delete_topic("orders", Deadline(10))
@@ -310,13 +293,13 @@ def test_a_reader_without_a_group_has_nothing_to_give_back(broker, reading):
 def test_reading_without_a_group_makes_no_topic(opened, create_topics):
     broker = opened(create_topics=create_topics)
     with pytest.raises(NotFound, match="txnbridge topics create"):
-        broker.reader(Subscription(("missing",)), Seen(), Deadline(10))
+        broker.reader(Subscription(("missing",)), Listener(), Deadline(10))
     assert broker.admin.topics(Deadline(10)) == []
 
 
 def test_a_group_that_reads_a_topic_may_make_it(opened):
     with pytest.raises(NotFound, match="txnbridge topics create"):
-        opened(create_topics=0).reader(Subscription(("missing",), "g"), Seen(), Deadline(10))
+        opened(create_topics=0).reader(Subscription(("missing",), "g"), Listener(), Deadline(10))
     broker = opened(create_topics=1)
-    broker.reader(Subscription(("missing",), "g"), Seen(), Deadline(10)).close(Deadline(10))
+    broker.reader(Subscription(("missing",), "g"), Listener(), Deadline(10)).close(Deadline(10))
     assert [topic.name for topic in broker.admin.topics(Deadline(10))] == ["missing"]

@@ -21,18 +21,6 @@ def join(join):
     return partial(join, sharing="message")
 
 
-def test_each_acknowledges_its_own_in_any_order(broker, join):
-    fill(broker, 6)
-    first, second = join(), join()
-    one, two = first.take(3), second.take(3)
-    second.ack(two[2], two[0])
-    first.ack(*one)
-    assert position(broker) == 4
-    second.ack(two[1])
-    assert position(broker) == 6
-    assert kit.rows(broker, "SELECT count(*) FROM leases") == [(0,)]
-
-
 def test_a_message_given_back_comes_to_the_next_poll_with_its_deliveries_counted(broker, join):
     fill(broker, 4)
     first, second = join(), join()
@@ -161,16 +149,6 @@ def test_a_message_removed_by_retention_while_it_is_processed_can_be_acknowledge
     member.ack(*messages[:3])
     assert numbers(member.take(2)) == [4, 5]
     assert position(broker) == 3
-
-
-def test_lag_counts_messages_neither_acknowledged_nor_reserved(broker, join):
-    fill(broker, 6)
-    first, second = join(), join()
-    messages = first.take(4)
-    first.ack(messages[1])
-    first.reserve(messages[2])
-    assert first.reader.lag(Deadline(10)) == second.reader.lag(Deadline(10)) == {ORDERS: 4}
-    assert first.reader.positions() == {ORDERS: (0,)}
 
 
 def test_large_messages_are_lent_in_portions(broker, join):

@@ -95,20 +95,6 @@ def test_a_key_hashes_as_in_kafkas_java_client(key, hashed):
     assert partition_of(key, 7) == (hashed & 0x7FFF_FFFF) % 7
 
 
-def test_a_key_decides_the_partition(broker):
-    broker.admin.create_topic("orders", 5, Deadline(5))
-    writer = open_writer(broker)
-    begin(writer)
-    keys = [b"%d" % number for number in range(50)]
-    for key in keys:
-        writer.send("orders", key, key, None, None, None)
-    writer.send_many("orders", [(key, key) for key in keys])
-    writer.commit(Deadline(5))
-    found = read(broker, "orders")
-    assert {m.value: m.partition for m in found} == {key: partition_of(key, 5) for key in keys}
-    assert len(found) == 100
-
-
 def test_messages_without_a_key_share_a_partition_for_a_transaction_and_then_take_the_next(broker):
     broker.admin.create_topic("orders", 3, Deadline(5))
     writer = open_writer(broker)
