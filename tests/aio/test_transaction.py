@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import anyio
 import pytest
-from anyio import to_thread
 
 import txnbridge
 from tests.aio.kit import until, values
@@ -271,21 +270,6 @@ async def test_all_of_a_transaction_runs_off_the_thread_of_the_loop(url):
                     await txn.send("a", b"1")
                     raise ZeroDivisionError
     assert threads and threading.get_ident() not in threads
-
-
-async def test_a_send_of_a_gathered_transaction_needs_no_thread(url, monkeypatch):
-    async with aio.connect(url, group_commit=True) as bridge:
-        async with bridge.transaction() as txn:
-            await txn.send("a", b"1")  # the first message of a topic goes through a writer
-        async with bridge.transaction() as txn:
-            with monkeypatch.context() as patch:
-                patch.setattr(to_thread, "run_sync", None)
-                await txn.send("a", b"2", key="k")
-                with pytest.raises(InvalidOption):
-                    await txn.send("a", b"3", key=3)
-            with pytest.raises(InvalidOption):
-                await txn.send("a", "text")
-    assert values(url, "a") == [b"1", b"2"]
 
 
 async def test_threads_get_the_context_of_their_task(url):

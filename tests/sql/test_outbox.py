@@ -209,20 +209,6 @@ def test_a_table_of_rows_that_confuses_names_is_refused(engine, bridge):
         bridge.relay(outbox(), engine).run()
 
 
-def test_an_async_session_sends_without_waiting_for_the_database(asynchronous, bridge):
-    own, engine = asynchronous
-
-    async def order():
-        async with AsyncSession(own) as session, session.begin():
-            outbox().send(session, TOPIC, b"1")
-            outbox().send(session.sync_session, TOPIC, b"2")
-        await own.dispose()
-
-    asyncio.run(order())
-    relay_all(bridge, engine)
-    assert sorted(values(bridge)) == [b"1", b"2"]
-
-
 def test_a_wrong_call_says_what_is_wrong(engine, bridge):
     metadata = sa.MetaData()
     box = Outbox("shop", metadata)
