@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
+from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.embedded.kit import rows
 from tests.kill_walk import KillWalk
 from txnbridge import (
@@ -62,10 +62,6 @@ def bridge(tmp_path: Path) -> Iterator[Bridge]:
 def stored(bridge: Bridge, query: str) -> Any:
     broker: Any = bridge._connection.broker
     return rows(broker, query)
-
-
-def says(decision: Decision) -> Callable[..., Decision]:
-    return lambda *_: decision
 
 
 def sell(sales: HalfMessages, arg: Any = None, timeout: float = 60) -> HalfTransaction:
@@ -142,7 +138,7 @@ def test_check_decides_a_half_message_whose_execute_does_not(bridge, execute, er
 # --- what the broker does -------------------------------------------------------------------------------------------
 
 
-def test_no_work_is_done_for_messages_that_could_not_be_stored(bridge, tmp_path, monkeypatch):
+def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_stored(bridge, monkeypatch):
     done: list[Any] = []
 
     def execute(*given: Any) -> Decision:
@@ -150,9 +146,6 @@ def test_no_work_is_done_for_messages_that_could_not_be_stored(bridge, tmp_path,
         return COMMIT
 
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
-        with pytest.raises(NotFound), sales.transaction() as txn:
-            txn.send("orders", b"never", partition=7)
-        assert txn.outcome is Outcome.ABORTED
         put = EmbeddedHalves.put
 
         def lost(store: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
@@ -438,61 +431,6 @@ def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.Monke
 # --- a shop whose processes die -------------------------------------------------------------------------------------
 
 
-class Shop:
-    """Sales in a database of their own. A row without what was sold: it may not be sold any more."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._path = url.removeprefix("embedded:").partition("?")[0] + ".sales"
-        with self._database() as database:
-            database.execute("CREATE TABLE IF NOT EXISTS sales(id TEXT PRIMARY KEY, sold TEXT)")
-
-    def _database(self) -> Any:
-        return closing(sqlite3.connect(self._path, timeout=60, isolation_level=None))
-
-    def book(self, txn: HalfTransaction, sold: str) -> Decision:
-        events = txn._connection.events
-        with self._database() as database:
-            with events.step("step:work", txn.id):
-                added = database.execute("INSERT INTO sales VALUES (?, ?) ON CONFLICT DO NOTHING", (txn.id, sold))
-            return COMMIT if added.rowcount else ABORT
-
-    def was_booked(self, id: str, messages: Sequence[Message]) -> Decision:
-        with self._database() as database:
-            database.execute("INSERT INTO sales VALUES (?, NULL) ON CONFLICT DO NOTHING", (id,))
-            ((sold,),) = database.execute("SELECT sold FROM sales WHERE id = ?", (id,)).fetchall()
-            return ABORT if sold is None else COMMIT
-
-    def sold(self) -> list[bytes]:
-        with self._database() as database:
-            return [row[0].encode() for row in database.execute("SELECT sold FROM sales WHERE sold IS NOT NULL")]
-
-
-def keep_shop(url: str) -> None:
-    """Sell one thing, unless it is sold, and wait until nothing is undecided."""
-    shop = Shop(url)
-    with txnbridge.connect(url) as bridge:
-        with bridge.half_messages("shop", execute=shop.book, check=shop.was_booked) as sales:
-            eventually(lambda: stored(bridge, "SELECT 1 FROM halves WHERE ended_at IS NULL") == [], "all is decided")
-            if not shop.sold():
-                with sales.transaction("car", timeout=TIMEOUT) as txn:
-                    txn.send("orders", b"car")
-                    txn.send("audit", b"car")
-
-
-def check_shop(url: str) -> None:
-    """Check that the sold items are published once, and no others."""
-    with txnbridge.connect(url) as bridge:
-        assert published(bridge) == ([b"car"], [b"car"])
-        assert Shop(url).sold() == [b"car"]
-
-
 @pytest.mark.timeout(240)
 def test_work_and_messages_agree_wherever_a_process_dies(tmp_path: Path, kill_walk: KillWalk) -> None:
-    numbers = iter(range(1000))
-
-    def fresh() -> str:
-        return f"embedded:{tmp_path}/{next(numbers)}.db?{SOON}"
-
-    least = {"half.store/after", "step:work/before", "step:work/after", "half.end/before", "half.end/after"}
-    kill_walk(keep_shop, check_shop, fresh, least)
+    check_wherever_a_seller_dies(f"embedded:{tmp_path}/NAME.broker?{SOON}", tmp_path, kill_walk, (COMMIT,))

@@ -7,7 +7,6 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -187,20 +186,13 @@ def test_a_processor_sends_to_another_broker_and_acknowledges_all_or_none(pair):
         if message.value == b"later" and tried.count(b"later") < 3:
             raise ValueError("a test says so")
 
-    processor = a.processor("in", group="late", each=move, to=b, dead_letter="dead", retry=[1])
-    processor.run(until_idle=True)
-    with processor_until(a, move, b, lambda: len(b.read("t", 9)) == 3):
-        pass
+    settings: Any = {"group": "late", "each": move, "to": b, "dead_letter": "dead", "retry": [1]}
+    a.processor("in", **settings).run(until_idle=True)
+    with a.processor("in", **settings):
+        wait_until(lambda: len(b.read("t", 9)) == 3)
     assert [message.value for message in b.read("t", 9)] == [b"1", b"3", b"later"]
     assert [message.value for message in a.read("dead", 9)] == [b"poison"]
     assert open_ones(pair) == []
-
-
-@contextmanager
-def processor_until(a: Bridge, each: Any, b: Bridge, done: Any) -> Iterator[None]:
-    with a.processor("in", group="late", each=each, to=b, dead_letter="dead", retry=[1]):
-        wait_until(done)
-        yield
 
 
 def test_everything_is_copied_once_wherever_its_process_dies(tmp_path, kill_walk):
