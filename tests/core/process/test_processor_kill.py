@@ -7,15 +7,16 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
 from tests.in_time import within
-from txnbridge import Batch, DeadlineExceeded, Message, Outcome, Poison, Transaction
+from txnbridge import Batch, DeadlineExceeded, Message, Poison, Transaction
 from txnbridge._process.processor import ProcessorStats
-from txnbridge.testing import Child, next_commit, tell
+from txnbridge.testing import Child
 
 
 def feed(url: str, values: list[bytes], topic: str = "in", partitions: int = 1) -> None:
@@ -41,16 +42,23 @@ def ship_all(batch: Batch, txn: Transaction) -> None:
         ship(message, txn)
 
 
-def run_each(url: str) -> ProcessorStats:
+def run(url: str, **settings: Any) -> ProcessorStats:
     with txnbridge.connect(url) as bridge:
-        processor = bridge.processor("in", group="g", each=ship, dead_letter="dead", max_messages=2)
+        processor = bridge.processor("in", group="g", dead_letter="dead", max_messages=2, **settings)
         processor.run(until_idle=True)
     return processor.stats
 
 
-def run_batch(url: str) -> None:
-    with txnbridge.connect(url) as bridge:
-        bridge.processor("in", group="g", batch=ship_all, dead_letter="dead", max_messages=2).run(until_idle=True)
+def run_each(url: str) -> ProcessorStats:
+    return run(url, each=ship)
+
+
+def run_batch(url: str) -> ProcessorStats:
+    return run(url, batch=ship_all)
+
+
+def run_side_by_side(url: str) -> ProcessorStats:
+    return run(url, each=ship, concurrency=4)
 
 
 def count_processed(url: str) -> int:
@@ -69,7 +77,7 @@ def check(url: str, fed: list[bytes]) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("program", [run_each, pytest.param(run_batch, marks=pytest.mark.full)])
+@pytest.mark.parametrize("program", [run_each, pytest.param(run_batch, marks=pytest.mark.full), run_side_by_side])
 def test_killed_at_any_event_and_run_again_each_message_has_its_effect_once(program, tmp_path, kill_walk):
     fed = numbers(3)
     fresh = Fresh(tmp_path, lambda url: feed(url, fed))
@@ -122,56 +130,6 @@ def test_a_processor_that_was_frozen_and_replaced_commits_nothing_twice(point, t
     assert stats.messages == 0
     assert stats.retries == 1
     assert "Conflict" in stats.last_error
-    check(url, fed)
-
-
-# --- coming and going -------------------------------------------------------------------------------------------------
-
-
-def serve_until_stopped(url: str) -> ProcessorStats:
-    with txnbridge.connect(url) as bridge:
-        processor = bridge.processor("in", group="g", each=ship_slowly, dead_letter="dead", max_messages=8)
-        with processor:
-            tell("started")
-            while processor.lag != 0 or not processor.stats.messages:
-                time.sleep(0.01)
-    return processor.stats
-
-
-def test_members_that_come_and_go_share_the_work_and_double_nothing(tmp_path):
-    url, fed = url_of(tmp_path), numbers(1200)
-    feed(url, fed, partitions=4)
-    with Child(serve_until_stopped, url) as first, Child(serve_until_stopped, url) as second:
-        stats = [first.result(), second.result()]
-    assert all(found.messages > 0 for found in stats)
-    run_each(url)
-    check(url, fed)
-
-
-def test_order_holds_in_each_partition_also_around_poison(tmp_path):
-    url, fed = url_of(tmp_path), numbers(60)
-    feed(url, fed, partitions=2)
-    run_batch(url)
-    with txnbridge.connect(url) as bridge:
-        found = [int(value) for value in values(bridge, "out")]
-    for half in (0, 1):
-        mine = [number for number in found if number % 2 == half]
-        assert mine == sorted(mine)
-    check(url, fed)
-
-
-# --- an answer that is lost -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("happened", [True, False])
-def test_a_processor_finds_out_a_lost_outcome_before_it_goes_on(happened, tmp_path):
-    url, fed = url_of(tmp_path), numbers(10)
-    feed(url, fed)
-    with txnbridge.connect(url) as bridge:
-        processor = bridge.processor("in", group="g", each=ship, dead_letter="dead", max_messages=3)
-        with next_commit(bridge, Outcome.UNKNOWN, happened=happened):
-            processor.run(until_idle=True)
-    assert processor.stats.retries == 1
     check(url, fed)
 
 

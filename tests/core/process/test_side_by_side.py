@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import txnbridge
-from tests.core.processor_kit import Fresh, numbers, url_of, values
+from tests.core.processor_kit import url_of, values
 from tests.in_time import wait_until
-from txnbridge import App, Bridge, InvalidOption, Message, Poison, Transaction
+from txnbridge import App, Bridge, Message, Poison, Transaction
 
 KEYS = 7
 
@@ -165,33 +165,3 @@ def test_a_stop_cancels_asynchronous_calls_that_hang(url, bridge):
         wait_until(lambda: len(waiting) == 5)
     with txnbridge.connect(url) as other, other.consumer("in", "g") as consumer:
         assert len(consumer.poll(10)) == 5
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"concurrency": 0}, {"concurrency": True}, {"order": "some"}, {"concurrency": 2, "batch": print}]
-)
-def test_settings_that_do_not_fit_are_refused(bridge, wrong):
-    handler = {} if "batch" in wrong else {"each": lambda message, txn: None}
-    with pytest.raises(InvalidOption, match=r"concurrency=|order="):
-        bridge.processor("in", group="g", **handler, **wrong)
-
-
-def run_program(url: str) -> None:
-    with txnbridge.connect(url) as bridge:
-        each = lambda message, txn: txn.send("out", message.value)  # noqa: E731
-        bridge.processor("in", group="g", each=each, concurrency=4, max_messages=3).run(until_idle=True)
-
-
-def check_program(url: str) -> None:
-    with txnbridge.connect(url) as bridge:
-        assert sorted(values(bridge, "out")) == numbers(5)
-
-
-def feed_program(url: str) -> None:
-    with txnbridge.connect(url) as bridge:
-        feed(bridge, 5)
-
-
-@pytest.mark.timeout(240)
-def test_a_processor_killed_at_any_event_and_run_again_sends_each_once(tmp_path, kill_walk):
-    kill_walk(run_program, check_program, Fresh(tmp_path, feed_program), least={"ack/after", "commit/after"})
