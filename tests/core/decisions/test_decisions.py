@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -187,6 +188,21 @@ def test_a_closed_log_says_so(join, log):
     decisions.close()
     decisions.close()
     refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
+def test_after_a_fork_the_child_must_open_the_log_anew(join, log):
+    decisions = join()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert decisions.claim("id", COMMIT).mine
 
 
 # --- answers that do not come ---------------------------------------------------------------------------------------

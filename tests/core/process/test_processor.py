@@ -593,6 +593,24 @@ def test_a_dead_letter_is_raw_also_when_it_could_be_decoded(room):
     assert room.broker.dead == [b'{"a": 1}']
 
 
+def test_a_registry_that_is_down_is_no_poison(room):
+    room.feed(b"0")
+    errors: list[Exception] = [ConnectionRefusedError("registry"), TimeoutError("registry")]
+
+    class Registry:
+        def encode(self, obj: Any, context: codecs.CodecContext) -> bytes:
+            raise NotImplementedError
+
+        def decode(self, data: bytes, context: codecs.CodecContext) -> Any:
+            if errors:
+                raise errors.pop(0)
+            return data
+
+    room.run(inputs=Topic("t", Registry()), each=copy, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
+    assert len(room.waits) == 2
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 def test_a_broker_error_is_never_taken_for_poison(room, explicit):
     """The handler may raise another error: a good message must not become a dead letter because a broker was down."""
