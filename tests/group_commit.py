@@ -1,4 +1,7 @@
-"""Group commit on a live broker: each of many threads is told the true outcome of its transaction."""
+"""Group commit on a live broker: each of many threads is told the true outcome of its transaction.
+
+A test module imports the tests and brings `committing`: the broker, and its request that ends a transaction.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.observing import eventually, seen
-from txnbridge_conformance.plugin import Connect
+from txnbridge_conformance.plugin import Connect, NewTopic
 
 import txnbridge
 from txnbridge import Bridge, Outcome, TokenState, Transaction, TxnBridgeError
@@ -52,10 +55,11 @@ def check(bridge: Bridge, topics: list[str], done: Done) -> None:
         assert sorted(message.value for message in seen(bridge, topic)) == committed
 
 
-def check_that_members_are_whole_while_it_is_killed(
-    broker: brokers.Broker, connect: Connect, bridge: Bridge, topics: list[str]
+def test_transactions_that_share_are_whole_while_the_broker_is_killed(
+    committing: tuple[brokers.Broker, str], connect: Connect, bridge: Bridge, new_topic: NewTopic
 ) -> None:
-    """Kill the broker twice under transactions of many threads of one bridge."""
+    """The broker is killed twice under transactions of many threads of one bridge."""
+    broker, topics = committing[0], [new_topic(), new_topic()]
     stop = threading.Event()
     with recorded() as events:
         through = connect(timeout=15)
@@ -76,11 +80,12 @@ def check_that_members_are_whole_while_it_is_killed(
     assert max(sizes) > 1
 
 
-def check_that_members_are_told_what_a_lost_answer_said(
-    proxy: faults.Proxy, answer: str, bridge: Bridge, topic: str
+def test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member(
+    committing: tuple[brokers.Broker, str], bridge: Bridge, topic: str
 ) -> None:
-    """Lose the answers to all commits that a bridge requests for two seconds."""
-    with txnbridge.connect(proxy.url, timeout=4, group_commit=True) as through:
+    """The answers to all commits that a bridge requests for two seconds are lost."""
+    broker, answer = committing
+    with faults.proxy(broker) as proxy, txnbridge.connect(proxy.url, timeout=4, group_commit=True) as through:
         done = work(through, [topic], iter([True, True, False]).__next__, THREADS)
         hold = proxy.hold(answers=answer, count=None)
         until = time.monotonic() + 2

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_conformance.suite.fencing import *  # noqa: F403
-from txnbridge_conformance.suite.messages import *  # noqa: F403
-from txnbridge_conformance.suite.transactions import *  # noqa: F403
 
 from tests.conformance.conftest import URL
-from txnbridge._write.group_commit import GroupCommit
+from tests.gathered import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")
 def txnbridge_url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return URL.replace("{folder}", str(tmp_path_factory.mktemp("gathered"))) + "&group_commit=true"
-
-
-@pytest.fixture(autouse=True)
-def _known_topics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gather messages also for a topic that is new; only its first partition is sure to be there."""
-    monkeypatch.setattr(GroupCommit, "takes", lambda _, topic, partition: not partition)

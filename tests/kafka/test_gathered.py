@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.suite.fencing import *  # noqa: F403
-from txnbridge_conformance.suite.messages import *  # noqa: F403
-from txnbridge_conformance.suite.transactions import *  # noqa: F403
 
+from tests.gathered import *  # noqa: F403
 from tests.kafka.conftest import SOON
-from txnbridge._write.group_commit import GroupCommit
 
 
 @pytest.fixture(scope="module")
 def txnbridge_url(kafka_under_test: brokers.Broker) -> str:
     return f"{kafka_under_test.url}?{SOON}&group_commit=true"
-
-
-@pytest.fixture(autouse=True)
-def _known_topics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gather messages also for a topic that is new; only its first partition is sure to be there."""
-    monkeypatch.setattr(GroupCommit, "takes", lambda _, name, partition: not partition)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from txnbridge_conformance import brokers, faults
-from txnbridge_conformance.plugin import Connect, NewTopic
+import pytest
+from txnbridge_conformance import brokers
 
-from tests import group_commit
-from txnbridge import Bridge
-
-
-def test_transactions_that_share_are_whole_while_the_broker_is_killed(
-    kafka_broker: brokers.Broker, connect: Connect, bridge: Bridge, new_topic: NewTopic
-) -> None:
-    topics = [new_topic(), new_topic()]
-    group_commit.check_that_members_are_whole_while_it_is_killed(kafka_broker, connect, bridge, topics)
+from tests.group_commit import (  # noqa: F401
+    test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member,
+    test_transactions_that_share_are_whole_while_the_broker_is_killed,
+)
 
 
-def test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member(
-    proxy: faults.Proxy, bridge: Bridge, topic: str
-) -> None:
-    group_commit.check_that_members_are_told_what_a_lost_answer_said(proxy, "EndTxn", bridge, topic)
+@pytest.fixture
+def committing(kafka_broker: brokers.Broker) -> tuple[brokers.Broker, str]:
+    return kafka_broker, "EndTxn"

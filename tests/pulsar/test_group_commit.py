@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from txnbridge_conformance import brokers, faults
-from txnbridge_conformance.plugin import Connect, NewTopic, topic  # noqa: F401
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.plugin import topic  # noqa: F401
 
-from tests import group_commit
+from tests.group_commit import (  # noqa: F401
+    test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member,
+    test_transactions_that_share_are_whole_while_the_broker_is_killed,
+)
 from txnbridge import Bridge
 
 
-def test_transactions_that_share_are_whole_while_the_broker_is_killed(
-    pulsar_broker: brokers.Pulsar, connect: Connect, bridge: Bridge, new_topic: NewTopic
-) -> None:
-    topics = [new_topic(), new_topic()]
-    group_commit.check_that_members_are_whole_while_it_is_killed(pulsar_broker, connect, bridge, topics)
-
-
-def test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member(
-    pulsar_broker: brokers.Pulsar,
-    bridge: Bridge,
-    topic: str,  # noqa: F811
-) -> None:
-    with faults.proxy(pulsar_broker) as proxy:
-        group_commit.check_that_members_are_told_what_a_lost_answer_said(proxy, "END_TXN", bridge, topic)
+@pytest.fixture
+def committing(pulsar_broker: brokers.Pulsar) -> tuple[brokers.Pulsar, str]:
+    return pulsar_broker, "END_TXN"
 
 
 def test_messages_of_transactions_that_are_alone_are_entries_of_their_own(
