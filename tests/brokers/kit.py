@@ -127,13 +127,7 @@ def port_of(broker: brokers.Broker, node: int = 1) -> int:
 
 def create_topic(port: int, name: str, replicas: int = 1) -> int:
     """Create a topic with one partition, and return Kafka's error code."""
-    topic = {
-        "name": name,
-        "num_partitions": 1,
-        "replication_factor": replicas,
-        "assignments": [],
-        "configs": [],
-    }
+    topic = {"name": name, "num_partitions": 1, "replication_factor": replicas, "assignments": [], "configs": []}
     request = wire.CREATE_TOPICS(topics=[topic], timeout_ms=10_000, validate_only=False)
     (answer,) = ask(port, request, 15).topics
     code: int = answer.error_code

@@ -1154,8 +1154,7 @@ class GrowsNoTopics(Broken):
 
 
 @caught_by(
-    "test_the_bounds_of_a_topic_are_what_can_be_read_of_it",
-    "test_an_aborted_message_before_an_undecided_one_is_no_lag",
+    "test_the_bounds_of_a_topic_are_what_can_be_read_of_it", "test_an_aborted_message_before_an_undecided_one_is_no_lag"
 )
 class SaysThatNothingCanBeRead(Broken):
     class Administering(Around):

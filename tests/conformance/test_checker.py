@@ -438,10 +438,7 @@ def test_a_promise_of_which_two_cases_were_tried_is_not_kept():
     findings = check(story.history())
     verdicts = {row.promise.name: row for row in rows(findings, judge(story.history(), findings), ())}
     row = verdicts["exactly once"]
-    assert (row.verdict, row.evidence) == (
-        "too thin",
-        "1 committed, 1 read, 2 acks with outputs, 1 taken again",
-    )
+    assert (row.verdict, row.evidence) == ("too thin", "1 committed, 1 read, 2 acks with outputs, 1 taken again")
 
 
 def test_a_message_with_other_content_is_named_and_its_loss_is_a_consequence():

@@ -8,18 +8,7 @@ from txnbridge_embedded.client.schema import MAX_PARTITION_ID
 from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import retention
 
-from tests.embedded.kit import (
-    NO_LEDGER,
-    begin,
-    busy,
-    commit,
-    execute,
-    offsets,
-    open_writer,
-    prepare,
-    rows,
-    values,
-)
+from tests.embedded.kit import NO_LEDGER, begin, busy, commit, execute, offsets, open_writer, prepare, rows, values
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, TransactionTimedOut
 from txnbridge.spi import Begin, Deadline, Decision
 

@@ -18,11 +18,7 @@ from tests.house.rooms import ROOT
 )
 def test_the_code_passes(command):
     run = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [sys.executable, "-m", *command.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if run.returncode:
         pytest.fail(f"{command}:\n{run.stdout}", pytrace=False)

@@ -84,9 +84,7 @@ ONLY_SYNCHRONOUS = {
         "transaction(db)": "what is in databases is done in threads",
         "transaction(group)": "goes with db=",
     },
-    "Consumer": {
-        "poll_columns": "for programs that read in bulk, which use no event loop",
-    },
+    "Consumer": {"poll_columns": "for programs that read in bulk, which use no event loop"},
     "HalfMessages": {"close": "the end of the block"},
     "HalfTransaction": {},
     "Processor": {},

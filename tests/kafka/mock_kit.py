@@ -29,12 +29,7 @@ from txnbridge.errors import AccessDenied, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 
 # The numbers by which Kafka's protocol knows requests.
-KEYS = {
-    "Produce": 0,
-    "InitProducerId": 22,
-    "AddPartitionsToTxn": 24,
-    "EndTxn": 26,
-}
+KEYS = {"Produce": 0, "InitProducerId": 22, "AddPartitionsToTxn": 24, "EndTxn": 26}
 # In place of an error: the connection is closed.
 HANG_UP = -195
 _PRODUCER = 0  # of the two kinds of clients; the cluster belongs to one that does nothing else

@@ -130,11 +130,7 @@ def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
 
 
 def producer_of(broker: brokers.Broker, id: str, timeout_ms: int = 60_000) -> Producer:
-    settings = {
-        "bootstrap.servers": bootstrap_of(broker),
-        "transactional.id": id,
-        "transaction.timeout.ms": timeout_ms,
-    }
+    settings = {"bootstrap.servers": bootstrap_of(broker), "transactional.id": id, "transaction.timeout.ms": timeout_ms}
     producer = Producer(settings, logger=_silent)
     producer.init_transactions(LONG)
     return producer
@@ -440,18 +436,7 @@ def test_the_owner_of_a_writers_id():
             *("a-1.a-1.p3", "a.0", "a.b.12", "a.p3", "a.0123456789abcdef.p3", "a.0123456789abcdef.3", "a.x", "a"),
             *("a.p", ".1"),
         )
-    ] == [
-        "a-1",
-        "a",
-        "a.b",
-        "a",
-        "a",
-        "a.0123456789abcdef",
-        "a.x",
-        "a",
-        "a.p",
-        ".1",
-    ]
+    ] == ["a-1", "a", "a.b", "a", "a", "a.0123456789abcdef", "a.x", "a", "a.p", ".1"]
 
 
 def test_a_prepared_transaction_of_a_bridge_without_an_id_is_listed_as_such(bridge, kafka_broker, topic):
@@ -578,10 +563,7 @@ def test_an_unreadable_log_hides_no_transaction_and_its_prepared_ones_are_not_ab
     write(producer, "data", b"perhaps prepared")
     with bridge.transaction(prepare=True) as txn:
         txn.send("data", b"prepared")
-    assert {one.transaction: one.state for one in bridge.admin.transactions()} == {
-        "odd.p0": "open",
-        txn.id: "prepared",
-    }
+    assert {one.transaction: one.state for one in bridge.admin.transactions()} == {"odd.p0": "open", txn.id: "prepared"}
     with pytest.raises(InvalidOption, match="_txnbridge-log-odd"):
         bridge.admin.abort("odd.p0")
     assert bridge.admin.abort(txn.id) is Outcome.ABORTED

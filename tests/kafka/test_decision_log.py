@@ -28,14 +28,7 @@ from tests.log_contract import *  # noqa: F403
 from tests.log_contract import ExactTrimming, append, bounds, read
 from tests.log_live import *  # noqa: F403
 from tests.log_live import outlive_kill_9
-from txnbridge.errors import (
-    AccessDenied,
-    DeadlineExceeded,
-    InvalidOption,
-    OutcomeUnknown,
-    PositionLost,
-    TxnBridgeError,
-)
+from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, OutcomeUnknown, PositionLost, TxnBridgeError
 from txnbridge.spi import Deadline, Emitter
 
 

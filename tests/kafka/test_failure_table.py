@@ -352,23 +352,13 @@ AMBIGUOUS = [
     K.TRANSACTION_ABORTABLE,
     *[
         pytest.param(code, marks=pytest.mark.full)  # each takes the way of one of those
-        for code in (
-            K.PRODUCER_FENCED,
-            K.INVALID_PRODUCER_ID_MAPPING,
-            K.UNKNOWN_PRODUCER_ID,
-            K.REQUEST_TIMED_OUT,
-        )
+        for code in (K.PRODUCER_FENCED, K.INVALID_PRODUCER_ID_MAPPING, K.UNKNOWN_PRODUCER_ID, K.REQUEST_TIMED_OUT)
     ],
 ]
 
 
 # Of one that was refused once and for all, and of which the coordinator has no word any more: it was not carried out.
-CERTAIN = {
-    K.INVALID_PRODUCER_EPOCH,
-    K.PRODUCER_FENCED,
-    K.INVALID_TXN_STATE,
-    K.INVALID_PRODUCER_ID_MAPPING,
-}
+CERTAIN = {K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE, K.INVALID_PRODUCER_ID_MAPPING}
 
 
 @pytest.mark.parametrize("truth", TRUTHS)
@@ -594,12 +584,7 @@ def test_a_publisher_tries_again_what_may_yet_be_stored(shared: World, code: int
 
 @pytest.mark.parametrize(
     "code",
-    [
-        K.MSG_SIZE_TOO_LARGE,
-        K.TOPIC_AUTHORIZATION_FAILED,
-        K.INVALID_PRODUCER_EPOCH,
-        K.OUT_OF_ORDER_SEQUENCE_NUMBER,
-    ],
+    [K.MSG_SIZE_TOO_LARGE, K.TOPIC_AUTHORIZATION_FAILED, K.INVALID_PRODUCER_EPOCH, K.OUT_OF_ORDER_SEQUENCE_NUMBER],
     ids=title,
 )
 def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code: int) -> None:

@@ -17,12 +17,7 @@ from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes
 from tests.kafka.test_decision_log import client_settings, pausing, settings_for  # noqa: F401
-from txnbridge.errors import (
-    DeadlineExceeded,
-    DeliveryFailed,
-    InvalidOption,
-    NotFound,
-)
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, NotFound
 from txnbridge.spi import Deadline
 
 

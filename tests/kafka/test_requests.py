@@ -863,12 +863,7 @@ def guarded(start_kafka: StartKafka) -> brokers.Broker:
 
 def login(proxy: faults.Proxy, user: str, password: str = PASSWORD) -> Requests:
     return Requests(
-        settings_for(
-            proxy.url.removeprefix("kafka://"),
-            mechanism="PLAIN",
-            username=user,
-            password=password,
-        )
+        settings_for(proxy.url.removeprefix("kafka://"), mechanism="PLAIN", username=user, password=password)
     )
 
 

@@ -26,14 +26,7 @@ import txnbridge
 from tests.kafka.kit import describe, flush
 from tests.kafka.test_settings import PLAIN, read
 from txnbridge import Bridge, Outcome, TokenState
-from txnbridge.errors import (
-    AccessDenied,
-    Fenced,
-    NotSupported,
-    OutcomeUnknown,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge.errors import AccessDenied, Fenced, NotSupported, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Capability, Deadline, Emitter, Level, Url
 from txnbridge.testing import next_commit
 
@@ -295,12 +288,7 @@ def test_a_processor_with_the_documented_rights_works_again_after_a_restart(worl
 
 GRANT = "kafka-acls.sh"
 # Whether the log is there, and what of it is granted.
-LOGLESS = {
-    "not-there": (False, ""),
-    "not-seen": (True, ""),
-    "not-written": (True, "READ"),
-    "not-read": (True, "WRITE"),
-}
+LOGLESS = {"not-there": (False, ""), "not-seen": (True, ""), "not-written": (True, "READ"), "not-read": (True, "WRITE")}
 
 
 @dataclass

@@ -329,11 +329,7 @@ BAD = {
         full=True,
     ),
     "plaintext-to-tls": Bad(
-        "TLS",
-        lambda _: {},
-        "Disconnected|SSL",
-        "check that the URL's port is a listener for PLAINTEXT",
-        full=True,
+        "TLS", lambda _: {}, "Disconnected|SSL", "check that the URL's port is a listener for PLAINTEXT", full=True
     ),
     "tls-to-plaintext": Bad(
         "PLAINTEXT",

@@ -31,11 +31,7 @@ def read_by(official: Any, name: str) -> list[tuple[bytes, str, dict[str, str]]]
     return found
 
 
-def test_a_transaction_over_two_topics_is_seen_by_the_official_client_once_it_is_committed(
-    bridge,
-    new_topic,
-    official,
-):
+def test_a_transaction_over_two_topics_is_seen_by_the_official_client_once_it_is_committed(bridge, new_topic, official):
     orders, audit = new_topic(partitions=3), new_topic()
     with bridge.transaction() as txn:
         for number in range(10):

@@ -277,10 +277,7 @@ def test_a_lost_connection_says_whether_it_may_have_had_an_effect_also_after_pic
 
 @pytest.mark.parametrize(
     ("text", "state"),
-    [
-        ("Expect Txn `(0,1)` to be in OPEN status but it is in COMMITTING status", "COMMITTING"),
-        ("something else", ""),
-    ],
+    [("Expect Txn `(0,1)` to be in OPEN status but it is in COMMITTING status", "COMMITTING"), ("something else", "")],
 )
 def test_the_state_of_a_transaction_is_read_from_the_brokers_text(text, state):
     error = errors.server_error(21, text)

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 from txnbridge_pulsar import client as wire
 
-from tests.pulsar.client_kit import (
-    SOON,
-    admin,
-    batch_of,
-    connection_of,
-    everything,
-    path_of,
-    send_for_certain,
-    settle,
-)
+from tests.pulsar.client_kit import SOON, admin, batch_of, connection_of, everything, path_of, send_for_certain, settle
 
 
 def exclusive(client: wire.PulsarClient, topic: str, **options: object) -> wire.PulsarProducer:

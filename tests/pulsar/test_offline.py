@@ -250,9 +250,7 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
 # --- what a coordinator forgot ----------------------------------------------------------------------------------------
 
 
-def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     def left(number: int, topic: str) -> AnnouncedTransaction:
         txn = wire.TxnId(0, number)
         proof = ProofLocation(f"marker-{number}", (1, 0), "n0nce")

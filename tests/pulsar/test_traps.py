@@ -522,9 +522,7 @@ def test_fence_and_proof_topics_outlive_the_inactivity_for_which_a_naive_topic_i
 
 
 @pytest.mark.full
-def test_committed_messages_that_no_subscription_needs_are_lost_and_the_doctor_warns(
-    start_pulsar: StartPulsar,
-) -> None:
+def test_committed_messages_that_no_subscription_needs_are_lost_and_the_doctor_warns(start_pulsar: StartPulsar) -> None:
     """The broker keeps or deletes messages: a subscription keeps them, and nothing that a writer does."""
     broker = start_pulsar(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
     values = [b"%d" % number for number in range(1_000)]

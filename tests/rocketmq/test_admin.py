@@ -245,8 +245,7 @@ def test_the_defaults_of_a_broker_are_taken_where_it_tells_no_setting():
 
 
 @pytest.mark.parametrize(
-    ("rocksdb", "original", "rocks"),
-    [("true", "false", True), ("true", "true", False), ("false", "false", False)],
+    ("rocksdb", "original", "rocks"), [("true", "false", True), ("true", "true", False), ("false", "false", False)]
 )
 def test_the_topic_in_which_halves_wait_is_told_by_two_settings(rocksdb, original, rocks):
     told = BrokerConfig("b", {"transRocksDBEnable": rocksdb, "transWriteOriginTransHalfEnable": original})

@@ -176,9 +176,7 @@ def test_a_question_tells_the_newest_copy_and_the_message(key, named):
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [question(PGROUP=""), RemotingCommand(39, fields=question().fields)],
-    ids=["no group", "no record"],
+    "asked", [question(PGROUP=""), RemotingCommand(39, fields=question().fields)], ids=["no group", "no record"]
 )
 def test_a_question_that_lacks_something_is_refused(asked):
     with pytest.raises(ProtocolViolation):

@@ -26,15 +26,7 @@ from txnbridge_rocketmq.client.protocol.send_requests import (
 
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
-from tests.rocketmq.reading_kit import (
-    commit,
-    connect_to,
-    member,
-    new_topic,
-    publish,
-    store_half,
-    unique,
-)
+from tests.rocketmq.reading_kit import commit, connect_to, member, new_topic, publish, store_half, unique
 from txnbridge import Bridge
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Deadline

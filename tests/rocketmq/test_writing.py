@@ -504,11 +504,7 @@ def test_a_message_that_a_killed_broker_asks_about_again_is_not_published_again(
     start_rocketmq: StartRocketMQ, open_bridge: Open
 ) -> None:
     """The broker writes op messages in batches, and has lost the last batch."""
-    slow_notes = {
-        "transactionOpMsgMaxSize": "4096",
-        "transactionOpBatchInterval": "3000",
-        "transactionTimeOut": "4000",
-    }
+    slow_notes = {"transactionOpMsgMaxSize": "4096", "transactionOpBatchInterval": "3000", "transactionTimeOut": "4000"}
     with start_rocketmq(settings=slow_notes) as broker:
         bridge = open_bridge(broker.url)
         with RemotingClient([broker.url.removeprefix("rocketmq://")]) as client:

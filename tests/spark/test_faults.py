@@ -224,10 +224,7 @@ def test_rows_of_sparks_own_kafka_source_are_published_once(query, url):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("format", "where"),
-    [
-        ("in-tasks", {"at": "resolve/after", "in_task": True}),
-        ("without-a-log", STEPS["between two tokens"]),
-    ],
+    [("in-tasks", {"at": "resolve/after", "in_task": True}), ("without-a-log", STEPS["between two tokens"])],
 )
 def test_a_simpler_writer_doubles_rows_when_its_driver_is_killed(query, format, where):
     faults.order(query.faults, Fault("die", then="kill driver", once=query.after_the_first_batch(), **where))
