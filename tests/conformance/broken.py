@@ -319,9 +319,7 @@ class SpoilsATransactionByARefusal(Broken):
     "test_an_open_transaction_is_listed_until_it_ends",
 )
 class KnowsNoDeadline(Broken):
-    class Writer(Around):
-        def begin(self, begin: Begin) -> None:
-            self.inner.begin(replace(begin, deadline=Deadline(3600)))
+    Writer = around(begin=lambda inner, begin: inner.begin(replace(begin, deadline=Deadline(3600))))
 
 
 @caught_by(
@@ -380,7 +378,7 @@ class StopsAtZeroBytes(Broken):
     Writer = changing(
         lambda topic, value, *rest: (
             topic,
-            value if is_marker((topic, value)) else value and value.partition(b"\0")[0],
+            value if is_marker((topic, value)) else value and value.split(b"\0")[0],
             *rest,
         )
     )
@@ -474,16 +472,7 @@ class SpreadsKeysAtRandom(Broken):
 
 @caught_by("test_a_message_goes_to_the_partition_that_its_sender_chose")
 class ChoosesThePartitionItself(Broken):
-    Writer = changing(
-        lambda topic, value, key, headers, partition, timestamp: (
-            topic,
-            value,
-            key,
-            headers,
-            partition if key is None else None,
-            timestamp,
-        )
-    )
+    Writer = changing(lambda *message: (*message[:4], message[4] if message[2] is None else None, message[5]))
 
 
 @caught_by(
@@ -679,10 +668,7 @@ class AbortsWhatIsPreparedWhenItCloses(Broken):
         self.prepared = [*getattr(self, "prepared", ()), self.Preparing(self.inner.prepare_writer(*args), self)]
         return self.prepared[-1]
 
-    class Preparing(Around):
-        def begin(self, begin: Begin) -> None:
-            self.begun = begin
-            self.inner.begin(begin)
+    Preparing = Remembering
 
     def close(self, deadline: Deadline) -> None:
         for writer in getattr(self, "prepared", ()):
@@ -891,9 +877,9 @@ class AcknowledgesUpTo(Broken):
     "test_acknowledging_up_to_a_message_covers_those_before_it",
 )
 class AcknowledgesTheFirstOfABatch(Broken):
-    class Writer(Around):
-        def ack(self, context: Any, positions: Any) -> None:
-            self.inner.ack(context, {partition: found[:1] for partition, found in positions.items()})
+    Writer = around(
+        ack=lambda inner, context, positions: inner.ack(context, {where: at[:1] for where, at in positions.items()})
+    )
 
 
 @caught_by("test_a_member_that_was_replaced_while_it_slept_commits_nothing")
@@ -984,16 +970,12 @@ class CannotGoBack(Broken):
 
 @caught_by("test_positions_tell_where_another_reader_can_go_on")
 class IsOneOff(Broken):
-    class Reading(Around):
-        def positions(self) -> Any:
-            return {partition: (position[0] - 1,) for partition, position in self.inner.positions().items()}
+    Reading = around(positions=lambda inner: {where: (at[0] - 1,) for where, at in inner.positions().items()})
 
 
 @caught_by("test_reading_goes_on_from_a_point_in_time")
 class GoesBackToTheBeginningOfTime(Broken):
-    class Reading(Around):
-        def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-            self.inner.seek_to_time(0, deadline)
+    Reading = around(seek_to_time=lambda inner, timestamp, deadline: inner.seek_to_time(0, deadline))
 
 
 @caught_by("test_a_paused_partition_delivers_nothing_until_it_is_resumed")
@@ -1070,9 +1052,7 @@ class DropsWhatIsNotFlushed(Broken):
     "test_a_sequence_is_published_once_wherever_its_process_dies",
 )
 class KeepsNoSequence(Broken):
-    class Publishing(Around):
-        def send(self, *message: Any) -> None:
-            self.inner.send(*message[:6], None, message[7])
+    Publishing = around(send=lambda inner, *message: inner.send(*message[:6], None, message[7]))
 
 
 @caught_by("test_sequences_of_one_name_or_topic_are_not_those_of_another")
@@ -1157,17 +1137,16 @@ class GrowsNoTopics(Broken):
     "test_the_bounds_of_a_topic_are_what_can_be_read_of_it", "test_an_aborted_message_before_an_undecided_one_is_no_lag"
 )
 class SaysThatNothingCanBeRead(Broken):
-    class Administering(Around):
-        def bounds(self, *args: Any) -> Any:
-            return {partition: (first, first) for partition, (first, _) in self.inner.bounds(*args).items()}
+    Administering = around(
+        bounds=lambda inner, *args: {where: (first, first) for where, (first, _) in inner.bounds(*args).items()}
+    )
 
 
 @caught_by("test_the_bounds_of_a_topic_end_before_what_is_not_decided")
 class SaysThatWhatIsOpenCanBeRead(Broken):
-    class Administering(Around):
-        def bounds(self, *args: Any) -> Any:
-            found = self.inner.bounds(*args)
-            return {partition: (first, (end[0] + 1,)) for partition, (first, end) in found.items()}
+    Administering = around(
+        bounds=lambda inner, *args: {at: (first, (end[0] + 1,)) for at, (first, end) in inner.bounds(*args).items()}
+    )
 
 
 @caught_by("test_the_bounds_of_a_missing_topic_cannot_be_told")

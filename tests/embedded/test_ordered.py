@@ -7,7 +7,7 @@ import pytest
 import txnbridge
 from tests.embedded import kit
 from tests.embedded.members import GROUP, Member, settle
-from tests.embedded.test_reader import trim
+from tests.embedded.test_reader import send_stamped, trim
 from txnbridge.errors import Conflict, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
 from txnbridge.spi import Deadline
 
@@ -96,15 +96,11 @@ def test_messages_skipped_by_seeking_ahead_come_to_the_next_member(broker, join)
 
 
 def test_seeking_to_a_time_leaves_acknowledged_messages_out(broker, join):
-    writer = kit.open_writer(broker)
-    kit.begin(writer)
-    for number in range(6):
-        writer.send("orders", b"%d" % number, None, None, None, 100 + number)
-    writer.commit(Deadline(10))
+    send_stamped(broker, *range(100, 106))
     member = join()
     member.ack(member.take(6)[4])
     member.reader.seek_to_time(103, Deadline(10))
-    assert numbers(member.take(2)) == [3, 5]
+    assert numbers(member.take(2)) == [103, 105]
 
 
 # --- prepared transactions that acknowledge ---------------------------------------------------------------------------

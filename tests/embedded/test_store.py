@@ -132,11 +132,14 @@ def log_bytes(path: Path) -> int:
     return os.stat(f"{path}-wal").st_size
 
 
+def grow(writer, checkpoints):
+    """Commit as many bytes as make the log be copied so often."""
+    for _ in range(checkpoints * (CHECKPOINT_BYTES >> 20)):
+        commit(writer, "orders", bytes(1 << 20))
+
+
 def test_the_log_is_copied_and_begins_anew(broker, path):
-    writer = open_writer(broker)
-    message = bytes(1 << 20)
-    for _ in range(6 * (CHECKPOINT_BYTES >> 20)):
-        commit(writer, "orders", message)
+    grow(open_writer(broker), 6)
     assert log_bytes(path) < 2 * CHECKPOINT_BYTES
     assert path.stat().st_size > 4 * CHECKPOINT_BYTES
 
@@ -147,9 +150,7 @@ def test_a_symbolic_link_leads_to_the_same_file_log_and_turn(opened, broker, pat
     link.symlink_to(path)
     through = opened(link)
     assert through.cluster == broker.cluster
-    writer = open_writer(through)
-    for _ in range(3 * (CHECKPOINT_BYTES >> 20)):
-        commit(writer, "orders", bytes(1 << 20))
+    grow(open_writer(through), 3)
     assert log_bytes(path) < 2 * CHECKPOINT_BYTES
     assert list(link.parent.iterdir()) == [link]
 
@@ -158,16 +159,13 @@ def test_a_reader_that_keeps_an_old_state_lets_the_log_grow_and_loses_nothing(br
     writer = open_writer(broker)
     commit(writer, "orders", b"first")
     slow = broker.store.connect()
-    message = bytes(1 << 20)
     with broker.store.reading(slow, Deadline(5)):
-        for _ in range(2 * (CHECKPOINT_BYTES >> 20)):
-            commit(writer, "orders", message)
+        grow(writer, 2)
         assert slow.execute("SELECT count(*) FROM messages").fetchone() == (1,)
         grown = log_bytes(path)
         assert grown > 2 * CHECKPOINT_BYTES
     slow.close()
-    for _ in range(2 * (CHECKPOINT_BYTES >> 20)):
-        commit(writer, "orders", message)
+    grow(writer, 2)
     assert log_bytes(path) == grown  # it began anew in the same space
     assert rows(broker, "SELECT count(*) FROM messages") == [(1 + 4 * (CHECKPOINT_BYTES >> 20),)]
 
@@ -184,10 +182,7 @@ def test_the_log_is_copied_while_the_lock_is_held(broker, monkeypatch):
         tried.append(real())
 
     monkeypatch.setattr(broker.store, "_copy_log", copy)
-    writer = open_writer(broker)
-    message = bytes(1 << 20)
-    for _ in range(2 * (CHECKPOINT_BYTES >> 20)):
-        commit(writer, "orders", message)
+    grow(open_writer(broker), 2)
     assert tried
     assert other.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
     other.close()

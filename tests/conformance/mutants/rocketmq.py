@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
@@ -12,36 +12,28 @@ from txnbridge_rocketmq.read.reader import RocketMQReader
 from txnbridge_rocketmq.write.half_buffer import HalfCount, halves_as_json
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
-from tests.conformance.mutants import Mutants
+from tests.conformance.mutants import Mutants, nothing, replace
 from txnbridge._decisions.token_fold import TokenFold
 from txnbridge.spi import Ack, Deadline, Decision, Half, Ledger, LedgerClaim, Outcome
 
 ROCKETMQ = Mutants()
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a function of a class or module by the function that `make` returns, given the original."""
-    setattr(owner, name, make(getattr(owner, name)))
-
-
 @ROCKETMQ.mutant("early-read", "G1a", workload="transactions")
 def publishes_at_once() -> None:
     """Halves are published as soon as all are stored, before the decision."""
 
-    def make(store: Callable[[RocketMQWriter, Deadline], None]) -> Any:
-        def store_and_publish(self: RocketMQWriter, deadline: Deadline) -> None:
-            store(self, deadline)
-            self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
+    def store_and_publish(self: RocketMQWriter, deadline: Deadline) -> None:
+        store(self, deadline)
+        self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
 
-        return store_and_publish
-
-    replace(RocketMQWriter, "_store", make)
+    store = replace(RocketMQWriter, "_store", store_and_publish)
 
 
 @ROCKETMQ.mutant("lost-prepare", workload="transactions")
 def aborts_before_the_deadline() -> None:
     """A check-back lets an undecided transaction be aborted before its deadline (hazard H67)."""
-    replace(check_back, "is_over", lambda _: lambda *_: True)
+    replace(check_back, "is_over", lambda *_: True)
 
 
 @ROCKETMQ.mutant("duplicate", "foreign-duplicate", workload="transactions", needs="rocketmq")
@@ -54,7 +46,7 @@ def publishes_without_a_look() -> None:
         halves = self._sequences(end_transaction._expected(transaction, topics), deadline)
         self._commit_halves(halves, True, deadline)
 
-    replace(HalfEnder, "publish", lambda _: publish)
+    replace(HalfEnder, "publish", publish)
 
 
 @ROCKETMQ.mutant("zombie-write", "split-decision", "outcome-lie", workload="owners", seconds=40)
@@ -64,17 +56,14 @@ def commits_without_a_record() -> None:
     So an owner that pauses commits although a newer one has opened its id meanwhile.
     """
 
-    def make(claim: Callable[..., LedgerClaim]) -> Any:
-        def claim_aborts_and_acks(
-            self: RocketMQWriter, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()
-        ) -> LedgerClaim:
-            if decision is Decision.COMMIT and not acks:
-                return LedgerClaim(decision, halves_as_json(self._halves.topics), None)
-            return claim(self, decision, deadline, acks)
+    def claim_aborts_and_acks(
+        self: RocketMQWriter, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()
+    ) -> LedgerClaim:
+        if decision is Decision.COMMIT and not acks:
+            return LedgerClaim(decision, halves_as_json(self._halves.topics), None)
+        return claim(self, decision, deadline, acks)  # type: ignore[no-any-return]
 
-        return claim_aborts_and_acks
-
-    replace(RocketMQWriter, "_claim", make)
+    claim = replace(RocketMQWriter, "_claim", claim_aborts_and_acks)
 
 
 @ROCKETMQ.mutant("lost-prepare", workload="owners")
@@ -85,46 +74,41 @@ def aborts_what_an_older_owner_prepared() -> None:
         newest = ledger.newest_opening(deadline)
         return origin.opening is not None and newest is not None and newest[0] != origin.opening
 
-    replace(check_back, "_is_abandoned", lambda _: is_abandoned)
+    replace(check_back, "_is_abandoned", is_abandoned)
 
 
 @ROCKETMQ.mutant("zombie-write", workload="owners")
 def lets_zombies_decide() -> None:
     """The claim of a fenced owner counts (hazard H72)."""
-    replace(TokenFold, "_is_shut_out", lambda _: lambda *_: False)
+    replace(TokenFold, "_is_shut_out", lambda *_: False)
 
 
 @ROCKETMQ.mutant("split-decision", workload="transactions")
 def says_what_it_was_asked() -> None:
     """The outcome of a token is what the call asked for, although an earlier call decided otherwise."""
 
-    def make(end: Callable[..., Outcome]) -> Any:
-        def end_and_agree(ender: Any, token: Any, decision: Decision, *more: Any) -> Outcome:
-            end(ender, token, decision, *more)
-            return Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+    def end_and_agree(ender: Any, token: Any, decision: Decision, *more: Any) -> Outcome:
+        end(ender, token, decision, *more)
+        return Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
 
-        return end_and_agree
-
-    replace(outcome, "end_prepared", make)
+    end = replace(outcome, "end_prepared", end_and_agree)
 
 
 @ROCKETMQ.mutant("half-ack", workload="groups")
 def skips_what_was_aborted() -> None:
     """A reader does not go back after an abort: the next acknowledgement passes the messages."""
-    replace(RocketMQReader, "rewind", lambda _: lambda *_: None)
+    replace(RocketMQReader, "rewind", nothing)
 
 
 @ROCKETMQ.mutant("phantom-commit", workload="half-messages")
 def publishes_undecided_halves() -> None:
     """A half message whose local work is undecided is published."""
 
-    def make(end: Callable[..., Outcome]) -> Any:
-        def end_decided(self: RocketMQHalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-            return end(self, half, Decision.COMMIT if decision is Decision.UNDECIDED else decision, deadline)
+    def end_decided(self: RocketMQHalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        ended: Outcome = end(self, half, Decision.COMMIT if decision is Decision.UNDECIDED else decision, deadline)
+        return ended
 
-        return end_decided
-
-    replace(RocketMQHalfStore, "end", make)
+    end = replace(RocketMQHalfStore, "end", end_decided)
 
 
 ROCKETMQ.apply_chosen()
