@@ -1,7 +1,5 @@
 """Settings of the tests with random faults: how long they last, and the seed of their faults."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import random

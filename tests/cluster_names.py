@@ -5,8 +5,6 @@ It brings `named(prefix)`, what a bridge takes for the cluster's name; `open_log
 where the name belongs.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """A conformance run as a test: the hunt of `txnbridge conformance run`, on a broker of the tests."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path

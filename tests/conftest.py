@@ -9,8 +9,6 @@
 In the live tier, what starts a broker has the machine for itself: other tests of the same checkout wait meanwhile.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

@@ -4,8 +4,6 @@
 of the whole gate always prints the sums, and fails above the budget.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from multiprocessing import forkserver

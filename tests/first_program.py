@@ -1,7 +1,5 @@
 """The README's first program, as it stands there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The contract of transactions if each one is gathered, although it is alone: a test module imports all of this."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_conformance.plugin import topic  # noqa: F401
 from txnbridge_conformance.suite.fencing import *  # noqa: F403

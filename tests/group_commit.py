@@ -3,8 +3,6 @@
 A test module imports the tests and brings `committing`: the broker, and its request that ends a transaction.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Calls that have to end by their deadlines, also while a broker says nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

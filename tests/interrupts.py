@@ -4,8 +4,6 @@ Here one comes at the entry of one function of txnbridge, or behind one call tha
 signal handlers there. The program catches it, and opens another transaction, or another consumer.
 """
 
-from __future__ import annotations
-
 import dis
 import random
 import sys

@@ -1,7 +1,5 @@
 """The brokers' own Java clients, asked from the outside: what they say is what ours is held to."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path

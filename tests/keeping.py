@@ -1,7 +1,5 @@
 """The body of fixtures that open as many of a kind as their test asks for, and close them in the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Kill walks of the tests: at each event with --full, in the gate at some."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Set

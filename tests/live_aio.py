@@ -1,7 +1,5 @@
 """Tasks of an event loop on a live broker: many transactions at once, some cancelled, and a processor beside them."""
 
-from __future__ import annotations
-
 import anyio
 import pytest
 from txnbridge_conformance.observing import seen

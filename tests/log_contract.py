@@ -3,8 +3,6 @@
 `open_named(name)` opens a log as another process would have it open, and `log` is one of the test's own `name`.
 """
 
-from __future__ import annotations
-
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 

@@ -5,8 +5,6 @@ the same records, from which every answer comes. A test module imports all of th
 which makes such a pair: `mirror(origin)`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

@@ -3,8 +3,6 @@
 It brings the fixtures `open_named(name, url=...)`, `logs_broker`, and `append_request`: what the proxy calls an append.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -6,8 +6,6 @@ the refusal's words), `remove_topic()`, and `stalled(used)`: what appends raise 
 the other. It may bring its own `open_named` and `pausing()`: the broker stands still for a block.
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of each broker: a call that only looks creates nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

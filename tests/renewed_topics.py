@@ -1,7 +1,5 @@
 """A topic that is recreated, once or again and again while it is copied."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """A processor with retries on a real broker, killed in the middle: each message has its effect once."""
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fixtures of the tests of the asynchronous interface: both event loops, and a judge that knows neither."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,7 +1,5 @@
 """Cancelling a program at each of its calls, and telling what became of it."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

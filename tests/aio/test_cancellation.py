@@ -1,7 +1,5 @@
 """A program that is cancelled anywhere: each transaction happens as a whole or not at all, and what is told is true."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import anyio

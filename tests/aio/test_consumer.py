@@ -1,7 +1,5 @@
 """Consumers of tasks: in order, and nothing is lost when a poll is cancelled at any moment."""
 
-from __future__ import annotations
-
 import threading
 
 import anyio

@@ -1,7 +1,5 @@
 """The web service of docs/aio.md does what the page says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Gathered transactions of tasks: they need no thread, and may be cancelled before, in and after their batch."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager

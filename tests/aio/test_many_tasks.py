@@ -1,7 +1,5 @@
 """Many tasks at once on the embedded broker, as on the real ones."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Half messages, publishers, administration and relays of tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import Future

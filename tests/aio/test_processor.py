@@ -1,7 +1,5 @@
 """Processors with handlers on the event loop: exactly once, and a stop or a cancellation ends them in time."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Transactions of tasks: what their blocks do, what a cancelled one tells, and who waits for whom."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading

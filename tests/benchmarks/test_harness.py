@@ -1,7 +1,5 @@
 """The arithmetic behind the figures."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import contextmanager

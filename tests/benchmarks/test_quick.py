@@ -1,7 +1,5 @@
 """Each question can be asked of each of its brokers. The figures are not judged: a machine that runs tests is busy."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs `txnbridge demo` as a command, on any broker."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

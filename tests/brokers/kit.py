@@ -1,7 +1,5 @@
 """A broker that is a few lines of Python, and requests to Kafka by hand."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

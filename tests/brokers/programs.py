@@ -1,7 +1,5 @@
 """Programs that the launchers' tests run in processes of their own, to kill them."""
 
-from __future__ import annotations
-
 import os
 import time
 

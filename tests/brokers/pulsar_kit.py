@@ -1,7 +1,5 @@
 """A client of Pulsar's protocol, one command after another."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Tests of `txnbridge brokers`, with a real Kafka."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

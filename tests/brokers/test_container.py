@@ -1,7 +1,5 @@
 """Tests of brokers in containers, with an engine of a few lines that records its requests."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

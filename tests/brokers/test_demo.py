@@ -1,7 +1,5 @@
 """The demo's story on each real broker that the suite can start."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.brokers.demo_kit import check_every_claim, play

@@ -1,7 +1,5 @@
 """Tests of fetching, with a Maven of a few lines of shell."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

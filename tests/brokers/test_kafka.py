@@ -1,7 +1,5 @@
 """Tests of starting Kafka. Most share a node; three nodes and the older version run with --full."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of brokers that are processes, with a toy broker that starts in milliseconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

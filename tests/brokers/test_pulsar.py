@@ -1,7 +1,5 @@
 """Tests of starting Pulsar. Most share one broker; the older version and every store run with --full."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of starting RocketMQ. Most share one broker; two brokers, and an orderly stop, run with --full."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Spans over two real brokers: everything is copied once, wherever the process dies."""
 
-from __future__ import annotations
-
 import uuid
 from functools import partial
 from itertools import permutations

@@ -1,7 +1,5 @@
 """Tests of all commands: exit codes, errors in one line, --json, --debug, and the modules that are loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`txnbridge copy`: every part of every message arrives once; `txnbridge spans`: what a dead copy left is ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

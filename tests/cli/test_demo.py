@@ -1,7 +1,5 @@
 """The demo passes on a broker that keeps its promises, and fails on each that breaks one."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

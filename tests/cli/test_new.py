@@ -1,7 +1,5 @@
 """`txnbridge new`: what it writes passes its own test at once."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`txnbridge resolver`: asking by a process of its own, and what was parked."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

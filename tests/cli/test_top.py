@@ -1,7 +1,5 @@
 """`txnbridge top`: what waits, what is open, and what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

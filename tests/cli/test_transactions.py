@@ -1,7 +1,5 @@
 """`status`, and `transactions list|describe|commit|abort`."""
 
-from __future__ import annotations
-
 import json
 import logging
 

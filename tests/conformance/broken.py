@@ -6,8 +6,6 @@ embedded broker but for what it breaks, and names the tests that have to notice.
 This module is a plug-in: `txnbridge.plugins.register(broken)`.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The defects that a simulated broker, or a client on it, can have: one a history."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # By the roles that can meet it, what goes wrong, and the findings that say so by the words of docs/conformance.md. No

@@ -1,7 +1,5 @@
 """Simulated runs on the simulated broker, and their histories. Time is virtual, and a history follows from its seed."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Tests that another backend runs the suite with three short files, and that its declarations are checked."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

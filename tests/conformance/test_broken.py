@@ -3,8 +3,6 @@
 With --full no test fails on a sound broker that is made the same way, and tests that must fail wait longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that any program can be killed or paused at an event, not only a function."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of the frame splitter: it changes no byte, and no stream makes it wait, fail or grow."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 

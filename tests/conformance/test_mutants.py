@@ -1,7 +1,5 @@
 """A conformance run finds each mutant of a backend under a right name."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run on a sound broker finds nothing, on broken ones it finds the right names, and it says when it was too thin."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The checker's own mutation test: it finds each defect of simulated histories, and nothing in sound ones."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the core's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

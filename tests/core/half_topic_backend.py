@@ -3,8 +3,6 @@
 `txnbridge.plugins.register(half_topic_backend)`; its URLs begin with `half-topic:`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers of the tests of processors on the embedded broker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Helpers of the tests of readers of every broker: a listener that stands in for the core, and waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from txnbridge.spi import Deadline, Headers, Message, MessageColumns, Reader

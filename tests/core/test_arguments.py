@@ -1,7 +1,5 @@
 """Arguments that make no sense are refused with an error of ours on every broker, before the broker is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Capabilities: declared once, complete, and a refusal says why."""
 
-from __future__ import annotations
-
 import pytest
 
 from txnbridge import Capabilities, Capability, Level, NotSupported

@@ -1,7 +1,5 @@
 """Errors: a short tree that survives pickling."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

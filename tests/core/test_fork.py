@@ -1,7 +1,5 @@
 """After a fork nothing of the parent's can be used in the child, and the parent goes on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Metrics: each is counted once, where it happened, and Prometheus and OpenTelemetry read the same numbers."""
 
-from __future__ import annotations
-
 import socket
 import urllib.request
 from collections.abc import Iterator

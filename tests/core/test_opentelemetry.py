@@ -1,7 +1,5 @@
 """Traces: one order is one trace from its send to the last handler, through headers that any program understands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The testing kit: its fixtures, lost answers, children that die or stop, and the walk through all events."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A backend that does what a test tells it, for the core's own logic. It proves no promise of any broker."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The embedded broker through its contract, without the core: what these tests share."""
 
-from __future__ import annotations
-
 import itertools
 import secrets
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Members of groups, as the tests of groups use them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

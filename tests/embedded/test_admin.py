@@ -1,7 +1,5 @@
 """Topics, retention, and the doctor."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.client.schema import MAX_PARTITION_ID

@@ -1,7 +1,5 @@
 """The assignment of partitions to members is total, even and sticky, whatever the members read."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from itertools import permutations, product

@@ -1,7 +1,5 @@
 """URLs, options, capabilities, and `like=`."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

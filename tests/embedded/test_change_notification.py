@@ -1,7 +1,5 @@
 """A waiting reader wakes soon and costs next to nothing, whether the operating system tells it of writes or not."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Closing and exiting while others are at it: nothing is closed under its user, and nobody waits long for a lock."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A conformance run for minutes, with faults of its processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

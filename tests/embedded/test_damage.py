@@ -1,7 +1,5 @@
 """A change by others in the file is reported as damage, in its place, and skips no message."""
 
-from __future__ import annotations
-
 import json
 import random
 import sqlite3

@@ -1,7 +1,5 @@
 """Decision logs."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_embedded.settings import Timing
 

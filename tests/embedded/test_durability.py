@@ -1,7 +1,5 @@
 """Acknowledged transactions stay, and none is half there: after kill -9 anywhere, and on a full disk."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """Files and places that are wrong: each is told apart, and none is harmed."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The steps that a newcomer tries first work as the docs say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.first_program import URL, check_first_program

@@ -1,7 +1,5 @@
 """A file that this version wrote stays readable, with all that is in it."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Group commit on the embedded broker: killed and interrupted anywhere, each transaction is there as a whole or not."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

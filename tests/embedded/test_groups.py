@@ -1,7 +1,5 @@
 """A group's acknowledgements: gaps, overlaps, reservations of prepared transactions, and whose they are."""
 
-from __future__ import annotations
-
 import sqlite3
 
 import pytest

@@ -1,7 +1,5 @@
 """Half messages that the broker keeps by itself."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 

@@ -4,8 +4,6 @@ Here it comes at the entry of each function in turn. The program catches it and 
 consumer: nothing may be lost, skipped or doubled, and no writer or place in a queue may stay taken.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Groups in which each partition is with one member at a time."""
 
-from __future__ import annotations
-
 import pytest
 
 import txnbridge

@@ -1,7 +1,5 @@
 """Prepared transactions: durable, invisible, ended by whoever has the token."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

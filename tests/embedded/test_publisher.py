@@ -1,7 +1,5 @@
 """Sends without a transaction."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

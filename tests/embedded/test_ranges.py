@@ -1,7 +1,5 @@
 """Ranges of offsets hold exactly the offsets that a set would hold."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

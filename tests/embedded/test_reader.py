@@ -1,7 +1,5 @@
 """Reading without a group: exactly the committed messages, each partition in order."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Groups whose members take messages one by one from the same partitions."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """One file and many who want to write it: turns, waiting, and the log that must not grow for ever."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """Members that are killed, paused and replaced: nothing is lost, nothing is done twice, nobody waits for the dead."""
 
-from __future__ import annotations
-
 import gc
 import random
 import time

@@ -1,7 +1,5 @@
 """The threads of one process take turns to write."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Plain transactions: all or nothing, whatever happens on the way."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from contextlib import nullcontext

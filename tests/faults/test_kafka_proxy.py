@@ -1,7 +1,5 @@
 """The proxy before a real Kafka."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

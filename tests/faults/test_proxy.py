@@ -1,7 +1,5 @@
 """The proxy before a broker of a few lines."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """The proxy before a real Pulsar."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The proxy before RocketMQ: what it makes of headers, and how a real one and its clients stay with it."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The places of our packages, for the tests of the house."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]

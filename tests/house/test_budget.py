@@ -1,7 +1,5 @@
 """The house has a budget. Its numbers fall; one that has to rise does so with a reason in the commit."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """Ruff, and with --full mypy, as tests. `.ci/run` calls mypy itself."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

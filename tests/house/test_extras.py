@@ -1,7 +1,5 @@
 """What lacks a library says which extra of the package has it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`import txnbridge` loads nothing heavy: whoever only sends pays for no database, command line or broker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

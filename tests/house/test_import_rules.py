@@ -1,7 +1,5 @@
 """Who may import whom: a backend the contract, the suite and Spark the public interface, the core nobody."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The house stays readable for strangers: docstrings with a subject, one meaning a name, one floor plan, no circles."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Tests of words that the files of the project may not have, and of those that they must have."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page that says which test shows which promise is true."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Each public name is listed, is there, and is documented."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

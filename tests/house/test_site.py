@@ -1,7 +1,5 @@
 """The documentation as a site: it is built without a warning, and has every public name and every setting."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

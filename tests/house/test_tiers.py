@@ -1,7 +1,5 @@
 """The gate, `--live` and `--full`: what starts brokers or takes minutes runs only when asked for."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The built wheel works by itself: in a fresh environment, away from the checkout, without any extra."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

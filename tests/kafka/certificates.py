@@ -1,7 +1,5 @@
 """Certificates for tests, made by the openssl command."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Helpers that look behind the public interface."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.connections import Connections

@@ -5,8 +5,6 @@ coordinator does about errors, nor the raw requests: `Coordinator` stands in for
 says what a test has decided. So this shows what our code makes of an answer, and nothing about Kafka.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Acknowledgements, which our own requests bring: no broker that restarts makes them hang, or stops a processor."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Tests of an administrator and of the doctor on live brokers: what they list, end, repair and report."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tasks of an event loop on Kafka."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_conformance.plugin import NewTopic
 

@@ -1,7 +1,5 @@
 """The two programs of docs/from-confluent-kafka.md: the second one takes up where the first one has stopped."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

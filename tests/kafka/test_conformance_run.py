@@ -1,7 +1,5 @@
 """Conformance runs: faults of clients on the tests' broker, all faults on brokers of their own."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from pathlib import Path

@@ -5,8 +5,6 @@ our errors each answer becomes, that nothing hangs, and that the writer works ag
 messages is for the tests with live brokers.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

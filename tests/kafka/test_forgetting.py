@@ -3,8 +3,6 @@
 Otherwise that would take in what the last one left behind, and an abort would destroy what was committed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Group commit on Kafka: each of many threads is told the true outcome of its transaction."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_conformance import brokers
 

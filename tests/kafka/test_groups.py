@@ -1,7 +1,5 @@
 """Groups as an administrator sees and sets them, and what their members tell in the log."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 

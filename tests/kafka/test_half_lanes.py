@@ -1,7 +1,5 @@
 """Half messages in lanes on a real broker: what it refuses and loses, large ones and many."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

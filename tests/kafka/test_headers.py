@@ -1,7 +1,5 @@
 """Headers as the client reads them. Its producer sends text only, other clients send any bytes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

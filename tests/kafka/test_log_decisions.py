@@ -1,7 +1,5 @@
 """Decisions on a log of Kafka."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that decide at once on one log of Kafka: they are killed, lose answers, and so does their broker."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.races import race

@@ -1,7 +1,5 @@
 """Markers that a broker forgot: the plain client's next abort destroys what was committed, ours finishes it first."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of a commit after the network failed, besides those in test_outcomes: the table in docs/kafka.md."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

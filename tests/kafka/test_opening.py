@@ -1,7 +1,5 @@
 """Opening an id: what it fences, what it ends, what it spares, and what is still known of what it destroyed."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

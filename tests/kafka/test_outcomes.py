@@ -1,7 +1,5 @@
 """Tests of the outcome that a program gets when the network, the broker or its process fails at an end."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

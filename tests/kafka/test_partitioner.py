@@ -1,7 +1,5 @@
 """The same key goes to the same partition as with Kafka's own Java client."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from random import Random

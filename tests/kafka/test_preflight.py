@@ -1,7 +1,5 @@
 """Tests of the warnings and refusals at connect about the topics that every promise stands on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pool of ids for prepared transactions opens each id once, if transactions ask for the same time-out."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

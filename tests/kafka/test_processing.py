@@ -1,7 +1,5 @@
 """Processors whose partitions come and go: every message is passed on once, whatever protocol the group has."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Sends without a transaction, on a live broker."""
 
-from __future__ import annotations
-
 import uuid
 from contextlib import suppress
 from dataclasses import replace

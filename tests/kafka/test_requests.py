@@ -1,7 +1,5 @@
 """Tests of Kafka's answers to raw requests, row by row; every request ends by its deadline."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

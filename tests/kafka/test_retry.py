@@ -1,7 +1,5 @@
 """Retries on Kafka, judged by the librdkafka client itself."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

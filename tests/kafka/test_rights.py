@@ -1,7 +1,5 @@
 """The rights that docs/kafka.md lists: with them everything works, without any one what it is for is denied."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

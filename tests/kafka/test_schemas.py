@@ -1,7 +1,5 @@
 """Messages with schemas of a real registry: an official producer's, and those that nobody can read."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of a bridge's settings for both clients: no unknown setting is taken, and no secret is shown."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import ctypes

@@ -1,7 +1,5 @@
 """A producer that several threads share: who polls, and who learns what. The client is a stand-in."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

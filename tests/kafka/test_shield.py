@@ -4,8 +4,6 @@ The plain client is the broken variant here: each anomaly is first shown on it, 
 bring one about would fail.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A group whose broker died while it wrote down an acknowledgement's end goes on, although nobody of then is left."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Taking an id over from an owner that lives and works: what it says of each transaction is what can be seen of it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Each answer of a broker gives an error of ours, or one after which the broker is asked again."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

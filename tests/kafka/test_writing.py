@@ -1,7 +1,5 @@
 """Tests that the quick ways of sending keep the promises of the long one."""
 
-from __future__ import annotations
-
 import uuid
 import weakref
 

@@ -1,7 +1,5 @@
 """Helpers of the tests of the wire client, which ask a real broker beside the client itself."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

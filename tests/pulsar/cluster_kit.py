@@ -1,7 +1,5 @@
 """Two brokers of one cluster: which of them serves what, and moving that from one to the other."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

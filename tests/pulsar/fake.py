@@ -1,7 +1,5 @@
 """A broker that a test writes: it speaks the protocol, and does with each command what it is told to."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import struct

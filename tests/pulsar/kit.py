@@ -1,7 +1,5 @@
 """Helpers of the tests of the backend: settings without a bridge, and a broker's own view of its topics."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 It says lines of JSON.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Helpers of the tests of readers: readers as the core has them, and a writer on the wire."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from txnbridge_pulsar import client as wire

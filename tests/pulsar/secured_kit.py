@@ -1,7 +1,5 @@
 """A broker that asks who everybody is, and what they may do."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

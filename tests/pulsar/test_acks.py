@@ -1,7 +1,5 @@
 """Acknowledging in transactions: what holds, what conflicts, what comes again, and what a naive reader gets wrong."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request

@@ -1,7 +1,5 @@
 """Topics, open transactions and the doctor on a live broker."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

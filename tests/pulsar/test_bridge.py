@@ -1,7 +1,5 @@
 """A bridge to Pulsar through the front door, and what the official client sees of it."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Marker topics are cleared up: what nobody can need is dropped, and nothing that tells how a transaction ended."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

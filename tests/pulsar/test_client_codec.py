@@ -1,7 +1,5 @@
 """Bytes and fields: the protocol's own examples, protobuf as the judge, and garbage."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Connections: what they ask and answer, and that nothing hangs whatever the other side does or does not."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Consumers on a real broker: what they get, what they acknowledge, and what comes again."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 

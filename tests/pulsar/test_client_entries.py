@@ -1,7 +1,5 @@
 """Entries: what is sent is received again, alone and in batches, packed and in chunks; and damaged ones are refused."""
 
-from __future__ import annotations
-
 import tracemalloc
 from contextlib import suppress
 from typing import Any

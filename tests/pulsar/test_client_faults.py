@@ -1,7 +1,5 @@
 """A broker that is killed or frozen: nothing is lost or doubled that need not be, and nobody hangs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The official client as an independent reader and writer: what either writes the other reads."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Producers on a real broker: what they send is stored once and in order, and they hear what became of it."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_pulsar import client as wire
 

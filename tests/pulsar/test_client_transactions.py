@@ -1,7 +1,5 @@
 """Transactions on a real broker, as a client of its coordinators sees them."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

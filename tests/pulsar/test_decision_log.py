@@ -1,7 +1,5 @@
 """Decision logs on a live broker: the contract, and what faults make of it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

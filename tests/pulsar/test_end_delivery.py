@@ -1,7 +1,5 @@
 """Tests of transactions that a coordinator says have ended, but not on a topic that was moved: we end them there."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tests of a fence topic's identity in the decision log, and of an opener's conclusion from both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

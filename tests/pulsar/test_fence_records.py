@@ -1,7 +1,5 @@
 """Records on fence and proof topics can be read by the next version: this version wrote these texts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

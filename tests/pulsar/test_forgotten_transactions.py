@@ -1,7 +1,5 @@
 """A dead process's transaction that its coordinator has forgotten does not hold readers back for good."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

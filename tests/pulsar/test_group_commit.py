@@ -1,7 +1,5 @@
 """Group commit on Pulsar: each of many threads is told the true outcome of its transaction."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

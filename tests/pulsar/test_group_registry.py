@@ -1,7 +1,5 @@
 """A group whose subscription is gone is told so, and neither skips nor repeats anything."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_conformance import plugin
 from txnbridge_conformance.observing import eventually, mark, send, take, up_to, values

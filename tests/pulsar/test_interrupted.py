@@ -1,7 +1,5 @@
 """Exceptions from signal handlers that come into `poll` at any point: another consumer of the group loses nothing."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

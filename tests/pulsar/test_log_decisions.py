@@ -1,7 +1,5 @@
 """Decisions on a log of Pulsar. Its brokers drop whole ledgers, which are numbered throughout a cluster."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes on Pulsar that decide at once on one log, or sell by half messages, and die; and so does their broker."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies

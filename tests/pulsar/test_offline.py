@@ -1,7 +1,5 @@
 """Tests without a broker: what writers, owners and publishers conclude from answers, and how long they take."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

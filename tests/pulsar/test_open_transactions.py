@@ -1,7 +1,5 @@
 """Tests of brokers' answers by REST about transactions: one status has two meanings."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

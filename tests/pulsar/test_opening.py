@@ -1,7 +1,5 @@
 """Opening a transactional id: who owns it, what the newer owner ends, and what the older one can still do: nothing."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Tests of outcomes: always the truth, from whatever process, whichever end was asked for first."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

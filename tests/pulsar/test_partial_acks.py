@@ -1,7 +1,5 @@
 """Transactions that acknowledge parts of entries: nothing that they committed comes again, whatever the broker does."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterable

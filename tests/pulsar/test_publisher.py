@@ -1,7 +1,5 @@
 """Sends without a transaction on a live broker: once each and in order, through all that goes wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

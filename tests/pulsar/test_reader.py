@@ -1,7 +1,5 @@
 """Readers in groups and alone, against a live broker and a listener that stands in for the core."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """The official client beside our readers: what it writes we read, and a group goes on from one to the other."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

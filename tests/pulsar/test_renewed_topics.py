@@ -1,7 +1,5 @@
 """A topic that is deleted and recreated under its name is another topic: a position in the one says nothing there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

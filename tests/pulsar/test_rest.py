@@ -1,7 +1,5 @@
 """The REST interface of several brokers, of which some do not answer."""
 
-from __future__ import annotations
-
 import socket
 from http.server import BaseHTTPRequestHandler
 from typing import Any

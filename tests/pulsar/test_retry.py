@@ -1,7 +1,5 @@
 """Retries on Pulsar, judged by the official client."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """URLs and options: what is taken, and what is refused by name."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

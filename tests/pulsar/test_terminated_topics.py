@@ -1,7 +1,5 @@
 """A topic that is terminated while a transaction is open that has named it: the coordinator never ends that one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from urllib.error import HTTPError

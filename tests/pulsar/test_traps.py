@@ -3,8 +3,6 @@
 A naive writer here is the wire client, used in the way that looks right.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A writer's transactions, as the broker and a plain client see them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread

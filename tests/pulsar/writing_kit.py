@@ -1,7 +1,5 @@
 """Helpers of the tests of the writer, which look behind the public interface and around it."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable

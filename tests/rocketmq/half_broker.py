@@ -1,7 +1,5 @@
 """A broker of a few lines that keeps halves as RocketMQ does: it publishes a half again at each commit."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

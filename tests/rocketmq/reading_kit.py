@@ -1,7 +1,5 @@
 """Helpers for tests of readers: readers without a bridge's consumer, and messages that a real broker stores."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tests of administration and doctor: on a live broker, and with settings that brokers have."""
 
-from __future__ import annotations
-
 import os
 import uuid
 

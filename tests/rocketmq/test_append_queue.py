@@ -1,7 +1,5 @@
 """Tests of appends by several threads: one request stores what waits, and each thread gets its own result in time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

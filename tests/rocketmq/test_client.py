@@ -1,7 +1,5 @@
 """Tests of the client: brokers by name, name servers in turn, memberships after lost connections, notifications."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tests of a connection: every call ends in time, and says whether the request may have had effect."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import struct

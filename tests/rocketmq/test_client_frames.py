@@ -1,7 +1,5 @@
 """Tests of frames: brokers can read what is encoded, and no input makes the decoder wait, fail or grow."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """Tests of the client with a real broker: each request does what the client's docstring says."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Tests of blocking connections: the calling thread reads its own responses, and no connection is used in doubt."""
 
-from __future__ import annotations
-
 import ssl
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tests of stored messages: every flag and form that brokers write is decoded, and other bytes are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import struct

@@ -1,7 +1,5 @@
 """Tests of requests: their encoding, and the values that are refused before sending."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the client with brokers that have TLS, access control, or binary headers, and with two brokers."""
 
-from __future__ import annotations
-
 import ssl
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of signatures, of TLS with certificates that are checked, and that no text has a secret."""
 
-from __future__ import annotations
-
 import ssl
 
 import pytest

@@ -1,7 +1,5 @@
 """Conformance runs: faults of clients on the tests' broker, all faults on one of its own."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of decision logs on a live broker: the contract, and behaviour under faults."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

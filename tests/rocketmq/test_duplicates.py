@@ -1,7 +1,5 @@
 """Tests of the filter for duplicates: by memory, and by the broker's look-ups."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of RocketMQ's transactions with the decision log on another broker or in a database."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of ending halves, on a broker of a few lines: what is decided is published once, whatever fails."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """RocketMQ keeps the contract of transactions also if each one is gathered, although it is alone."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_conformance import brokers
 

@@ -1,7 +1,5 @@
 """Tests of groups on a live broker: where they begin, their positions, acknowledgements, and assignment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Tests of half messages of applications on a live broker: each is published once or never, whoever dies."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

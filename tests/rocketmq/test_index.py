@@ -1,7 +1,5 @@
 """Tests of what a killed broker finds by unique key, on which all publishing by other processes depends."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of decisions in a log on RocketMQ, whose brokers drop records by age at any time."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

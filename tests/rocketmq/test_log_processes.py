@@ -1,7 +1,5 @@
 """Tests of processes that decide in one log at the same time while they and the broker are killed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.races import race

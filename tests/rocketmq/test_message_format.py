@@ -1,7 +1,5 @@
 """Tests of the encoding of our messages, and of the decoding of other clients' messages."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

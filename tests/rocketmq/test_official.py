@@ -1,7 +1,5 @@
 """Tests with the official Python client over gRPC: each reads the other's messages, and its open halves are listed."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

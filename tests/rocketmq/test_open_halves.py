@@ -1,7 +1,5 @@
 """Tests of open transactions on a live broker: they are listed, ended by hand, and their check-backs resumed."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of a reader's partition with responses that a broker seldom gives."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass, field, replace
 from typing import Any

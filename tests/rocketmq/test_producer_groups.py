@@ -1,7 +1,5 @@
 """Tests of the producer groups in which a bridge answers check-backs, and of other clients in them."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

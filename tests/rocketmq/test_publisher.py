@@ -1,7 +1,5 @@
 """Tests of the publisher on a live broker: each message is stored once and in order, also under faults."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from contextlib import suppress

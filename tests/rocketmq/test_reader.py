@@ -1,7 +1,5 @@
 """Tests of reading on a live broker without a group: order, real duplicates, and other clients' messages."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tests of topics that are deleted and created again: a position in the old topic is no position in the new."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

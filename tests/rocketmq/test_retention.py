@@ -1,7 +1,5 @@
 """Tests of messages that a live broker drops by age, and whose outcome is known to nobody afterwards."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Retries on RocketMQ, judged by what the broker has stored: no reader of ours leaves anything out."""
 
-from __future__ import annotations
-
 import pytest
 from txnbridge_conformance.plugin import NewTopic
 from txnbridge_rocketmq.client.client import RemotingClient

@@ -1,7 +1,5 @@
 """Tests of the rights that each kind of program needs where brokers control access (ACL 2.0), one by one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

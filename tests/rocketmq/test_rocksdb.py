@@ -1,7 +1,5 @@
 """Tests of a broker that keeps halves in RocksDB: they are found by key, and end as decided."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of URLs, options and names: which are accepted, and which are refused."""
 
-from __future__ import annotations
-
 import pickle
 import ssl
 

@@ -1,7 +1,5 @@
 """Tests of transactions of one message, which their END alone commits, on a broker of a few lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """RocketMQ in every run: one node, and for each kind of promise the test that would fail first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of a cluster with two brokers, one of which is down: its topics are neither missing nor created again."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

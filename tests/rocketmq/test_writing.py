@@ -1,7 +1,5 @@
 """Tests of a writer's transactions, as a live broker and another client see them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Helpers for tests of writers: programs that die, and what the broker has, without the bridge."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker

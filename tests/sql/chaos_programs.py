@@ -1,7 +1,5 @@
 """Programs that save rows and publish their messages in three ways, which tests run in processes and kill."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """A PostgreSQL and a MariaDB of the tests' own, and databases in them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

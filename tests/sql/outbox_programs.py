@@ -1,7 +1,5 @@
 """Helpers of the tests of databases, and programs with a relay, which run in their own processes and are killed."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """PostgreSQL for tests."""
 
-from __future__ import annotations
-
 import glob
 import os
 import shutil

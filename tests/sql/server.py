@@ -1,7 +1,5 @@
 """Database servers for tests: each on a free port of this machine, in a folder of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

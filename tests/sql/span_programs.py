@@ -1,7 +1,5 @@
 """The program of the tests of spans with a database, which runs in a process of its own."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import NamedTuple
 

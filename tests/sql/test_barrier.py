@@ -1,7 +1,5 @@
 """Transactions with `db=`: rows and messages are both there or neither, whatever dies, is paused or fails."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

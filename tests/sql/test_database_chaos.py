@@ -1,7 +1,5 @@
 """Everything at once: whatever dies or stands still, each committed row has its message, once, and no other has one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal

@@ -1,7 +1,5 @@
 """Decisions on a log in a database."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

@@ -1,7 +1,5 @@
 """Decision logs in a database: SQLite's, and those of PostgreSQL and MariaDB where they are installed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sqlite3

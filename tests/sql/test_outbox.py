@@ -1,7 +1,5 @@
 """An outbox's rows are published exactly once, in order, whatever dies; those that no broker takes are set aside."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import signal

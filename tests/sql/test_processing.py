@@ -1,7 +1,5 @@
 """A processor that writes to a database: each message has its effect there once, whatever dies, is paused or fails."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """The programs of docs/databases-programs.md run as they stand there: each row has its message once, whatever dies."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A span with a database: rows and all brokers' messages, or nothing, wherever its process dies."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from itertools import count

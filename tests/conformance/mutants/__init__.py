@@ -5,8 +5,6 @@ Each module has the mutants of one backend. As a plug-in of a run it changes the
     TXNBRIDGE_MUTANT=acks_outside txnbridge conformance run kafka --plugin tests.conformance.mutants.kafka
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Mutants of the Kafka backend. The docstring of each says what is wrong with it."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any
 

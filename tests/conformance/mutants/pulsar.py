@@ -1,7 +1,5 @@
 """Mutants of the Pulsar backend. The docstring of each says what is wrong with it."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

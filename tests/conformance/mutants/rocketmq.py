@@ -1,7 +1,5 @@
 """Mutants of the RocketMQ backend. Each replaces a function or two; the docstring names what is then wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Events: every step is told; a listener is never felt."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Threads take turns: first come, first served, and nobody keeps others waiting."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages and headers as values."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

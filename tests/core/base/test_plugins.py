@@ -1,7 +1,5 @@
 """Plug-ins are loaded one by one; one that fails takes nothing else down."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """Tests of the tasks that a reader runs beside its polls."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens: text that names one transaction for ever."""
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

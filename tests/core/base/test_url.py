@@ -1,7 +1,5 @@
 """URLs and options: nothing is taken that nobody knows."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

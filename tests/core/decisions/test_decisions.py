@@ -1,7 +1,5 @@
 """Tests of the promises of a decision log, one promise a test, on a log in memory."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Decisions on the embedded broker's log: real processes that race, are killed, lose answers, and trim under way."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

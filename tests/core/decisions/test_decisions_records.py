@@ -1,7 +1,5 @@
 """Records of the decision log: written and read back as they are, for ever, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

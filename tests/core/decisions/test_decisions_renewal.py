@@ -1,7 +1,5 @@
 """A log whose evidence is gone is begun anew by an operator: what was before is forgotten, and never guessed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.decisions.test_decisions_long import Process

@@ -1,7 +1,5 @@
 """Threads of one process that use one decision log: who waits for whom, and who reads for whom."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Each rule is then taken away, one at a time, and the same worlds must show what it was there for.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The ledger that a backend is given, for one whose broker keeps no evidence of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any

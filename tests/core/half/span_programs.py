@@ -1,7 +1,5 @@
 """Programs of the tests of spans, which run in processes of their own."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import NamedTuple

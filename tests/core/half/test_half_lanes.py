@@ -1,7 +1,5 @@
 """Half messages in lanes: the core's own half store, on the embedded broker."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

@@ -1,7 +1,5 @@
 """Half messages on the embedded broker: messages and local work agree, whatever fails or dies in between."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

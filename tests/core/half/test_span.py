@@ -1,7 +1,5 @@
 """A span over two brokers: all or none, wherever its process dies, and whatever ends its parts."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

@@ -1,7 +1,5 @@
 """Processors that die, freeze, come and go, on the embedded broker: what they did happened once."""
 
-from __future__ import annotations
-
 import random
 import sqlite3
 import threading

@@ -1,7 +1,5 @@
 """Dead letters go back to where they came from, each once, on the embedded broker."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages that a handler could not process wait in a retry topic, on the embedded broker."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

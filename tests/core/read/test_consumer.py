@@ -1,7 +1,5 @@
 """A consumer's own logic: what may be acknowledged, what comes again, what happens when a partition leaves."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ A consumer of the toy backend is driven at random beside a model that knows what
 committed. Each call of the backend may fail, before or after it has had its effect.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """Small transactions of several threads share one of the broker; each of them gets its own true outcome."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Tests of the checks that a publisher makes before it asks a broker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

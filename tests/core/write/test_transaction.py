@@ -1,7 +1,5 @@
 """A transaction's states and guards, on a backend that fails as it is told."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import signal

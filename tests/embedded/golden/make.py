@@ -4,8 +4,6 @@ They were made once, by `python -m tests.embedded.golden.make` in the top folder
 version wrote has to stay readable by the next one. A new version gets a file of its own beside them.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import tempfile

@@ -1,7 +1,5 @@
 """Tests of the client on a broker that asks who it is: tokens that expire, certificates, and the largest messages."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

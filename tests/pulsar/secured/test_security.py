@@ -1,7 +1,5 @@
 """Tests of rights through a bridge: each denial says what to grant, and no secret is ever shown."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
