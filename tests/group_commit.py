@@ -68,8 +68,7 @@ def test_transactions_that_share_are_whole_while_the_broker_is_killed(
             try:
                 for _ in range(2):
                     time.sleep(1.5)
-                    broker.kill()
-                    broker.start()
+                    broker.restart()
                 time.sleep(2)
             finally:
                 stop.set()

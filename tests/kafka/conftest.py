@@ -84,11 +84,7 @@ def side_by_side() -> int:
 
 @pytest.fixture
 def kill_broker(kafka_under_test: brokers.Broker) -> Callable[[], object]:
-    def kill_and_start() -> None:
-        kafka_under_test.kill()
-        kafka_under_test.start()
-
-    return kill_and_start
+    return kafka_under_test.restart
 
 
 @pytest.fixture

@@ -73,11 +73,7 @@ def txnbridge_url(mortal: brokers.Broker) -> str:
 
 @pytest.fixture
 def restart(mortal: brokers.Broker) -> Callable[[], None]:
-    def kill_and_start() -> None:
-        mortal.kill()
-        mortal.start()
-
-    return kill_and_start
+    return mortal.restart
 
 
 def readable(bridge: txnbridge.Bridge, topic: str) -> list[txnbridge.Message]:

@@ -113,8 +113,4 @@ def side_by_side() -> int:
 
 @pytest.fixture
 def kill_broker(pulsar_under_test: brokers.Pulsar) -> Callable[[], object]:
-    def kill_and_start() -> None:
-        pulsar_under_test.kill()
-        pulsar_under_test.start()
-
-    return kill_and_start
+    return pulsar_under_test.restart

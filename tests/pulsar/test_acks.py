@@ -109,8 +109,7 @@ def test_without_single_acknowledgements_a_broker_that_is_killed_keeps_those_of_
             open_ones.append(reader.begin((topic, 0)))
             reader.ack(open_ones[-1], [found[b"3"]])
     for round in range(2):
-        broker.kill()
-        broker.start()
+        broker.restart()
         with PulsarClient(service(broker)) as client:
             for txn in open_ones if round == 0 else ():
                 client.transactions.end(txn, True, SOON)

@@ -34,8 +34,7 @@ def test_a_transaction_survives_the_broker_and_nothing_is_lost_or_doubled(client
     expected = [b"%d" % number for number in range(20_000)]
     for at in range(0, len(expected), 20):
         if at == len(expected) // 2:
-            pulsar_broker.kill()
-            pulsar_broker.start()
+            pulsar_broker.restart()
         send_for_certain(producer, batch_of(*expected[at : at + 20]), txn, AFTER_A_KILL)
     settle(producer, AFTER_A_KILL)
     client.transactions.end(txn, True, AFTER_A_KILL)

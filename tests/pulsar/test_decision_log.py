@@ -234,8 +234,7 @@ def test_a_log_outlives_a_broker_that_deletes_what_nobody_uses(start_pulsar, ope
         time.sleep(0.2)
     connection.close()
     for _ in range(2):
-        broker.kill()
-        broker.start()
+        broker.restart()
     again = opened(broker.url, "kept")
     append(again, b"2")
     assert [record for _, record in read(again)] == [b"0", b"1", b"2"]

@@ -518,8 +518,7 @@ def test_reading_goes_on_when_the_broker_comes_back(start_pulsar, topic):
             stack.callback(each.leave)
         assert values(alone.take(1)) == [b"0"]
         grouped.pass_on(grouped.take(1))
-        broker.kill()
-        broker.start()
+        broker.restart()
         write(client, topic, b"2")
         assert values(alone.take(2, 120)) == [b"1", b"2"]
         grouped.until(lambda: ("lost", (topic, 0)) in grouped.listener.told)

@@ -486,8 +486,7 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
         with bridge.transaction() as txn:
             txn.send_many(topic, values[:10_000])
             flush(txn)
-            broker.kill()
-            broker.start()
+            broker.restart()
             txn.send_many(topic, values[10_000:])
         assert txn.outcome is Outcome.COMMITTED
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED

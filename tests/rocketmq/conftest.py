@@ -133,11 +133,7 @@ def much() -> Much:
 
 @pytest.fixture
 def kill_broker(rocketmq_broker: brokers.RocketMQ) -> Callable[[], object]:
-    def kill_and_start() -> None:
-        rocketmq_broker.kill()
-        rocketmq_broker.start()
-
-    return kill_and_start
+    return rocketmq_broker.restart
 
 
 @pytest.fixture(scope="session")

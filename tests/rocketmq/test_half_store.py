@@ -121,8 +121,7 @@ def test_an_undecided_half_message_survives_a_kill_of_the_broker(
     group, bridge = unique("halves"), open_bridge()
 
     def execute(*_: Any) -> Decision:
-        rocketmq_broker.kill()
-        rocketmq_broker.start()
+        rocketmq_broker.restart()
         return Decision.UNDECIDED
 
     with bridge.half_messages(group, execute=execute, check=says(Decision.COMMIT)) as halves:

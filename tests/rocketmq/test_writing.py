@@ -511,8 +511,7 @@ def test_a_message_that_a_killed_broker_asks_about_again_is_not_published_again(
             for number in range(30):
                 with bridge.transaction() as txn:
                     txn.send(topic, b"%d" % number)
-            broker.kill()
-            broker.start()
+            broker.restart()
             assert [bridge.commit(token) for token in tokens] == [Outcome.COMMITTED] * 3
             # Once a later half has got two check-backs, the undecided halves have got theirs.
             with bridge.transaction(prepare=True, hold=60) as later:
