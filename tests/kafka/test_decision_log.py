@@ -19,7 +19,7 @@ from txnbridge_kafka.decision_log import KafkaDecisionLog
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
-from tests.in_time import takes
+from tests.in_time import takes, wait_until
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
@@ -226,10 +226,7 @@ def test_a_gap_in_a_topic_that_is_compacted_by_now_is_not_passed_over(kafka_brok
 
 def wait_for_end(log, position):
     """The end of a transaction is written after its producer was told of it."""
-    deadline = Deadline(30)
-    while log.end(deadline) != position:
-        deadline.check(f"waiting for {position}")
-        time.sleep(0.01)
+    wait_until(lambda: log.end(Deadline(30)) == position)
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -310,10 +307,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_kafka, opened):
 
 def delete(admin, topic):
     admin.delete_topics([topic])[topic].result()
-    deadline = Deadline(30)
-    while topic in admin.list_topics(timeout=10).topics:
-        deadline.check("deleting a topic")
-        time.sleep(0.02)
+    wait_until(lambda: topic not in admin.list_topics(timeout=10).topics)
 
 
 def test_a_log_whose_topic_is_deleted_says_so_by_its_deadline(log, admin, topic):

@@ -13,7 +13,7 @@ from txnbridge_embedded.write.staged_messages import partition_of
 from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
-from tests.in_time import takes
+from tests.in_time import takes, wait_until
 from tests.kafka.test_decision_log import client_settings, pausing, settings_for  # noqa: F401
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, NotFound
 from txnbridge.spi import Deadline
@@ -94,9 +94,7 @@ def test_a_message_arrives_as_it_was_sent(kafka_broker, publisher, topic):
 
 def test_a_message_becomes_visible_without_a_flush(kafka_broker, publisher, topic):
     send(publisher, topic, b"1")
-    deadline = Deadline(30)
-    while not values(kafka_broker.url, topic):
-        deadline.check("becoming visible")
+    wait_until(lambda: values(kafka_broker.url, topic))
 
 
 def test_a_key_goes_to_the_partition_that_the_java_client_picks(kafka_broker, publisher, make_topic):
@@ -196,10 +194,7 @@ def test_a_topic_that_is_known_to_be_gone_is_not_found_and_the_others_go_on(
     send(publisher, other, b"1")
     publisher.flush(Deadline(30))
     admin.delete_topics([topic])[topic].result()
-    deadline = Deadline(30)
-    producer = publisher._producer
-    while producer.list_topics(topic, timeout=10).topics[topic].error is None:
-        deadline.check("deleting")
+    wait_until(lambda: publisher._producer.list_topics(topic, timeout=10).topics[topic].error is not None)
     with pytest.raises(NotFound):
         send(publisher, topic, b"2")
     send(publisher, other, b"2")

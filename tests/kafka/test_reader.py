@@ -20,7 +20,7 @@ from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core import reading_kit
 from tests.core.reading_kit import rows, values
-from tests.in_time import within
+from tests.in_time import wait_until, within
 from tests.kafka.mock_kit import produce
 from tests.keeping import keeping
 from txnbridge.errors import (
@@ -244,12 +244,6 @@ def behind(messages):
     return [TopicPartition(*partition, offset + 1) for partition, offset in last.items()]
 
 
-def wait_for(true):
-    deadline = Deadline(30)
-    while not true():
-        deadline.check("waiting")
-
-
 def numbered(start, stop=None):
     return [b"%d" % number for number in (range(start) if stop is None else range(start, stop))]
 
@@ -431,9 +425,9 @@ def test_lag_does_not_count_markers_and_what_was_aborted_once_they_are_passed(cl
     assert alone.lag() == {(topic, 0): 0}
     assert member.lag() == {(topic, 0): 10}
     cluster.ack(member, *messages[:2])
-    wait_for(lambda: member.lag() == {(topic, 0): 8})
+    wait_until(lambda: member.lag() == {(topic, 0): 8})
     cluster.ack(member, messages[2])
-    wait_for(lambda: member.lag() == {(topic, 0): 0})
+    wait_until(lambda: member.lag() == {(topic, 0): 0})
     again = join(topic, group)
     member.close()
     again.until(lambda: again.lag() == {(topic, 0): 0})
@@ -445,13 +439,13 @@ def test_lag_falls_to_zero_without_a_poll(cluster, join, group):
     member = join(topic, group)
     messages = member.take(2)
     cluster.ack(member, *messages)
-    wait_for(lambda: member.lag() == {(topic, 0): 0, (topic, 1): 0})
+    wait_until(lambda: member.lag() == {(topic, 0): 0, (topic, 1): 0})
     cluster.write(topic, b"2")
-    wait_for(lambda: member.lag()[topic, 0] == 2)  # with its marker
+    wait_until(lambda: member.lag()[topic, 0] == 2)  # with its marker
     assert member.lag()[topic, 0] == 2
     assert values(member.take(1)) == [b"2"]  # which lag came across
     cluster.write(topic, *numbered(3, 5))
-    wait_for(lambda: member.lag()[topic, 0] == 6)
+    wait_until(lambda: member.lag()[topic, 0] == 6)
     member.seek({(topic, 0): (3,)})
     assert values(member.take(3)) == numbered(2, 5)
 
@@ -511,7 +505,7 @@ def test_a_group_whose_positions_have_expired_is_told_and_does_not_begin_again(c
     messages = first.take(6)
     cluster.ack(first, *messages)
     first.close()
-    wait_for(lambda: cluster.group(group) == {(topic, 0): 3, (topic, 1): 3})  # else they could come behind
+    wait_until(lambda: cluster.group(group) == {(topic, 0): 3, (topic, 1): 3})  # else they could come behind
     cluster.expire(group)
     second = join(topic, group, kind)
     for _ in range(3):
@@ -905,7 +899,7 @@ def test_a_transaction_ends_before_its_partition_leaves(cluster, join, group, ki
     first.listener.on_revoking = finish
     second = join(topic, group, kind)
     assert share(first, second, topic, 2) == []
-    wait_for(lambda: cluster.group(group) == {(topic, 0): 2, (topic, 1): 2})
+    wait_until(lambda: cluster.group(group) == {(topic, 0): 2, (topic, 1): 2})
 
 
 @KINDS
@@ -949,7 +943,7 @@ def test_a_member_that_was_thrown_out_cannot_acknowledge(cluster, join, group, k
     with pytest.raises(KafkaException):
         cluster.ack(sleeper, *slept)
     cluster.ack(other, *taken[:1])
-    wait_for(lambda: cluster.group(group)[topic, 0] == 1)
+    wait_until(lambda: cluster.group(group)[topic, 0] == 1)
     share(sleeper, other, topic, 2)
     assert set(sleeper.listener.here) == set(sleeper.positions())
 
@@ -968,7 +962,7 @@ def test_acknowledgements_work_after_the_group_was_shared_out_anew(cluster, join
     (more,) = first.take(1)
     assert first.ack_context() is context
     cluster.ack(first, *[m for m in messages if m.partition == stayed], more)
-    wait_for(lambda: cluster.group(group)[topic, stayed] == 5)
+    wait_until(lambda: cluster.group(group)[topic, stayed] == 5)
 
 
 def test_a_new_owner_waits_until_the_acknowledgements_of_the_old_one_are_decided(cluster, join, group):

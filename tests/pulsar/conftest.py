@@ -11,6 +11,7 @@ from txnbridge_pulsar import settings
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.settings.timing import Timing
 
+from tests.keeping import keeping
 from tests.pulsar.client_kit import fresh_topic, service
 from tests.pulsar.kit import url_of
 from tests.pulsar.reading_kit import Member
@@ -68,14 +69,9 @@ def open_bridge(pulsar_broker: brokers.Pulsar) -> Iterator[Connect]:
 @pytest.fixture
 def member(pulsar_broker: brokers.Pulsar) -> Iterator[Callable[..., Member]]:
     """Make readers in a group, which leave in the end."""
-    with ExitStack() as stack:
-
-        def make(topics: str, group: str | None = "group", **given: Any) -> Member:
-            made = Member(pulsar_broker.url, topics, group, **given)
-            stack.callback(made.leave)
-            return made
-
-        yield make
+    yield from keeping(
+        lambda topics, group="group", **given: Member(pulsar_broker.url, topics, group, **given), Member.leave
+    )
 
 
 @pytest.fixture

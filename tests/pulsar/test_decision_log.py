@@ -1,6 +1,6 @@
 """Decision logs on a live broker: the contract, and what faults make of it."""
 
-import time
+from functools import partial
 
 import pytest
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
@@ -228,10 +228,8 @@ def test_a_log_outlives_a_broker_that_deletes_what_nobody_uses(start_pulsar, ope
     with_nobody = "persistent://public/default/nobody-reads-this"
     connection = Connection(broker.url)
     connection.client.create_producer(with_nobody, timeout=SOON).close(SOON)
-    deadline = Deadline(SOON)
-    while with_nobody in connection.client.topics("public/default", SOON):
-        deadline.check("waiting for the broker to delete a topic that nobody uses")
-        time.sleep(0.2)
+    topics = partial(connection.client.topics, "public/default", SOON)
+    eventually(lambda: with_nobody not in topics(), "the broker deletes a topic that nobody uses")
     connection.close()
     for _ in range(2):
         broker.restart()

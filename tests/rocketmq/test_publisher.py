@@ -1,6 +1,5 @@
 """Tests of the publisher on a live broker: each message is stored once and in order, also under faults."""
 
-import time
 import uuid
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +12,7 @@ from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
-from tests.in_time import within
+from tests.in_time import wait_until, within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from txnbridge import errors
 from txnbridge.spi import Deadline
@@ -63,10 +62,7 @@ def test_a_message_is_stored_also_if_nobody_waits_for_it(publisher, topic, clien
     plain = publisher()
     for value in numbered(3):
         send(plain, topic, value)
-    deadline = Deadline(LONG)
-    while bodies(client, topic) != numbered(3):
-        deadline.check("waiting for the messages")
-        time.sleep(0.05)
+    wait_until(lambda: bodies(client, topic) == numbered(3))
 
 
 def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, wide, client):
