@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from tests.embedded import kit
@@ -78,13 +79,10 @@ class Member:
 
     def ack(self, *messages: Message) -> None:
         """Acknowledge in a transaction of its own."""
-        writer = kit.open_writer(self.broker)
-        try:
+        with closing(kit.open_writer(self.broker)) as writer:
             kit.begin(writer)
             self.tell(writer, *messages)
             writer.commit(Deadline(10))
-        finally:
-            writer.close()
 
     def reserve(self, *messages: Message) -> Any:
         """Acknowledge in a prepared transaction; its token."""

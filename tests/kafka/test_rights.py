@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -154,29 +155,20 @@ class User:
             assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
     def trim(self) -> None:
-        log = KafkaDecisionLog(self.settings(), self.name, Deadline(LONG), Emitter("test", ()))
-        try:
+        with closing(KafkaDecisionLog(self.settings(), self.name, Deadline(LONG), Emitter("test", ()))) as log:
             log.trim(log.append(b"x", Deadline(LONG)), Deadline(LONG))
-        finally:
-            log.close()
 
     def repair(self) -> None:
-        requests = Requests(self.settings())
-        try:
+        with closing(Requests(self.settings())) as requests:
             # Of a producer that never was: whoever may do this is told that its transaction has no such place.
             requests.write_markers(1 << 40, 0, False, [(f"{self.name}-in", 0)], Deadline(LONG))
-        finally:
-            requests.close()
 
     def look_back(self) -> None:
         settings = self.settings()
-        requests = Requests(settings)
-        try:
+        with closing(Requests(settings)) as requests:
             recorded_decisions(
                 KafkaCluster(settings, requests, KafkaTopics(settings), Emitter("test", ())), self.name, Deadline(LONG)
             )
-        finally:
-            requests.close()
 
 
 @dataclass

@@ -5,7 +5,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from txnbridge_pulsar.client.format.frames import Frame, command, parse
@@ -114,11 +114,8 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 @contextmanager
 def fake_broker(tls: ssl.SSLContext | None = None, **handlers: Handler) -> Iterator[FakeBroker]:
-    broker = FakeBroker(tls, **handlers)
-    try:
+    with closing(FakeBroker(tls, **handlers)) as broker:
         yield broker
-    finally:
-        broker.close()
 
 
 def owns_everything(broker: FakeBroker) -> None:

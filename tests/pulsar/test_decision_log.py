@@ -1,5 +1,6 @@
 """Decision logs on a live broker: the contract, and what faults make of it."""
 
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -255,11 +256,8 @@ def test_a_log_whose_topic_is_deleted_says_so_or_is_empty(pulsar_broker, log, pa
 @pytest.fixture
 def named(pulsar_broker):
     def ask(prefix):
-        connection = Connection(pulsar_broker.url, prefix=prefix)
-        try:
+        with closing(Connection(pulsar_broker.url, prefix=prefix)) as connection:
             return cluster_id(connection.settings, connection.client, connection.topics, Deadline(SOON))
-        finally:
-            connection.close()
 
     return ask
 

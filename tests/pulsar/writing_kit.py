@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
 from txnbridge_conformance import brokers, faults
@@ -123,13 +123,10 @@ def evidence_of(token: Token | str | None) -> tuple[wire.TxnId, ProofLocation]:
 
 def end_all(broker: brokers.Pulsar) -> None:
     """Abort whatever is open: while anything older is, brokers do not learn what they may refuse."""
-    connection = Connection(broker.url, admin_url=broker.admin_url)
-    try:
+    with closing(Connection(broker.url, admin_url=broker.admin_url)) as connection:
         for found in list_open(open_cluster(connection), Deadline(SOON)):
             with suppress(wire.TransactionNotFound, wire.InvalidTransactionStatus):
                 connection.client.transactions.end(found.txn, False, SOON)
-    finally:
-        connection.close()
 
 
 def concrete(topic: str, partition: int | None = 0) -> str:

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
@@ -118,8 +118,5 @@ class Member(Polling):
 
 @contextmanager
 def member(bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> Iterator[Member]:
-    found = Member(bridge, topics, group, **how)
-    try:
+    with closing(Member(bridge, topics, group, **how)) as found:
         yield found
-    finally:
-        found.close()

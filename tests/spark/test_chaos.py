@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -156,11 +156,8 @@ class Attack:
         options = SinkOptions.parse({"url": self._url})
         with suppress(TxnBridgeError):  # a checkpoint that is not there yet, a batch in doubt, a broker that is away
             query = _recovery.query_of(str(self._folder / "checkpoint"))
-            session = SinkSession(options, options.application(query))
-            try:
+            with closing(SinkSession(options, options.application(query))) as session:
                 work(session, options, (query, options.sink))
-            finally:
-                session.close()
 
     @contextmanager
     def _bridge(self) -> Iterator[Bridge]:
