@@ -6,13 +6,6 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
-from txnbridge_conformance.suite import (  # noqa: F401
-    test_a_processor_passes_every_message_on_once,
-    test_all_topics_and_partitions_of_a_committed_transaction_are_seen,
-    test_another_process_ends_what_a_killed_one_prepared,
-    test_half_messages_are_published_as_the_work_went_and_not_before,
-    test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
-)
 
 from tests.first_program import check_first_program
 from tests.kafka.test_acks import test_acknowledgements_alone_are_committed_and_aborted  # noqa: F401
@@ -28,7 +21,7 @@ from tests.kafka.test_takeovers import (  # noqa: F401
     test_an_owner_that_slept_before_it_opened_an_id_aborts_nothing_that_a_newer_one_prepared,
 )
 from tests.kafka.test_writing import test_a_transaction_may_last_longer_than_its_bridge_waits  # noqa: F401
-from tests.looks import test_a_read_of_a_missing_topic_creates_no_topic  # noqa: F401
+from tests.smoke import *  # noqa: F403
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 

@@ -6,17 +6,10 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import IDLE_ROCKETMQ, rocketmq_or_skip
 from txnbridge_conformance.plugin import topic  # noqa: F401
-from txnbridge_conformance.suite import (  # noqa: F401
-    test_a_processor_passes_every_message_on_once,
-    test_all_topics_and_partitions_of_a_committed_transaction_are_seen,
-    test_another_process_ends_what_a_killed_one_prepared,
-    test_half_messages_are_published_as_the_work_went_and_not_before,
-    test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
-)
 
-from tests.looks import test_a_read_of_a_missing_topic_creates_no_topic  # noqa: F401
 from tests.rocketmq import test_writing
 from tests.rocketmq.reading_kit import new_topic
+from tests.smoke import *  # noqa: F403
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 
