@@ -4,8 +4,8 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import Any
 
 from txnbridge_pulsar.client.format.frames import Frame, command, parse
@@ -112,10 +112,8 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-@contextmanager
-def fake_broker(tls: ssl.SSLContext | None = None, **handlers: Handler) -> Iterator[FakeBroker]:
-    with closing(FakeBroker(tls, **handlers)) as broker:
-        yield broker
+def fake_broker(tls: ssl.SSLContext | None = None, **handlers: Handler) -> closing[FakeBroker]:
+    return closing(FakeBroker(tls, **handlers))
 
 
 def owns_everything(broker: FakeBroker) -> None:

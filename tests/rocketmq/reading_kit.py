@@ -1,8 +1,7 @@
 """Helpers for tests of readers: readers without a bridge's consumer, and messages that a real broker stores."""
 
 import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
@@ -116,7 +115,5 @@ class Member(Polling):
         self.reader.close(Deadline(SOON))
 
 
-@contextmanager
-def member(bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> Iterator[Member]:
-    with closing(Member(bridge, topics, group, **how)) as found:
-        yield found
+def member(bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> closing[Member]:
+    return closing(Member(bridge, topics, group, **how))
