@@ -30,7 +30,7 @@ def sell_all(shop: Shop) -> None:
         for number in range(2):
             with suppress(TransactionAborted, OutcomeUnknown):
                 if number not in rows(engine):
-                    with txnbridge.spanning(first, second, db=engine, timeout=3, hold=10) as span:
+                    with txnbridge.spanning(first, second, db=engine, timeout=3) as span:
                         span.db.exec_driver_sql(f"INSERT INTO sales VALUES ({number})")
                         for bridge in (first, second):
                             span.on(bridge).send("sales", b"%d" % number)
@@ -38,3 +38,13 @@ def sell_all(shop: Shop) -> None:
             pass  # its resolver ends what an earlier run has left
         wait_until(lambda: all(len(bridge.read("sales", 9)) >= 2 for bridge in (first, second)))
     engine.dispose()
+
+
+def sell_one(shop: Shop) -> None:
+    """Write the row 0 with a message on both brokers."""
+    engine = sa.create_engine(shop.database)
+    with txnbridge.connect(shop.first) as first, txnbridge.connect(shop.second) as second:
+        with txnbridge.spanning(first, second, db=engine, timeout=1) as span:
+            span.db.exec_driver_sql("INSERT INTO sales VALUES (0)")
+            for bridge in (first, second):
+                span.on(bridge).send("sales", b"0")

@@ -1,6 +1,7 @@
 """A span with a database: rows and all brokers' messages, or nothing, wherever its process dies."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -8,11 +9,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
+from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
-from tests.sql.span_programs import Shop, rows, sell_all
+from tests.sql.span_programs import Shop, rows, sell_all, sell_one
 from txnbridge import (
     Bridge,
     BrokerUnavailable,
@@ -24,6 +26,7 @@ from txnbridge import (
     spanning,
 )
 from txnbridge.sql.barrier import BarrierTable
+from txnbridge.testing import Child
 
 Pair = tuple[Bridge, Bridge]
 
@@ -138,6 +141,98 @@ def test_a_session_of_asyncio_is_refused_because_no_resolver_could_use_its_engin
         await engine.dispose()
 
     asyncio.run(sell_one())
+
+
+@pytest.fixture
+def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
+    monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", 0.05)
+
+
+def no_checks(*_: object) -> list[object]:
+    time.sleep(0.1)
+    return []
+
+
+def waiting(pair: Pair) -> int:
+    return sum(len(bridge.admin.transactions()) for bridge in pair)
+
+
+def die(pair: Pair, engine: sa.Engine, at: str, left: int) -> None:
+    """Kill a process that sells one thing at this event, behind which it leaves so many prepared parts."""
+    shop = Shop(pair[0].url, pair[1].url, engine.url.render_as_string(hide_password=False))
+    with Child(sell_one, shop, kill=at) as dead:
+        dead.stopped()
+    assert waiting(pair) == left
+
+
+@pytest.mark.parametrize(
+    ("at", "left", "sold"),
+    [("prepare/after", 1, []), ("half.store/before", 2, []), ("database.commit/after", 2, [0])],
+)
+def test_a_sweep_ends_the_parts_of_a_dead_process_as_the_row_decides(
+    pair, engine, monkeypatch, quick_sweep, at, left, sold
+):
+    monkeypatch.setattr(EmbeddedHalves, "checks", no_checks)  # no resolver is asked about a record
+    die(pair, engine, at, left)
+    with spanning(*pair, db=engine):
+        pass
+    wait_until(lambda: waiting(pair) == 0)
+    assert found(pair, engine) == [sold] * 3
+
+
+def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_know(pair, engine, tmp_path, quick_sweep):
+    die(pair, engine, "half.store/before", 2)
+    other = sa.create_engine(f"sqlite:///{tmp_path}/other.db")
+    with txnbridge.connect(pair[0].url, application="other") as stranger:
+        for bridges, db in ((pair, other), (pair, None), ((stranger, pair[1]), engine)):
+            with spanning(*bridges, db=db):
+                pass
+        time.sleep(2)
+        assert waiting(pair) == 2
+        with spanning(*pair, db=engine):
+            pass
+        wait_until(lambda: waiting(pair) == 0)
+    other.dispose()
+
+
+def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pair, engine, monkeypatch, quick_sweep):
+    before = BarrierTable.commit_row
+
+    def come_late(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
+        monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
+        wait_until(lambda: waiting(pair) == 0)
+        return before(self, transaction, deadline_at)
+
+    monkeypatch.setattr(BarrierTable, "commit_row", come_late)
+    with pytest.raises(TransactionAborted):
+        with spanning(*pair, db=engine) as span:
+            for bridge in pair:
+                span.on(bridge).send("sales", b"1")
+    assert span.outcome is Outcome.ABORTED
+    assert found(pair, engine) == [[]] * 3
+
+
+def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, monkeypatch, quick_sweep):
+    commit = sa.Connection.commit
+
+    def pause(self: sa.Connection) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
+        monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
+        time.sleep(3)
+        assert waiting(pair) == 2
+        commit(self)
+
+    before = BarrierTable.commit_row
+
+    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
+        monkeypatch.setattr(sa.Connection, "commit", pause)
+        return before(self, transaction, deadline_at)
+
+    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+    assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
+    assert found(pair, engine) == [[1]] * 3
 
 
 def test_everything_is_sold_once_wherever_its_process_dies(tmp_path, kill_walk: KillWalk):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 from txnbridge import errors
@@ -31,8 +31,8 @@ from txnbridge.capabilities import Capability
 from txnbridge.spi import Half
 
 if TYPE_CHECKING:
-    from txnbridge.sql.barrier import BarrierTransaction, SessionOrEngine
-    from txnbridge.sql.span import SpanBarriers
+    from txnbridge.sql.barrier import SessionOrEngine
+    from txnbridge.sql.span import SpanBarriers, SpanTransaction
 
 _log = logging.getLogger("txnbridge")
 
@@ -48,10 +48,14 @@ def _named(bridges: Sequence[SpannedBridge]) -> str:
     return hashlib.blake2b(names.encode(), digest_size=6).hexdigest()
 
 
+def _no_row(*_: object) -> Decision:
+    return Decision.UNDECIDED
+
+
 def sweep_of(bridges: Sequence[SpannedBridge]) -> SpanSweep:
     """Return a sweep over these bridges, which is not started."""
     by_cluster = {bridge.cluster: bridge for bridge in bridges}
-    return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster, lambda: None)
+    return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster, lambda: None, _no_row)
 
 
 class Spans:
@@ -71,7 +75,7 @@ class Spans:
         self._records: HalfMessages | None = None
         self._databases: SpanBarriers | None = None
         self._later: dict[str, tuple[Token, Outcome]] = {}  # parts that their brokers could not end yet
-        self._sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again)
+        self._sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again, self._settle)
         self._sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
@@ -94,13 +98,16 @@ class Spans:
 
             self.database(sqlalchemy.create_engine(database), self._connection.timeout)
 
-    def database(self, db: SessionOrEngine, timeout: float) -> BarrierTransaction:
+    def _settle(self, row: str, until: int) -> Decision:
+        return _no_row() if self._databases is None else self._databases.settle(row, until)
+
+    def database(self, db: SessionOrEngine, timeout: float) -> SpanTransaction:
         """Return the database's transaction of a span, in whose block the span's record is sent."""
         from txnbridge.sql.span import SpanBarriers
 
         with self._guard:
             self._databases = self._databases or SpanBarriers(self._connection, self)
-        return self._databases.transaction(db, self._group, timeout)
+        return cast("SpanTransaction", self._databases.transaction(db, self._group, timeout))
 
     def decide(self, span: Span, deadline: Deadline) -> None:
         """Store a span's record, and commit its parts."""
@@ -243,14 +250,16 @@ class Span:
         timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
         self._spans = spans_over(bridges, least=2 if db is None else 1)
-        self._database: BarrierTransaction | None = None
+        self._database: SpanTransaction | None = None
         if db is None:
             self._spans.open()
+            self._key = f"{self._spans.clusters}-{random_name(8)}"
         else:
             self._database = self._spans.database(db, timeout)
+            # A sweep that knew no rows would take no key with a dot for one of its own.
+            self._key = f"{self._spans.clusters}.{self._database.row}"
         self._deadline = Deadline(timeout)
         self._holds = _holds(bridges, timeout, hold, in_order)
-        self._key = f"{self._spans.clusters}-{random_name(8)}"
         self._until = time.time() + timeout
         self._parts: dict[SpannedBridge, Transaction] = {}
         self._ending = threading.Lock()  # acquired by the thread that ends it, for ever
@@ -277,9 +286,8 @@ class Span:
             raise errors.InvalidOption("on() takes one of the bridges that spanning() was given")
         if bridge not in self._parts:
             place = sorted(self._holds.values()).index(self._holds[bridge])
-            marked = mark(self._key, place, self._until) if self._database is None else ""
             left = max(0.001, self._deadline.left())
-            self._parts[bridge] = bridge._begin_part(marked, left, self._holds[bridge])
+            self._parts[bridge] = bridge._begin_part(mark(self._key, place, self._until), left, self._holds[bridge])
         return self._parts[bridge]
 
     def __enter__(self) -> Span:
@@ -324,7 +332,7 @@ class Span:
         else:
             self.outcome = Outcome.COMMITTED
 
-    def _finish_database(self, database: BarrierTransaction) -> None:
+    def _finish_database(self, database: SpanTransaction) -> None:
         if self.tokens:
             self._spans.send_record(database, self.tokens, self._deadline)
         try:

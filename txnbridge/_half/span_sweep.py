@@ -1,9 +1,9 @@
-"""`SpanSweep`: aborts parts of spans whose process died before it had stored the span's record.
+"""`SpanSweep`: ends parts of spans whose process died before it had stored the span's record.
 
 Only the ids of such parts tell what they are: each has a mark with the span's key, its place among the parts, and the
 time until which the process may decide. The part that decides, at place 0, is prepared first. It can be aborted at any
 time after that, because a later decision then finds it aborted; if it was still undecided, the others are aborted too.
-(A span that leaves out the broker of place 0 waits for its hold, and so does one with a database, which decides.)
+(A span that leaves out the broker of place 0 waits for its hold.) With a database the key names its row, which decides.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.service import Service
-from txnbridge._base.token import Outcome, Status, Token
+from txnbridge._base.token import Decision, Outcome, Status, Token
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import AccessDenied, TxnBridgeError
+from txnbridge.spi import OpenTransaction
 
 _log = logging.getLogger("txnbridge")
 
@@ -64,7 +65,19 @@ def mark(key: str, place: int, until: float) -> str:
     return f".span.{key}.{place}.{int(until)}"
 
 
+_ANY_MARK = re.compile(r"\.span\.\S+\.\d+\.\d+$")
+PART_OF_SPAN = "part of a span: leave it to a resolver (txnbridge spans run)"
+
+
+def is_part(transaction: OpenTransaction | Token) -> bool:
+    """Return whether a prepared transaction is a part of a span: ended by hand, it may tear the span."""
+    named = transaction if isinstance(transaction, Token) else transaction.token or transaction
+    return _ANY_MARK.search(named.transaction) is not None
+
+
 OpenBridges = Callable[[], Mapping[str, SpannedBridge]]  # by their clusters
+# Settles the row of a span by its name and time: ABORT or COMMIT stands for ever, UNDECIDED means to ask again.
+Settle = Callable[[str, int], Decision]
 
 
 class Part(NamedTuple):
@@ -73,6 +86,7 @@ class Part(NamedTuple):
     bridge: SpannedBridge
     token: Token
     key: str
+    row: str | None  # the name of the row that decides, of a span with a database
     place: int
     until: int
 
@@ -81,12 +95,20 @@ class SpanSweep(Service):
     """Looks for such parts on all clusters, every few seconds, until the bridge that has the records is closed."""
 
     def __init__(
-        self, connection: Connection, clusters: str, bridges: OpenBridges, end_again: Callable[[], None]
+        self,
+        connection: Connection,
+        clusters: str,
+        bridges: OpenBridges,
+        end_again: Callable[[], None],
+        settle: Settle,
     ) -> None:
         super().__init__(connection, "sweep of spans", stop_timeout=1.0)
         # Spans over other clusters have parts that this sweep does not see.
-        self._mark = re.compile(rf"\.span\.(?P<key>{clusters}-[^.]+)\.(?P<place>\d+)\.(?P<until>\d+)$")
+        self._mark = re.compile(
+            rf"\.span\.(?P<key>{clusters}(?:-[^.]+|\.(?P<row>[^.]+)))\.(?P<place>\d+)\.(?P<until>\d+)$"
+        )
         self._bridges = bridges
+        self._settle = settle
         self._end_again = end_again
         self._aborted: set[str] = set()  # the keys of the spans whose first part was aborted here
         self._denied = False
@@ -98,14 +120,26 @@ class SpanSweep(Service):
             self.sweep()
 
     def sweep(self) -> None:
-        """Abort the parts that nobody can decide any more."""
+        """End the parts that their processes cannot decide any more."""
         left = self.parts()
         now = time.time()
-        for part in sorted(left, key=lambda part: part.place):
-            due = part.key in self._aborted if part.place else now >= part.until + _MARGIN_SECONDS
+        settled: dict[str, Decision] = {}  # by the names of rows
+        # A database that is away delays only the spans that wait for it.
+        for part in sorted(left, key=lambda part: (part.row is not None, part.place)):
+            late = now >= part.until + _MARGIN_SECONDS
             with suppress(TxnBridgeError):  # the next look repeats what failed
-                if due and part.bridge.abort(part.token) is Outcome.ABORTED:
-                    self._aborted.add(part.key)
+                if part.row is None:
+                    due = part.key in self._aborted if part.place else late
+                    if due and part.bridge.abort(part.token) is Outcome.ABORTED:
+                        self._aborted.add(part.key)
+                elif late:
+                    if part.row not in settled:
+                        settled[part.row] = Decision.UNDECIDED  # if the database does not answer
+                        settled[part.row] = self._settle(part.row, part.until)
+                    if settled[part.row] is Decision.COMMIT:
+                        part.bridge.commit(part.token)
+                    elif settled[part.row] is Decision.ABORT:
+                        part.bridge.abort(part.token)
 
     def parts(self) -> list[Part]:
         """Return the prepared parts of spans over these clusters."""
@@ -126,5 +160,6 @@ class SpanSweep(Service):
         found = []
         for each in listed:
             if each.token is not None and (marked := self._mark.search(each.token.transaction)):
-                found.append(Part(bridge, each.token, marked["key"], int(marked["place"]), int(marked["until"])))
+                place, until = int(marked["place"]), int(marked["until"])
+                found.append(Part(bridge, each.token, marked["key"], marked["row"], place, until))
         return found

@@ -56,7 +56,7 @@ _LONGEST_NAME = 255
 # A transaction's id contains its group, the database, the process, the bridge and a number.
 _LONGEST_GROUP = 180
 # The time for which a resolver waits for a row that another database transaction has locked, and for each answer.
-_LOCK_SECONDS, _LOOK_SECONDS = 1.0, 5.0
+_LOCK_SECONDS, LOOK_SECONDS = 1.0, 5.0
 # The seconds for which the end of a failed transaction waits for the database.
 _CLOSE_SECONDS = 5.0
 # An ABORT row stays a day longer than its transaction's deadline, after which the database refuses a COMMIT row. A day
@@ -134,7 +134,7 @@ class BarrierTable:
 
     def check(self, transaction: str, _: Sequence[Message]) -> Decision:
         """Return the decision of a transaction's row, as the `check` of a resolver."""
-        return self.decision(transaction, Deadline(_LOOK_SECONDS))
+        return self.decision(transaction, Deadline(LOOK_SECONDS))
 
     def decision(self, transaction: str, deadline: Deadline) -> Decision:
         """Return the decision of a transaction's row, read in a new database transaction; UNDECIDED without a row."""
@@ -143,10 +143,10 @@ class BarrierTable:
         return Decision.UNDECIDED if found is None else Decision(found)
 
     def settle(self, transaction: str, deadline_at: int, deadline: Deadline) -> Decision:
-        """Return the decision about a transaction whose sender has lost the answer to its commit.
+        """Insert an ABORT row or find another one; return its decision, or UNDECIDED if the row is locked for long.
 
-        The sender calls this, which inserts no COMMIT row any more, so ABORT may be inserted before the deadline. ABORT
-        is no proof if a resolver has published the messages and deleted the COMMIT row: the half store then says so.
+        A sender that has lost the answer to its commit inserts no COMMIT row any more, so it calls this before the
+        deadline. ABORT is no proof if a resolver has ended everything and deleted the COMMIT row: the broker says so.
         """
         while True:
             if self.insert_abort(transaction, deadline_at, deadline):
@@ -213,7 +213,7 @@ class BarrierResolver(Resolver):
 
     def _decide(self, half: Half) -> Decision:
         if time.time() * 1000 >= half.deadline_at and self.barrier.insert_abort(
-            half.transaction, half.deadline_at, Deadline(_LOOK_SECONDS)
+            half.transaction, half.deadline_at, Deadline(LOOK_SECONDS)
         ):
             return Decision.ABORT
         return super()._decide(half)
@@ -240,12 +240,12 @@ class BarrierResolver(Resolver):
             return  # another thread does so
         try:
             while published := list(self._published)[:_SWEEP_ROWS]:
-                self.barrier.delete_commits(published, Deadline(_LOOK_SECONDS))
+                self.barrier.delete_commits(published, Deadline(LOOK_SECONDS))
                 for _ in published:
                     self._published.popleft()
             if time.monotonic() >= self._sweep_at:
                 self._sweep_at = time.monotonic() + _SWEEP_SECONDS
-                self.barrier.delete_old_aborts(Deadline(_LOOK_SECONDS))
+                self.barrier.delete_old_aborts(Deadline(LOOK_SECONDS))
         except errors.TxnBridgeError as error:
             _log.info("rows of group %r are deleted later: %s", self._group, error)
         finally:

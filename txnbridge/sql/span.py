@@ -3,10 +3,14 @@
 The parts are prepared, and the span's record, a half message, stores their tokens, before the database's transaction
 inserts its COMMIT row and commits, as with `bridge.transaction(db=…)`. A resolver that is asked about the record of a
 dead process finds the decision by the row, and ends the parts by it. The record itself is never published.
+
+Parts whose process died before it had stored the record have the row's name in their ids, so that a sweep can insert
+the ABORT row, or find the COMMIT row, as a resolver does: whoever comes first, all of them end the parts by one row.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Protocol
 
 from txnbridge import errors
@@ -16,7 +20,7 @@ from txnbridge._base.token import Decision, Outcome
 from txnbridge._half.common import end_half
 from txnbridge._half.half_messages import END_SECONDS
 from txnbridge.spi import Half
-from txnbridge.sql.barrier import BarrierResolver, Barriers, BarrierTable, BarrierTransaction
+from txnbridge.sql.barrier import LOOK_SECONDS, BarrierResolver, Barriers, BarrierTable, BarrierTransaction
 
 
 class PartsOfSpans(Protocol):
@@ -25,6 +29,11 @@ class PartsOfSpans(Protocol):
     def end_parts(self, half: Half, decision: Decision) -> bool: ...
 
     def decision_of_parts(self, half: Half) -> Decision: ...
+
+
+def _digest(group: str) -> str:
+    """Return a short name of a group of half messages, which has the names of the application and the database."""
+    return hashlib.blake2b(group.encode(), digest_size=6).hexdigest()
 
 
 class SpanBarriers(Barriers):
@@ -45,6 +54,17 @@ class SpanBarriers(Barriers):
 
     def _new_transaction(self, *arguments: Any) -> BarrierTransaction:
         return SpanTransaction(self._spans, *arguments)
+
+    def settle(self, row: str, until: int) -> Decision:
+        """Return the decision of a span's row after its time, `until` in seconds; insert ABORT if there is no row.
+
+        Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
+        """
+        digest, _, name = row.partition("-")
+        for group, resolver in list(self._resolvers.items()):
+            if _digest(group) == digest:
+                return resolver.barrier.settle(f"half-{group}-{name}", until * 1000, Deadline(LOOK_SECONDS))
+        return Decision.UNDECIDED
 
 
 class SpanResolver(BarrierResolver):
@@ -72,6 +92,11 @@ class SpanTransaction(BarrierTransaction):
     def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._spans = spans
+
+    @property
+    def row(self) -> str:
+        """The name of the row that decides, for the ids of the span's parts."""
+        return f"{_digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
         if half is None:
