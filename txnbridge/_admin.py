@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
 
 from txnbridge._base.connection import Connection
@@ -11,6 +12,7 @@ from txnbridge._base.messages import Position, milliseconds
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._base.topic import Topic, check_topic_name
 from txnbridge._half.common import check_decision, half_store
+from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
 from txnbridge.capabilities import Capability, Level
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import Advice, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo
@@ -197,7 +199,9 @@ class Admin:
         found = self._broker.admin.check(self._deadline())
         if self._connection.capabilities[Capability.HALF_MESSAGES].level is Level.EMULATED:
             found += half_store(self._connection).check(self._deadline())
-        return found
+        by_hand = [advice for advice in found if advice.remedy.startswith("txnbridge transactions commit")]
+        parts = {f"transaction {each.transaction}" for each in self.transactions() if is_part(each)} if by_hand else ()
+        return [replace(a, remedy=PART_OF_SPAN) if a in by_hand and a.subject in parts else a for a in found]
 
     def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:
         self._broker.capabilities.require(Capability.END_OPEN)

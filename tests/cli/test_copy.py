@@ -107,6 +107,15 @@ def test_what_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, u
         listed = invoke("spans", "list", urls[1], "--url", urls[0], "--json").stdout.splitlines()
         assert [json.loads(each)["place"] for each in listed] == [0, 1]
         assert "2 parts" in invoke("spans", "list", urls[1], "--url", urls[0]).stdout
+        (part,) = source.admin.transactions()
+        assert "part of a span" in invoke("transactions", "list", "--url", urls[0]).stdout.replace("\n", " ")
+        assert "part of a span" in invoke("transactions", "describe", part.transaction, "--url", urls[0]).stdout
+        assert "spans run" in "".join(advice.remedy for advice in source.admin.doctor())
+        for name in (part.transaction, str(part.token)):
+            told = invoke("transactions", "abort", name, "--yes", "--reason", "a test", "--url", urls[0])
+            assert told.exit_code == 2
+            assert "part of a span" in told.stderr
+        assert source.admin.transactions() == [part]
         with started("spans", "run", urls[1], "--url", urls[0]) as ending:
             wait_until(lambda: source.admin.transactions() == [] == target.admin.transactions())
             ending.terminate()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from txnbridge import Bridge, Decision, Outcome, Token
+from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
+from txnbridge.capabilities import Capability
 from txnbridge.cli import _common, status
 from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
+from txnbridge.errors import UsageError
 from txnbridge.spi import OpenTransaction
 
 _log = logging.getLogger("txnbridge")
@@ -27,7 +31,7 @@ def list_(cli: Cli) -> None:
     elif not found:
         cli.say("no open transactions")
     else:
-        rows = [(t.transaction, t.state, t.owner, _when(t.since), _when(t.expires_at), _count(t)) for t in found]
+        rows = [(t.transaction, _state(t).partition(":")[0], t.owner, _when(t.since), _when(t.expires_at), _count(t)) for t in found]
         cli.table(["transaction", "state", "owner", "since", "expires", "messages"], rows)
 
 
@@ -40,7 +44,7 @@ def describe(cli: Cli, transaction: str) -> None:
         cli.document(_as_json(found))
         return
     cli.say(f"transaction  {found.transaction}")
-    cli.say(f"state        {found.state}")
+    cli.say(f"state        {_state(found)}")
     cli.say(f"owner        {found.owner or '-'}")
     cli.say(f"since        {_when(found.since)}")
     cli.say(f"expires      {_when(found.expires_at)}")
@@ -53,6 +57,10 @@ def describe(cli: Cli, transaction: str) -> None:
 def _as_json(transaction: OpenTransaction) -> dict[str, Any]:
     token = transaction.token
     return {**vars(transaction), "token": None if token is None else str(token)}
+
+
+def _state(transaction: OpenTransaction) -> str:
+    return f"{transaction.state}, {PART_OF_SPAN}" if is_part(transaction) else transaction.state
 
 
 def _when(time: int | None) -> str:
@@ -71,6 +79,7 @@ def _ending(decision: Decision, help: str) -> click.Command:
     def end(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         token = Token.parse(transaction) if transaction.startswith("txb") else None
         with cli.look() as bridge:
+            _refuse_part(bridge, token or transaction)
             if not (yes and reason):
                 return _say_what_would_happen(cli, bridge, token or transaction, decision)
             outcome = _end(bridge, token or transaction, decision, reason)
@@ -81,6 +90,14 @@ def _ending(decision: Decision, help: str) -> click.Command:
         return outcome_code(outcome, _WANTED[decision])
 
     return end
+
+
+def _refuse_part(bridge: Bridge, what: Token | str) -> None:
+    named: Sequence[OpenTransaction | Token] = [what] if isinstance(what, Token) else []
+    if isinstance(what, str) and bridge.capabilities[Capability.LIST_OPEN]:  # Kafka's name for it has no mark
+        named = [each for each in bridge.admin.transactions() if each.transaction == what]
+    if any(map(is_part, named)):
+        raise UsageError(f"this transaction is a {PART_OF_SPAN}; ended by hand, it may tear the span")
 
 
 def _say_what_would_happen(cli: Cli, bridge: Bridge, what: Token | str, decision: Decision) -> ExitCode:
