@@ -45,6 +45,7 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         assert everything(target, "orders") == everything(source, "orders")
         assert [topic.name for topic in target.admin.topics()] == ["orders"]
+    assert "same as" in invoke("copy", urls[0], "--topics", "ord*", "--url", urls[0]).stderr
     assert "no topic of" in invoke("copy", urls[1], "--topics", "nosuch*", "--url", urls[0]).stderr
 
 

@@ -25,7 +25,9 @@ from txnbridge import (
     TransactionAborted,
     spanning,
 )
+from txnbridge.spi import Deadline, Half
 from txnbridge.sql.barrier import BarrierTable
+from txnbridge.sql.span import SpanResolver
 from txnbridge.testing import Child
 
 Pair = tuple[Bridge, Bridge]
@@ -233,6 +235,29 @@ def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, 
     monkeypatch.setattr(BarrierTable, "commit_row", arm)
     assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     assert found(pair, engine) == [[1]] * 3
+
+
+def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair, engine, monkeypatch, caplog):
+    seen: list[Half] = []
+    put = EmbeddedHalves.put
+
+    def note(self: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
+        seen.append(put(self, half, deadline))
+        return seen[0]
+
+    monkeypatch.setattr(EmbeddedHalves, "put", note)
+    decide, decided = SpanResolver._decide, []
+    monkeypatch.setattr(SpanResolver, "_decide", lambda self, half: decided.append(self) or Decision.UNDECIDED)
+    monkeypatch.setattr(EmbeddedHalves, "checks", lambda *_: [*seen, *no_checks()][:1])
+    with caplog.at_level("ERROR", "txnbridge"):
+        sell(pair, engine, 1, timeout=1)
+        wait_until(lambda: decided)
+        assert found(pair, engine) == [[1]] * 3
+        time.sleep(1)
+        with engine.begin() as connection:
+            assert connection.scalar(sa.text("SELECT count(*) FROM txnbridge_barrier")) == 0
+        assert decide(decided[0], seen[0]) is Decision.ABORT
+    assert caplog.text == ""
 
 
 def test_everything_is_sold_once_wherever_its_process_dies(tmp_path, kill_walk: KillWalk):

@@ -27,7 +27,9 @@ def half_store(connection: Connection) -> HalfStore:
 
 def check_group(group: object) -> str:
     if not isinstance(group, str) or not group or any(c.isspace() for c in group):
-        raise InvalidOption("a group of half messages is text without white space")
+        raise InvalidOption(
+            f"a group of half messages, also by application=, is text without white space, not {group!r}"
+        )
     return group
 
 

@@ -125,6 +125,11 @@ class Spans:
         outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         return self._end_others(half.transaction, outcome, _tokens_of(half.messages[0].value)) is Decision.ABORT
 
+    def are_committed(self, half: Half) -> bool:
+        """Return whether all parts that a record names are committed."""
+        tokens = _tokens_of(half.messages[0].value)
+        return all(self._bridge(each).status(each).state is TokenState.COMMITTED for each in tokens)
+
     def decision_of_parts(self, half: Half) -> Decision:
         """Return the decision that a span's parts show: ABORT if the first part is not committed yet."""
         first, *_ = _tokens_of(half.messages[0].value)
@@ -382,13 +387,12 @@ def _holds(
     ordered = bridges if in_order else sorted(bridges, key=most)
     allowed = min((most(bridge) - _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)))
     wanted = min(_HOLD_SECONDS, allowed) if hold is None else hold
-    between = min(_SECONDS_BETWEEN, wanted)
-    if wanted < 0 or any(wanted + between * place > most(bridge) for place, bridge in enumerate(ordered)):
+    if not 0 <= wanted <= allowed:
         raise errors.InvalidOption(
             f"these brokers keep a span prepared for at most {max(0.0, allowed):g} s after its timeout, not for"
             f" {wanted:g} s: set hold= or timeout= lower"
         )
-    return {bridge: wanted + between * place for place, bridge in enumerate(ordered)}
+    return {bridge: wanted + _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)}
 
 
 def spanning(
@@ -405,7 +409,8 @@ def spanning(
     part that can wait least.
     It is all or none, not simultaneous: a reader of one broker may see its part before another's. If this process dies,
     another one of the same application that has called `spanning` with bridges to the same clusters ends what is left.
-    Parts stay prepared for `hold` seconds after `timeout`; if nobody ends them in that time, each broker aborts its.
+    The first part stays prepared for `hold` seconds after `timeout`, each further one a minute longer; if nobody ends
+    them in that time, each broker aborts its.
 
     Raise `InvalidOption` if a broker cannot keep them so long, `OutcomeUnknown` at the end of the block if the answer
     to the decision was lost: the token is one for the `status` of the bridge whose part decides.

@@ -423,6 +423,8 @@ class Transaction(ConnectionUser):
         self._end_by_asking(self._abort)
 
     def __enter__(self) -> Transaction:
+        if self._in_span:  # prepared before the first part, it would be left to its hold by a death
+            raise errors.InvalidState(f"transaction {self.id} takes no block of its own: its span ends it")
         if self._state is not State.OPEN:
             raise self._refusal("a block")
         return self

@@ -43,6 +43,8 @@ def command(cli: Cli, target: str, topics: Sequence[str], group: str, until_idle
         cli.connect(application=application, create_topics=0) as source,
         cli.connect(target, application=application, create_topics=0) as other,
     ):
+        if source.cluster == other.cluster:
+            raise txnbridge.InvalidOption(f"a copy needs two brokers, and {target} is the same as {source.url}")
         alike = _made_ready(cli, source, other, topics)
 
         def move(messages: txnbridge.Batch, txn: txnbridge.Transaction) -> None:

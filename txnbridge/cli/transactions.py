@@ -31,7 +31,10 @@ def list_(cli: Cli) -> None:
     elif not found:
         cli.say("no open transactions")
     else:
-        rows = [(t.transaction, _state(t).partition(":")[0], t.owner, _when(t.since), _when(t.expires_at), _count(t)) for t in found]
+        rows = [
+            (t.transaction, _state(t).partition(":")[0], t.owner, _when(t.since), _when(t.expires_at), _count(t))
+            for t in found
+        ]
         cli.table(["transaction", "state", "owner", "since", "expires", "messages"], rows)
 
 

@@ -28,6 +28,8 @@ class PartsOfSpans(Protocol):
 
     def end_parts(self, half: Half, decision: Decision) -> bool: ...
 
+    def are_committed(self, half: Half) -> bool: ...
+
     def decision_of_parts(self, half: Half) -> Decision: ...
 
 
@@ -76,6 +78,8 @@ class SpanResolver(BarrierResolver):
 
     def _decide(self, half: Half) -> Decision:
         decision = super()._decide(half)
+        if decision is Decision.ABORT and self._spans.are_committed(half):
+            return decision  # the sender has ended all, and deleted its COMMIT row, while this resolver was paused
         if decision is Decision.UNDECIDED or not self._spans.end_parts(half, decision):
             return Decision.UNDECIDED
         return Decision.ABORT  # the record is dropped, whatever was decided

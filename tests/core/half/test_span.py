@@ -167,6 +167,19 @@ def test_what_cannot_be_a_span_is_refused(pair):
         span.on(other)
     with pytest.raises(InvalidState):
         span.on(a)
+    with spanning(a, b) as span, pytest.raises(InvalidState, match="its span ends it"), span.on(b):
+        pass
+    with txnbridge.connect(a.url, application="my shop") as shop, pytest.raises(InvalidOption, match="application="):
+        spanning(shop, b)
+
+
+@pytest.mark.parametrize("hold", [0, 5])
+def test_parts_expire_a_minute_after_each_other_however_short_the_hold(pair, hold):
+    with spanning(*pair, timeout=10, hold=hold) as span:
+        send(span, pair, b"1")
+    first, second = (token.expires_at for token in span.tokens)
+    assert first is not None is not second
+    assert 55_000 < second - first < 65_000
 
 
 def test_a_processor_sends_to_another_broker_and_acknowledges_all_or_none(pair):
