@@ -72,6 +72,25 @@ def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(
         assert source.admin.transactions() == []
 
 
+def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(invoke: Invoke, urls: tuple[str, str]):
+    target = f"{urls[1]}?max_message_bytes=1000"
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders", "dead")
+        with source.transaction() as txn:
+            txn.send_many("orders", [b"1", bytes(2000), b"3"])
+    copy = "copy", target, "--topics", "orders", "--until-idle", "--url", urls[0]
+    refused = invoke(*copy)
+    assert refused.exit_code != 0
+    told = " ".join(refused.stderr.split())
+    assert "<Message orders[0] at (" in told
+    assert "1000" in told.split("cannot be copied")[1]
+    assert "--dead-letter" in told
+    assert invoke(*copy, "--dead-letter", "dead").exit_code == 0
+    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as other:
+        assert [message.value for message in other.read("orders", 9)] == [b"1", b"3"]
+        assert [message.value for message in source.read("dead", 9)] == [bytes(2000)]
+
+
 def has(bridge: txnbridge.Bridge, count: int) -> bool:
     return len(bridge.read("orders", 10_000)) >= count
 

@@ -11,12 +11,14 @@ from fnmatch import fnmatchcase
 import click
 
 import txnbridge
+from txnbridge._process.handler import loggable
 from txnbridge.capabilities import Capability
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
 from txnbridge.cli._object_loading import telling
 
 _SECONDS_BETWEEN_LINES = 10.0
+_ATTEMPTS = 3  # at a message that the target refuses; a broker that is away does not count
 
 
 @_common.command("copy")
@@ -29,7 +31,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 )
 @click.option("--until-idle", is_flag=True, help="End when everything is copied.")
 @click.option("--batch", type=click.IntRange(1), default=2000, show_default=True, help="Messages in one transaction.")
-def command(cli: Cli, target: str, topics: Sequence[str], group: str, until_idle: bool, batch: int) -> None:
+@click.option("--dead-letter", metavar="TOPIC", help="A topic of --url for messages that the target refuses.")
+def command(
+    cli: Cli, target: str, topics: Sequence[str], group: str, until_idle: bool, batch: int, dead_letter: str | None
+) -> None:
     """Copy topics from the broker of --url to the broker of TARGET-URL, each message exactly once.
 
     Keys, values, headers, timestamps, tombstones and partitions stay as they are, and so does the order in a partition.
@@ -58,11 +63,26 @@ def command(cli: Cli, target: str, topics: Sequence[str], group: str, until_idle
                     timestamp=message.timestamp,
                 )
 
-        processor = source.processor(list(alike), group=group, batch=move, to=other, max_messages=batch)
+        processor = source.processor(
+            list(alike),
+            group=group,
+            batch=move,
+            to=other,
+            max_messages=batch,
+            max_attempts=_ATTEMPTS,
+            dead_letter=dead_letter,
+        )
         if until_idle:
             _wait_for_earlier(source, group)
         with _told(cli, processor):
-            processor.run(until_idle)
+            try:
+                processor.run(until_idle)
+            except txnbridge.Poison as error:
+                raise txnbridge.Poison(
+                    f"{error.message!r} cannot be copied, and holds its place: {loggable(error.__cause__)}. Let the"
+                    " target take it, or name a --dead-letter TOPIC, and start again",
+                    message=error.message,
+                ) from error
     if cli.json:
         cli.document({"copied": processor.stats.messages})
     cli.say(f"copied: {processor.stats.messages} messages")

@@ -29,6 +29,7 @@ from txnbridge import (
     spanning,
 )
 from txnbridge._half.half_messages import HalfMessages
+from txnbridge._write.transaction import Transaction
 from txnbridge.spi import Deadline, Half
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
@@ -283,6 +284,33 @@ def with_input(pair: tuple[Bridge, Bridge]) -> tuple[Bridge, Bridge]:
 
 def move(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
     txn.send("t", message.value)
+
+
+def test_a_message_that_the_other_broker_refuses_is_a_dead_letter_after_its_attempts(pair, monkeypatch):
+    a, b = with_input(pair)
+    a.ensure_topics("dead")
+    store = Transaction._store
+
+    def refuse(self: Transaction) -> None:
+        store(self)
+        if b"2" in sent:
+            sent.clear()
+            error = txnbridge.DeliveryFailed("a test says so")
+            error.permanent = True
+            raise error
+
+    sent: list[bytes | None] = []
+
+    def note(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
+        sent.append(message.value)
+        move(message, txn)
+
+    monkeypatch.setattr(Transaction, "_store", refuse)
+    processor = a.processor("in", group="g", each=note, to=b, dead_letter="dead", max_attempts=2, backoff=(0.01, 0.01))
+    processor.run(until_idle=True)
+    assert values(pair) == [[], [b"1", b"3"]]
+    assert [message.value for message in a.read("dead", 9)] == [b"2"]
+    assert open_ones(pair) == []
 
 
 def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
