@@ -306,6 +306,8 @@ class Span:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if not self._ending.acquire(blocking=False):  # `abort` has ended it
+            if self.outcome is Outcome.ABORTED:
+                self._abort()  # it could not abort a part in the midst of a call
             return isinstance(error, errors.Abort)
         try:
             if error is None:

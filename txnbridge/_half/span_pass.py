@@ -109,4 +109,4 @@ class SpanPass:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return self._span.outcome is None and self._span.__exit__(kind, error, trace)
+        return self._span.__exit__(kind, error, trace)

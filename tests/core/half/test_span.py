@@ -250,6 +250,20 @@ def test_an_aborted_span_ends_its_block_quietly_and_keeps_its_exception(pair):
     assert open_ones(pair) == []
 
 
+def test_an_abort_in_the_midst_of_a_send_leaves_nothing_open_behind_the_block(pair):
+    with spanning(*pair) as span:
+
+        def abort() -> Iterator[tuple[str, bytes]]:
+            span.abort()
+            yield "name", b"value"
+
+        send(span, pair, b"1")
+        span.on(pair[0]).send("t", b"2", headers=abort())
+        assert len(open_ones(pair)) == 1
+    assert span.outcome is Outcome.ABORTED
+    assert open_ones(pair) == []
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_part_whose_abort_has_failed_aborts_all(pair, monkeypatch, which):
     def fail(self: PreparingWriter, deadline: Deadline) -> None:
