@@ -8,7 +8,6 @@ others by it. The record is dropped when all parts have ended; no reader ever se
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
@@ -25,7 +24,7 @@ from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Decision, Outcome, Token, TokenState
 from txnbridge._half.half_messages import HalfMessages, HalfTransaction
-from txnbridge._half.span_sweep import SpannedBridge, SpanSweep, mark
+from txnbridge._half.span_sweep import SpannedBridge, SpanSweep, digest, mark
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capability
 from txnbridge.spi import Half
@@ -44,18 +43,13 @@ _RECORD_VERSION = 1
 
 
 def _named(bridges: Sequence[SpannedBridge]) -> str:
-    names = " ".join(sorted(bridge.cluster for bridge in bridges))
-    return hashlib.blake2b(names.encode(), digest_size=6).hexdigest()
-
-
-def _no_row(*_: object) -> Decision:
-    return Decision.UNDECIDED
+    return digest(" ".join(sorted(bridge.cluster for bridge in bridges)))
 
 
 def sweep_of(bridges: Sequence[SpannedBridge]) -> SpanSweep:
     """Return a sweep over these bridges, which is not started."""
     by_cluster = {bridge.cluster: bridge for bridge in bridges}
-    return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster, lambda: None, _no_row)
+    return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster)
 
 
 class Spans:
@@ -99,7 +93,7 @@ class Spans:
             self.database(sqlalchemy.create_engine(database), self._connection.timeout)
 
     def _settle(self, row: str, until: int) -> Decision:
-        return _no_row() if self._databases is None else self._databases.settle(row, until)
+        return Decision.UNDECIDED if self._databases is None else self._databases.settle(row, until)
 
     def database(self, db: SessionOrEngine, timeout: float) -> SpanTransaction:
         """Return the database's transaction of a span, in whose block the span's record is sent."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from txnbridge import errors
 from txnbridge._base.messages import Message
@@ -39,6 +39,11 @@ class SpanPass:
             self._span.abort()
             raise
         self.id = self._source.id
+        # The handler sends to the target, as with a `Transaction` of its own.
+        self.send: Callable[..., None] = self._target.send
+        self.send_many: Callable[..., None] = self._target.send_many
+        self._send_encoded: Callable[..., None] = self._target._send_encoded
+        self.ack: Callable[[Iterable[Message]], None] = self._source.ack
 
     @property
     def of_source(self) -> Transaction:
@@ -71,23 +76,9 @@ class SpanPass:
     def _lent(self, lent: bool) -> None:
         self._target._lent = lent
 
-    def send(self, *message: Any, **named: Any) -> None:
-        """Send a message to the target, as `Transaction.send` does."""
-        self._target.send(*message, **named)
-
-    def send_many(self, *messages: Any, **named: Any) -> None:
-        """Send messages to the target, as `Transaction.send_many` does."""
-        self._target.send_many(*messages, **named)
-
-    def _send_encoded(self, *message: Any) -> None:
-        self._target._send_encoded(*message)
-
     def _store(self) -> None:
         self._target._store()
         self._source._store()
-
-    def ack(self, messages: Iterable[Message]) -> None:
-        self._source.ack(messages)
 
     def commit(self) -> None:
         if self._lent:

@@ -8,6 +8,7 @@ time after that, because a later decision then finds it aborted; if it was still
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import time
@@ -75,6 +76,11 @@ def is_part(transaction: OpenTransaction | Token) -> bool:
     return _ANY_MARK.search(named.transaction) is not None
 
 
+def digest(text: str) -> str:
+    """Return a short name for a text that is too long for the ids of transactions."""
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
 OpenBridges = Callable[[], Mapping[str, SpannedBridge]]  # by their clusters
 # Settles the row of a span by its name and time: ABORT or COMMIT stands for ever, UNDECIDED means to ask again.
 Settle = Callable[[str, int], Decision]
@@ -99,8 +105,8 @@ class SpanSweep(Service):
         connection: Connection,
         clusters: str,
         bridges: OpenBridges,
-        end_again: Callable[[], None],
-        settle: Settle,
+        end_again: Callable[[], None] = lambda: None,
+        settle: Settle = lambda *_: Decision.UNDECIDED,
     ) -> None:
         super().__init__(connection, "sweep of spans", stop_timeout=1.0)
         # Spans over other clusters have parts that this sweep does not see.

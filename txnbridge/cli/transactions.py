@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from txnbridge import Bridge, Decision, Outcome, Token
 from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
-from txnbridge.capabilities import Capability
 from txnbridge.cli import _common, status
 from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
 from txnbridge.errors import UsageError
@@ -96,10 +94,11 @@ def _ending(decision: Decision, help: str) -> click.Command:
 
 
 def _refuse_part(bridge: Bridge, what: Token | str) -> None:
-    named: Sequence[OpenTransaction | Token] = [what] if isinstance(what, Token) else []
-    if isinstance(what, str) and bridge.capabilities[Capability.LIST_OPEN]:  # Kafka's name for it has no mark
-        named = [each for each in bridge.admin.transactions() if each.transaction == what]
-    if any(map(is_part, named)):
+    if isinstance(what, str):  # Kafka's name for a part has no mark
+        refused = any(is_part(each) for each in bridge.admin.transactions() if each.transaction == what)
+    else:
+        refused = is_part(what)
+    if refused:
         raise UsageError(f"this transaction is a {PART_OF_SPAN}; ended by hand, it may tear the span")
 
 

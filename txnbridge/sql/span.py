@@ -10,7 +10,6 @@ the ABORT row, or find the COMMIT row, as a resolver does: whoever comes first, 
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Protocol
 
 from txnbridge import errors
@@ -19,6 +18,7 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._half.common import end_half
 from txnbridge._half.half_messages import END_SECONDS
+from txnbridge._half.span_sweep import digest
 from txnbridge.spi import Half
 from txnbridge.sql.barrier import LOOK_SECONDS, BarrierResolver, Barriers, BarrierTable, BarrierTransaction
 
@@ -31,11 +31,6 @@ class PartsOfSpans(Protocol):
     def are_committed(self, half: Half) -> bool: ...
 
     def decision_of_parts(self, half: Half) -> Decision: ...
-
-
-def _digest(group: str) -> str:
-    """Return a short name of a group of half messages, which has the names of the application and the database."""
-    return hashlib.blake2b(group.encode(), digest_size=6).hexdigest()
 
 
 class SpanBarriers(Barriers):
@@ -62,9 +57,9 @@ class SpanBarriers(Barriers):
 
         Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
         """
-        digest, _, name = row.partition("-")
+        database, _, name = row.partition("-")
         for group, resolver in list(self._resolvers.items()):
-            if _digest(group) == digest:
+            if digest(group) == database:  # the group has the names of the application and the database
                 return resolver.barrier.settle(f"half-{group}-{name}", until * 1000, Deadline(LOOK_SECONDS))
         return Decision.UNDECIDED
 
@@ -100,7 +95,7 @@ class SpanTransaction(BarrierTransaction):
     @property
     def row(self) -> str:
         """The name of the row that decides, for the ids of the span's parts."""
-        return f"{_digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
+        return f"{digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
         if half is None:
