@@ -117,12 +117,8 @@ class Spans:
     def end_parts(self, half: Half, decision: Decision) -> bool:
         """End the parts that a record names, by the decision of a database; return whether all have ended so."""
         outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
-        return self._end_others(half.transaction, outcome, _tokens_of(half.messages[0].value)) is Decision.ABORT
-
-    def are_committed(self, half: Half) -> bool:
-        """Return whether all parts that a record names are committed."""
         tokens = _tokens_of(half.messages[0].value)
-        return all(self._bridge(each).status(each).state is TokenState.COMMITTED for each in tokens)
+        return self._end_others(half.transaction, outcome, tokens, by_row=True) is Decision.ABORT
 
     def decision_of_parts(self, half: Half) -> Decision:
         """Return the decision that a span's parts show: ABORT if the first part is not committed yet."""
@@ -157,9 +153,11 @@ class Spans:
             outcome = Outcome(state.value)
         return self._end_others(transaction, outcome, others)
 
-    def _end_others(self, transaction: str, outcome: Outcome, tokens: Sequence[Token]) -> Decision:
+    def _end_others(
+        self, transaction: str, outcome: Outcome, tokens: Sequence[Token], by_row: bool = False
+    ) -> Decision:
         """End the parts behind the first one by its outcome. ABORT drops the record, UNDECIDED keeps it."""
-        left = []
+        left, torn = False, list[tuple[Token, str]]()
         for token in tokens:
             try:
                 found = self._end(token, outcome)
@@ -167,14 +165,17 @@ class Spans:
                 _log.warning(
                     "span %s is %s, and its part %r is ended later: %s", transaction, outcome.value, token, error
                 )
-                left.append(token)
+                left = True
                 self._later[token.transaction] = token, outcome
                 continue
             if found is not outcome:
-                left.append(token)
-                text = "span %s is torn: it is %s, but %r is %s: nobody ended it in time, or an administrator did"
-                _log.error(text + ". Make good what is missing", transaction, outcome.value, token, found.value)
-        return Decision.UNDECIDED if left else Decision.ABORT
+                torn.append((token, found.value))
+        if by_row and outcome is Outcome.ABORTED and len(torn) == len(tokens):
+            return Decision.ABORT  # a paused resolver's row: the sender had ended all, and deleted its COMMIT row
+        for part in torn:
+            text = "span %s is torn: it is %s, but %r is %s: nobody ended it in time, or an administrator did"
+            _log.error(text + ". Make good what is missing", transaction, outcome.value, *part)
+        return Decision.UNDECIDED if left or torn else Decision.ABORT
 
     def _end(self, token: Token, outcome: Outcome) -> Outcome:
         bridge = self._bridge(token)

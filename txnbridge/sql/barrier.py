@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
@@ -262,6 +262,8 @@ class Barriers:
         self._resolvers: dict[str, BarrierResolver] = {}
         self._name = random_name(8)
         self._numbers = count(1)
+        self._new_transaction: Callable[..., BarrierTransaction] = BarrierTransaction
+        self._new_resolver: Callable[..., BarrierResolver] = BarrierResolver
 
     def transaction(self, db: SessionOrEngine, group: str | None, timeout: float | None) -> BarrierTransaction:
         connection = self._connection
@@ -276,12 +278,6 @@ class Barriers:
             store.ready(barrier.half_group, connection.deadline())
         id = f"half-{barrier.half_group}-{self._name}/{connection.name[-8:]}/{next(self._numbers)}"
         return self._new_transaction(connection, barrier, resolver, id, session, owned, timeout)
-
-    def _new_transaction(self, *arguments: Any) -> BarrierTransaction:
-        return BarrierTransaction(*arguments)
-
-    def _new_resolver(self, *arguments: Any) -> BarrierResolver:
-        return BarrierResolver(*arguments)
 
     def _open(self, engine: sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
         database = Database(engine, _WHAT, in_greenlet=True)

@@ -10,6 +10,7 @@ the ABORT row, or find the COMMIT row, as a resolver does: whoever comes first, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 from txnbridge import errors
@@ -28,8 +29,6 @@ class PartsOfSpans(Protocol):
 
     def end_parts(self, half: Half, decision: Decision) -> bool: ...
 
-    def are_committed(self, half: Half) -> bool: ...
-
     def decision_of_parts(self, half: Half) -> Decision: ...
 
 
@@ -38,19 +37,14 @@ class SpanBarriers(Barriers):
 
     def __init__(self, connection: Connection, spans: PartsOfSpans) -> None:
         super().__init__(connection)
-        self._spans = spans
-
-    def _new_resolver(self, *arguments: Any) -> BarrierResolver:
-        return SpanResolver(self._spans, *arguments)
+        self._new_transaction = partial(SpanTransaction, spans)
+        self._new_resolver = partial(SpanResolver, spans)
 
     def _resolver(self, barrier: BarrierTable) -> BarrierResolver:
         if barrier.database.engine.dialect.is_async:
             text = "spanning() takes no session of asyncio: its engine works on no other thread, so that no resolver"
             raise errors.NotSupported(text + " of this process could end what a broker that is away leaves prepared")
         return super()._resolver(barrier)
-
-    def _new_transaction(self, *arguments: Any) -> BarrierTransaction:
-        return SpanTransaction(self._spans, *arguments)
 
     def settle(self, row: str, until: int) -> Decision:
         """Return the decision of a span's row after its time, `until` in seconds; insert ABORT if there is no row.
@@ -73,8 +67,6 @@ class SpanResolver(BarrierResolver):
 
     def _decide(self, half: Half) -> Decision:
         decision = super()._decide(half)
-        if decision is Decision.ABORT and self._spans.are_committed(half):
-            return decision  # the sender has ended all, and deleted its COMMIT row, while this resolver was paused
         if decision is Decision.UNDECIDED or not self._spans.end_parts(half, decision):
             return Decision.UNDECIDED
         return Decision.ABORT  # the record is dropped, whatever was decided
