@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from txnbridge import errors
 from txnbridge._base.messages import Message
@@ -12,9 +11,6 @@ from txnbridge._base.state import State
 from txnbridge._base.token import Outcome
 from txnbridge._half.span import Span, spans_over
 from txnbridge._half.span_sweep import SpannedBridge
-
-if TYPE_CHECKING:
-    from txnbridge._write.transaction import Transaction
 
 _STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
 
@@ -34,27 +30,23 @@ class SpanPass:
     def __init__(self, source: SpannedBridge, target: SpannedBridge, timeout: float) -> None:
         self._span = Span([target, source], None, timeout, None, in_order=True)
         try:
-            self._source, self._target = self._span.on(source), self._span.on(target)
+            # The source's part is also the transaction of dead letters and retries.
+            self.of_source, self._target = self._span.on(source), self._span.on(target)
         except BaseException:
             self._span.abort()
             raise
-        self.id = self._source.id
+        self.id = self.of_source.id
         # The handler sends to the target, as with a `Transaction` of its own.
         self.send: Callable[..., None] = self._target.send
         self.send_many: Callable[..., None] = self._target.send_many
         self._send_encoded: Callable[..., None] = self._target._send_encoded
-        self.ack: Callable[[Iterable[Message]], None] = self._source.ack
-
-    @property
-    def of_source(self) -> Transaction:
-        """The source's part, for dead letters and retries."""
-        return self._source
+        self.ack: Callable[[Iterable[Message]], None] = self.of_source.ack
 
     @property
     def state(self) -> State:
         if self._span.outcome is not None:
             return _STATES[self._span.outcome]
-        return State.OPEN if self._source.state is State.OPEN is self._target.state else State.FAILED
+        return State.OPEN if self.of_source.state is State.OPEN is self._target.state else State.FAILED
 
     @property
     def outcome(self) -> Outcome | None:
@@ -62,11 +54,11 @@ class SpanPass:
 
     @property
     def deadline(self) -> float:
-        return min(self._source.deadline, self._target.deadline)
+        return min(self.of_source.deadline, self._target.deadline)
 
     @property
     def _cause(self) -> BaseException | None:
-        return self._target._cause or self._source._cause
+        return self._target._cause or self.of_source._cause
 
     @property
     def _lent(self) -> bool:
@@ -78,7 +70,7 @@ class SpanPass:
 
     def _store(self) -> None:
         self._target._store()
-        self._source._store()
+        self.of_source._store()
 
     def commit(self) -> None:
         if self._lent:
@@ -92,7 +84,7 @@ class SpanPass:
 
     def _end_by(self, at: float) -> None:
         self._target._end_by(at)
-        self._source._end_by(at)
+        self.of_source._end_by(at)
 
     def __enter__(self) -> SpanPass:
         return self

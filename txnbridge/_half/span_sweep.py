@@ -142,10 +142,8 @@ class SpanSweep(Service):
                     if part.row not in settled:
                         settled[part.row] = Decision.UNDECIDED  # if the database does not answer
                         settled[part.row] = self._settle(part.row, part.until)
-                    if settled[part.row] is Decision.COMMIT:
-                        part.bridge.commit(part.token)
-                    elif settled[part.row] is Decision.ABORT:
-                        part.bridge.abort(part.token)
+                    if (decision := settled[part.row]) is not Decision.UNDECIDED:
+                        (part.bridge.commit if decision is Decision.COMMIT else part.bridge.abort)(part.token)
 
     def parts(self) -> list[Part]:
         """Return the prepared parts of spans over these clusters."""

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 import click
 
 import txnbridge
-from txnbridge._process.handler import loggable
 from txnbridge.capabilities import Capability
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
@@ -78,11 +77,8 @@ def command(
             try:
                 processor.run(until_idle)
             except txnbridge.Poison as error:
-                raise txnbridge.Poison(
-                    f"{error.message!r} cannot be copied, and holds its place: {loggable(error.__cause__)}. Let the"
-                    " target take it, or name a --dead-letter TOPIC, and start again",
-                    message=error.message,
-                ) from error
+                text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
+                raise txnbridge.DeliveryFailed(text) from error
     if cli.json:
         cli.document({"copied": processor.stats.messages})
     cli.say(f"copied: {processor.stats.messages} messages")

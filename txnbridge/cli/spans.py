@@ -47,30 +47,18 @@ def run(cli: Cli, others: Sequence[str], application: str | None, database: str 
 def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None:
     """List prepared parts of spans on the brokers of --url and URL..., the oldest first."""
     with _bridges(cli, others, application) as bridges:
-        rows = sorted(
-            (part.until, part.key, part.place, part.bridge.url, part.token) for part in sweep_of(bridges).parts()
-        )
+        parts = sorted(sweep_of(bridges).parts(), key=lambda part: (part.until, part.key, part.place))
+    rows = [(part.key, part.place, part.bridge.url, part.token.transaction, part.until) for part in parts]
     if cli.json:
-        for until, key, place, url, token in rows:
-            told = {
-                "span": key,
-                "place": place,
-                "broker": url,
-                "transaction": token.transaction,
-                "decides_until": until,
-            }
-            cli.document({**told, "expires_at": token.expires_at, "token": str(token)})
+        for part, row in zip(parts, rows, strict=True):
+            told = dict(zip(("span", "place", "broker", "transaction", "decides_until"), row, strict=True))
+            cli.document({**told, "expires_at": part.token.expires_at, "token": str(part.token)})
         return
+    expiries = ["" if part.token.expires_at is None else when(part.token.expires_at) for part in parts]
     columns = ["span", "place", "broker", "transaction", "decides until", "expires"]
-    cli.table(
-        columns,
-        [
-            (key, place, url, token.transaction, when(until * 1000), when(token.expires_at) if token.expires_at else "")
-            for until, key, place, url, token in rows
-        ],
-    )
-    late = sum(until < time.time() for until, *_ in rows)
-    cli.say(f"{len(rows)} parts, {late} of them of processes that can decide no more")
+    cli.table(columns, [(*row, when(until * 1000), at) for (*row, until), at in zip(rows, expiries, strict=True)])
+    late = sum(part.until < time.time() for part in parts)
+    cli.say(f"{len(parts)} parts, {late} of them of processes that can decide no more")
 
 
 command.add_command(run)

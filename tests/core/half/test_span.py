@@ -28,6 +28,7 @@ from txnbridge import (
     TransactionAborted,
     spanning,
 )
+from txnbridge._base.state import State
 from txnbridge._half.half_messages import HalfMessages
 from txnbridge._write.transaction import Transaction
 from txnbridge.spi import Deadline, Half
@@ -170,8 +171,9 @@ def test_what_cannot_be_a_span_is_refused(pair):
         span.on(a)
     with spanning(a, b) as span, pytest.raises(InvalidState, match="its span ends it"), span.on(b):
         pass
-    with txnbridge.connect(a.url, application="my shop") as shop, pytest.raises(InvalidOption, match="application="):
-        spanning(shop, b)
+    mine = [txnbridge.connect(each.url, application="my shop") for each in pair]
+    with mine[0], mine[1], pytest.raises(InvalidOption, match="application="):
+        spanning(*mine)
 
 
 @pytest.mark.parametrize("hold", [0, 5])
@@ -250,18 +252,16 @@ def test_an_aborted_span_ends_its_block_quietly_and_keeps_its_exception(pair):
     assert open_ones(pair) == []
 
 
-def test_an_abort_in_the_midst_of_a_send_leaves_nothing_open_behind_the_block(pair):
+def test_an_abort_in_the_midst_of_a_call_leaves_nothing_open_behind_the_block(pair):
     with spanning(*pair) as span:
-
-        def abort() -> Iterator[tuple[str, bytes]]:
-            span.abort()
-            yield "name", b"value"
-
         send(span, pair, b"1")
-        span.on(pair[0]).send("t", b"2", headers=abort())
-        assert len(open_ones(pair)) == 1
+        part = span.on(pair[0])
+        calling = part._turn.pop()  # as another thread does for its call
+        span.abort()
+        assert part.state is State.OPEN
+        part._turn.append(calling)
     assert span.outcome is Outcome.ABORTED
-    assert open_ones(pair) == []
+    assert part.state is State.ABORTED
 
 
 @pytest.mark.parametrize("which", [0, 1])
