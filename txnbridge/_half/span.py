@@ -302,7 +302,7 @@ class Span:
     ) -> bool:
         if not self._ending.acquire(blocking=False):  # `abort` has ended it
             if self.outcome is Outcome.ABORTED:
-                self._abort()  # it could not abort a part in the midst of a call
+                self._abort(prepared=False)  # it could not abort a part in the midst of a call
             return isinstance(error, errors.Abort)
         try:
             if error is None:
@@ -357,13 +357,13 @@ class Span:
         """Abort all parts now. A second abort has no effect."""
         self.__exit__(errors.Abort, errors.Abort(), None)
 
-    def _abort(self) -> None:
+    def _abort(self, prepared: bool = True) -> None:
         """Abort what is open or prepared, as far as the brokers answer; the rest is aborted when its time is over."""
         for bridge, part in self._parts.items():
             with suppress(errors.TxnBridgeError):
                 if part.token is None:
                     part.abort()
-                else:
+                elif prepared:
                     bridge.abort(part.token)
 
 
