@@ -30,7 +30,6 @@ from txnbridge import (
 )
 from txnbridge._base.state import State
 from txnbridge._half.half_messages import HalfMessages
-from txnbridge._write.transaction import Transaction
 from txnbridge.spi import Deadline, Half
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
@@ -256,10 +255,11 @@ def test_an_abort_in_the_midst_of_a_call_leaves_nothing_open_behind_the_block(pa
     with spanning(*pair) as span:
         send(span, pair, b"1")
         part = span.on(pair[0])
-        calling = part._turn.pop()  # as another thread does for its call
+        turn = part._turn
+        calling = turn.pop()  # as another thread does for its call
         span.abort()
         assert part.state is State.OPEN
-        part._turn.append(calling)
+        turn.append(calling)
     assert span.outcome is Outcome.ABORTED
     assert part.state is State.ABORTED
 
@@ -303,10 +303,10 @@ def move(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
 def test_a_message_that_the_other_broker_refuses_is_a_dead_letter_after_its_attempts(pair, monkeypatch):
     a, b = with_input(pair)
     a.ensure_topics("dead")
-    store = Transaction._store
+    store = PreparingWriter.store
 
-    def refuse(self: Transaction) -> None:
-        store(self)
+    def refuse(self: PreparingWriter, deadline: Deadline) -> None:
+        store(self, deadline)
         if b"2" in sent:
             sent.clear()
             error = txnbridge.DeliveryFailed("a test says so")
@@ -319,7 +319,7 @@ def test_a_message_that_the_other_broker_refuses_is_a_dead_letter_after_its_atte
         sent.append(message.value)
         move(message, txn)
 
-    monkeypatch.setattr(Transaction, "_store", refuse)
+    monkeypatch.setattr(PreparingWriter, "store", refuse)
     processor = a.processor("in", group="g", each=note, to=b, dead_letter="dead", max_attempts=2, backoff=(0.01, 0.01))
     processor.run(until_idle=True)
     assert values(pair) == [[], [b"1", b"3"]]
