@@ -246,8 +246,13 @@ def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair
         return seen[0]
 
     monkeypatch.setattr(EmbeddedHalves, "put", note)
-    decide, decided = SpanResolver._decide, []
-    monkeypatch.setattr(SpanResolver, "_decide", lambda self, half: decided.append(self) or Decision.UNDECIDED)
+    decide, decided = SpanResolver._decide, list[SpanResolver]()
+
+    def pause(self: SpanResolver, half: Half) -> Decision:
+        decided.append(self)
+        return Decision.UNDECIDED
+
+    monkeypatch.setattr(SpanResolver, "_decide", pause)
     monkeypatch.setattr(EmbeddedHalves, "checks", lambda *_: [*seen, *no_checks()][:1])
     with caplog.at_level("ERROR", "txnbridge"):
         sell(pair, engine, 1, timeout=1)
