@@ -186,8 +186,9 @@ def test_a_sweep_ends_the_parts_of_a_dead_process_as_the_row_decides(
 def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_know(pair, engine, tmp_path, quick_sweep):
     die(pair, engine, "half.store/before", 2)
     other = sa.create_engine(f"sqlite:///{tmp_path}/other.db")
-    with txnbridge.connect(pair[0].url, application="other") as stranger:
-        for bridges, db in ((pair, other), (pair, None), ((stranger, pair[1]), engine)):
+    strangers = [txnbridge.connect(bridge.url, application="other") for bridge in pair]
+    with strangers[0], strangers[1]:
+        for bridges, db in ((pair, other), (pair, None), (strangers, engine)):
             with spanning(*bridges, db=db):
                 pass
         time.sleep(2)
