@@ -117,6 +117,9 @@ class Coordinator(Requests):
     def cluster_id(self, deadline: Deadline, *, no_listener_for: float = 0) -> str:
         return "mock"
 
+    def lists_transactions(self, deadline: Deadline) -> bool:
+        return True
+
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
         self._answer(deadline)
         told = self.told

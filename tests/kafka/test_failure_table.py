@@ -65,7 +65,7 @@ class World:
         patch.setattr(broker_module, "Requests", lambda settings: coordinator)
         # The mock has no settings to tell.
         patch.setattr(broker_module, "longest_transaction_ms", lambda *asked: 900_000)
-        patch.setattr(broker_module, "check_topics", lambda *asked: {})
+        patch.setattr(broker_module, "preflight", lambda *asked: {})
         patch.setattr(outcome_module, "state_records", lambda *asked: coordinator.steps)
         patch.setattr(broker_module.KafkaBroker, "decision_log", lambda *asked: log)
 
