@@ -10,10 +10,13 @@ from txnbridge.errors import Poison
 
 
 class SetAside(NamedTuple):
-    """The mark of a message that the handler cannot process: poison, or `delayed`, to be sent to a retry topic."""
+    """The mark of a message that the handler cannot process: poison, or `delayed`, to be sent to a retry topic.
+
+    `delayed` is None for a note of txnbridge in a retry topic, which is only acknowledged.
+    """
 
     error: Exception
-    delayed: bool
+    delayed: bool | None
 
 
 class PolledBatch:
@@ -54,9 +57,14 @@ class PolledBatch:
         marks = {index - count: mark for index, mark in self._set_aside.items() if index >= count}
         return PolledBatch(self.delivered[count:], self.originals[count:], self.messages[count:], marks)
 
-    def set_aside(self, index: int, error: Exception, *, delayed: bool = False) -> None:
+    def set_aside(self, index: int, error: Exception, *, delayed: bool | None = False) -> None:
         """Mark a message as poison, or as delayed: it goes to a retry topic."""
         self._set_aside[index] = SetAside(error, delayed)
+
+    @property
+    def notes(self) -> int:
+        """The number of notes of txnbridge among the messages."""
+        return sum(mark.delayed is None and index < len(self) for index, mark in self._set_aside.items())
 
     @property
     def marked(self) -> Set[int]:

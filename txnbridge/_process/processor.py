@@ -38,8 +38,9 @@ from txnbridge._process.handler import call_inside, handler_location, loggable
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge._process.retries import Retries
+from txnbridge._process.retries import Retries, WaitsBehind
 from txnbridge._process.side_by_side import SideBySide, check_side_by_side
+from txnbridge._process.waiting_keys import WaitingKeys, is_note
 from txnbridge._read.consumer import topic_list
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.capabilities import Capability
@@ -109,6 +110,7 @@ class HandlerSettings(TypedDict, total=False):
     fatal: ExceptionClasses
     max_attempts: int | None
     retry: Sequence[float] | None
+    keep_order: bool
     max_messages: int
     max_wait: float
     timeout: float | None
@@ -145,7 +147,7 @@ class Processor(ConnectionUser):
     - `retry`: a list of delays in seconds. A message for which the handler has failed `max_attempts` times (1 by
       default) is sent to a retry topic, in the transaction that acknowledges it, and is processed again after the
       first delay; after each further failure it waits for the next one. Only after the last delay it is treated as
-      poison. Messages behind it overtake it.
+      poison. Messages behind it overtake it. With `keep_order` those of its partition with its key wait with it.
     - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
     - `timeout`: the timeout of each transaction; by default the bridge's.
     - `concurrency`: how many messages of a poll are handled at once, each in a thread. What they send is sent in the
@@ -180,6 +182,7 @@ class Processor(ConnectionUser):
         fatal: ExceptionClasses = (),
         max_attempts: int | None = None,
         retry: Sequence[float] | None = None,
+        keep_order: bool = False,
         max_messages: int = 500,
         max_wait: float = 0.0,
         timeout: float | None = None,
@@ -210,7 +213,8 @@ class Processor(ConnectionUser):
         self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row, self._attempts_at)
-        self._retries = Retries(retry, group, [topic.name for topic in self._topics])
+        self._retries = Retries(retry, group, [topic.name for topic in self._topics], keep_order)
+        self._waiting_keys = WaitingKeys(consumers, self._retries.topics, begin) if keep_order else None
         if retry is not None and max_attempts is None:
             max_attempts = 1
         self._policy = FailurePolicy(poison, fatal, max_attempts)
@@ -227,6 +231,8 @@ class Processor(ConnectionUser):
         if concurrency > 1 and self._each is not None:
             self._side_by_side = SideBySide(self._each, concurrency, order, group)
 
+        if keep_order and db is not None:
+            raise errors.NotSupported("keep_order=True is not for db=: a relay sends what waits for a retry, later")
         if db is not None:
             self._use_database(db, outbox)
         elif outbox is not None:
@@ -447,6 +453,8 @@ class Processor(ConnectionUser):
             self._database.close()
         if self._side_by_side is not None:
             self._side_by_side.close()
+        if self._waiting_keys is not None:
+            self._waiting_keys.close()
 
     # --- by force -------------------------------------------------------------------------------------------------
 
@@ -573,6 +581,9 @@ class Processor(ConnectionUser):
 
     def _original(self, items: PolledBatch, index: int) -> Message:
         delivered = items.delivered[index]
+        if delivered.topic in self._retries.topics and is_note(delivered):
+            items.set_aside(index, WaitsBehind(), delayed=None)
+            return delivered
         try:
             return self._retries.original(delivered)
         except errors.Poison as poison:
@@ -617,6 +628,8 @@ class Processor(ConnectionUser):
 
     def _transact(self, items: PolledBatch) -> int:
         """Process messages from the first on in one transaction; return how many messages it has acknowledged."""
+        if self._waiting_keys is not None:
+            self._waiting_keys.hold_back(items, self._timeout)
         items = self._dead_letters.without_fatal_poison(items)
         in_a_row = 0
         if not self._failures:
@@ -643,7 +656,11 @@ class Processor(ConnectionUser):
     def _send_set_aside(self, items: PolledBatch, txn: PassTransaction) -> int:
         """Send the marked messages to their topics; return the number of consecutive dead letters at the end."""
         of_source = getattr(txn, "of_source", txn)  # also if the handler sends to another broker
-        self._retries.send(items, of_source, self._attempts_at)
+        partition = None
+        if (keys := self._waiting_keys) is not None:
+            partition, keys.behind = keys.partition, keys.behind or bool(items.delayed)
+            keys.note_done(items, of_source)
+        self._retries.send(items, of_source, self._attempts_at, partition)
         return self._dead_letters.send(items, of_source)
 
     def _attempts_at(self, delivered: Message) -> int:
@@ -783,7 +800,10 @@ class Processor(ConnectionUser):
     def _mark(self, items: PolledBatch, index: int, error: Exception) -> None:
         """Mark a message as delayed if another attempt is left, otherwise as poison."""
         another = self._retries.takes(items.delivered[index])
-        items.set_aside(index, error, delayed=another and not self._policy.is_poison(error))
+        delayed = another and not self._policy.is_poison(error)
+        items.set_aside(index, error, delayed=delayed)
+        if delayed and self._waiting_keys is not None:
+            self._waiting_keys.hold_followers(items, index)
 
     def _check_after_handler(self, txn: PassTransaction) -> None:
         if self._stop.forced:
@@ -801,10 +821,13 @@ class Processor(ConnectionUser):
         for index, poison in dead.items():
             _log.warning("%r in group %r: dead letter, %s", done.originals[index], self._group, loggable(poison))
         for index, error in delayed.items():
+            if isinstance(error, WaitsBehind):
+                _log.info("%r in group %r: %s", done.originals[index], self._group, error)
+                continue
             _log.debug("the handler of %r failed", self, exc_info=error)
             why = handler_location(error, __file__)
             _log.warning("%r in group %r: will be retried later, %s", done.originals[index], self._group, why)
-        self._add(messages=len(done), transactions=1, dead_letters=len(dead), delayed=len(delayed))
+        self._add(messages=len(done) - done.notes, transactions=1, dead_letters=len(dead), delayed=len(delayed))
 
     def _add(self, **more: int) -> None:
         before = self._stats._asdict()

@@ -7,6 +7,7 @@ order in which they are stored, but for the differences of clocks and of the tra
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -27,6 +28,14 @@ _log = logging.getLogger("txnbridge")
 
 PREFIX = "txnbridge-retry-"
 _TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re.DOTALL)
+
+
+class WaitsBehind(Exception):
+    """The reason of a message that waits because an earlier one of its key does, which is due at `due` if known."""
+
+    def __init__(self, due: float = math.inf) -> None:
+        super().__init__("an earlier message of its key waits")
+        self.due = due
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,12 @@ def seconds_until_due(message: Message) -> float:
 class Retries:
     """The retry topics of a processor: one for each of its `delays`, in seconds. Without delays it has none."""
 
-    def __init__(self, delays: Sequence[float] | None, group: str, inputs: Iterable[str]) -> None:
+    def __init__(
+        self, delays: Sequence[float] | None, group: str, inputs: Iterable[str], keep_order: bool = False
+    ) -> None:
         self._delays = _checked(delays)
+        if keep_order and not (self._delays and list(self._delays) == sorted(set(self._delays))):
+            raise InvalidOption("keep_order=True is for retry= with delays each longer than the one before it")
         self._group = group
         self._inputs = frozenset(inputs)
         self.topics = list(dict.fromkeys(retry_topic(group, delay) for delay in self._delays))
@@ -144,18 +157,30 @@ class Retries:
             deliveries=delivered.deliveries + waited.attempts,
         )
 
-    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: Callable[[Message], int]) -> None:
+    def send(
+        self,
+        batch: PolledBatch,
+        txn: PassTransaction,
+        attempts: Callable[[Message], int],
+        partition: Callable[[str, Message], int] | None = None,
+    ) -> None:
         """Send the delayed messages of a batch to their retry topics, in the transaction.
 
-        `attempts` returns the number of attempts at a delivered message.
+        `attempts` returns the number of attempts at a delivered message, `partition` its partition of a retry topic; if
+        it is None, the broker or the key chooses.
         """
         for index, error in batch.delayed.items():
             delivered, original = batch.delivered[index], batch.originals[index]
             number = self._number(delivered)
-            delay = self._delays[number]
-            origin = origin_headers(PREFIX, original, self._group, error, attempts(delivered), txn.id)
-            headers = [*origin, *waiting_headers(number + 1, delay)]
-            txn.send(retry_topic(self._group, delay), original.value, key=original.key, headers=headers)
+            delay, tried = self._delays[number], attempts(delivered)
+            waits = delay
+            if isinstance(error, WaitsBehind):  # due with the earlier message, so that a busy key catches up
+                waits, tried = min(delay, max(0.0, error.due / 1000 - time.time())), tried - 1
+            origin = origin_headers(PREFIX, original, self._group, error, tried, txn.id)
+            headers = [*origin, *waiting_headers(number + 1, waits)]
+            topic = retry_topic(self._group, delay)
+            place = {} if partition is None else {"partition": partition(topic, original)}
+            txn.send(topic, original.value, key=original.key, headers=headers, **place)
 
     def _number(self, delivered: Message) -> int:
         waited = self._waited(delivered)

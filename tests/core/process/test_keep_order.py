@@ -1,0 +1,175 @@
+"""Retries with `keep_order`: messages of a key stay in their order, on the embedded broker."""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance.observing import eventually
+
+import txnbridge
+from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, url_of, values
+from txnbridge import Batch, Bridge, InvalidOption, Message, NotSupported, Transaction
+from txnbridge.testing import Child
+
+KEYS = 6
+DELAYS = [0.05, 0.2]
+
+
+@pytest.fixture
+def bridge(tmp_path: Path) -> Iterator[Bridge]:
+    with txnbridge.connect(url_of(tmp_path)) as opened:
+        opened.ensure_topics("in", "out", "dead")
+        yield opened
+
+
+def feed(bridge: Bridge, *values: str) -> None:
+    """Send messages whose key is the first letter of their value."""
+    with bridge.transaction() as txn:
+        for value in values:
+            txn.send("in", value.encode(), key=value[:1].encode())
+
+
+class FailingFirst:
+    """Copies messages, but fails so many times for those values."""
+
+    def __init__(self, **times: int) -> None:
+        self.left = {value.encode(): count for value, count in times.items()}
+
+    def __call__(self, message: Message, txn: Transaction) -> None:
+        txn.send("out", message.value)
+        if self.left.get(message.value, 0):
+            self.left[message.value] -= 1
+            raise ValueError("not now")
+
+    def batch(self, batch: Batch, txn: Transaction) -> None:
+        for message in batch:
+            self(message, txn)
+
+
+@pytest.mark.parametrize("settings", [{}, {"concurrency": 4}, {"max_messages": 1}, {"batch": True}])
+def test_messages_of_a_key_wait_behind_one_that_waits_and_others_do_not(bridge, settings):
+    handler = FailingFirst(a1=4 if "batch" in settings else 2, b2=1)  # a batch is halved until its culprit is known
+    feed(bridge, "a1", "b1", "a2", "b2", "c1", "a3", "b3")
+    called = {"batch": handler.batch} if settings.pop("batch", False) else {"each": handler}
+    with bridge.processor("in", group="g", retry=DELAYS, keep_order=True, **called, **settings):
+        eventually(lambda: b"c1" in values(bridge, "out"), "c1 waits for nothing")
+        feed(bridge, "a4", "c2")
+        eventually(lambda: len(values(bridge, "out")) == 9, "all come out")
+    found = [value.decode() for value in values(bridge, "out")]
+    for key in "abc":
+        ordered = [value for value in found if value[0] == key]
+        assert ordered == sorted(ordered)
+    assert found.index("c1") < found.index("a1")
+
+
+def test_the_next_owner_of_a_partition_knows_what_waits(bridge):
+    feed(bridge, "a1", "b1")
+    settings = {"inputs": "in", "group": "g", "retry": [1.0], "keep_order": True}
+    bridge.processor(each=FailingFirst(a1=1), **settings).run(until_idle=True)
+    assert values(bridge, "out") == [b"b1"]
+    feed(bridge, "a2", "b2")
+    with bridge.processor(each=FailingFirst(), **settings):
+        eventually(lambda: len(values(bridge, "out")) == 4, "all come out")
+    assert values(bridge, "out") == [b"b1", b"b2", b"a1", b"a2"]
+
+
+def test_behind_a_dead_letter_the_next_messages_of_its_key_go_on(bridge):
+    feed(bridge, "a1", "a2")
+    with bridge.processor(
+        "in", group="g", each=FailingFirst(a1=9), retry=DELAYS, keep_order=True, dead_letter="dead"
+    ) as running:
+        eventually(lambda: values(bridge, "out"), "a2 comes out")
+    assert (values(bridge, "dead"), values(bridge, "out")) == ([b"a1"], [b"a2"])
+    assert running.stats.dead_letters == 1
+
+
+@pytest.mark.parametrize("delays", [None, [2.0, 1.0], [1.0, 1.0]])
+def test_the_delays_of_kept_order_rise(bridge, delays):
+    with pytest.raises(InvalidOption, match="delays each longer"):
+        bridge.processor("in", group="g", each=FailingFirst(), retry=delays, keep_order=True)
+
+
+def test_a_database_cannot_keep_the_order(bridge):
+    from txnbridge.sql import Outbox
+
+    with pytest.raises(NotSupported, match="keep_order"):
+        bridge.processor(
+            "in",
+            group="g",
+            each=lambda *_: None,
+            retry=DELAYS,
+            keep_order=True,
+            db="sqlite:///x.db",
+            outbox=Outbox("o"),
+        )
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def fail_now_and_then(message: Message, txn: Transaction) -> None:
+    time.sleep(0.001)
+    txn.send("out", message.value, key=message.key)
+    if random.random() < 0.1:
+        raise ValueError("not now")
+
+
+def serve(url: str, until_idle: bool = False) -> None:
+    with txnbridge.connect(url) as bridge:
+        bridge.processor(
+            "in", group="g", each=fail_now_and_then, dead_letter="dead", retry=DELAYS, keep_order=True, max_messages=20
+        ).run(until_idle)
+
+
+def feed_numbers(url: str, count: int, partitions: int) -> None:
+    with txnbridge.connect(url) as bridge:
+        for topic in ("in", "g-retry-50ms", "g-retry-200ms"):
+            bridge.admin.create_topic(topic, partitions)
+        for number in range(0, count, 50):
+            with bridge.transaction() as txn:
+                for each in range(number, min(count, number + 50)):
+                    txn.send("in", b"%d" % each, key=b"%d" % (each % KEYS))
+
+
+def check(url: str, count: int) -> None:
+    with txnbridge.connect(url) as bridge:
+        dead = values(bridge, "dead")
+        found = bridge.read("out", limit=100_000)
+    assert sorted([int(m.value) for m in found] + [int(value) for value in dead]) == list(range(count))
+    by_key = defaultdict[bytes | None, list[int]](list)
+    for message in found:
+        by_key[message.key].append(int(message.value))
+    assert all(numbers == sorted(numbers) for numbers in by_key.values())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.full)])
+def test_killed_at_random_while_others_take_over_the_order_of_each_key_is_kept(kills, tmp_path):
+    url, count = url_of(tmp_path), kills * 50
+    feed_numbers(url, count, partitions=3)
+    running = [Child(serve, url), Child(serve, url)]
+    for _ in range(kills):
+        time.sleep(random.uniform(0.2, 0.8))
+        running.pop(0).kill()
+        running.append(Child(serve, url))
+    with txnbridge.connect(url) as bridge:
+        eventually(lambda: len(values(bridge, "out")) + len(values(bridge, "dead")) >= count, "all come out")
+    for child in running:
+        child.kill()
+    check(url, count)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_killed_at_any_event_the_order_of_each_key_is_kept(tmp_path, kill_walk):
+    fresh = Fresh(tmp_path, lambda url: feed_numbers(url, 12, partitions=1))
+
+    def work(url: str) -> None:
+        serve(url, until_idle=True)
+        time.sleep(0.3)
+        serve(url, until_idle=True)
+
+    kill_walk(work, lambda url: check(url, 12), fresh, least=WITHIN_A_TRANSACTION)
