@@ -179,8 +179,8 @@ class Retries:
             origin = origin_headers(PREFIX, original, self._group, error, tried, txn.id)
             headers = [*origin, *waiting_headers(number + 1, waits)]
             topic = retry_topic(self._group, delay)
-            place = {} if partition is None else {"partition": partition(topic, original)}
-            txn.send(topic, original.value, key=original.key, headers=headers, **place)
+            place = None if partition is None else partition(topic, original)
+            txn.send(topic, original.value, key=original.key, headers=headers, partition=place)
 
     def _number(self, delivered: Message) -> int:
         waited = self._waited(delivered)

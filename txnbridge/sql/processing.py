@@ -370,11 +370,13 @@ class DatabaseTransaction:
         if self.state is State.OPEN and any(map(is_failure, causes(error))):
             self.state, self._cause = State.FAILED, error
 
-    def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None:
+    def send(
+        self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]], partition: int | None = None
+    ) -> None:
         """Send a message that is set aside to the outbox. Raise `BrokerUnavailable` if the database fails."""
         assert self._owner.outbox is not None
         try:
-            self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
+            self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers, partition=partition)
         except exc.SQLAlchemyError as error:
             if not is_failure(error):
                 raise
