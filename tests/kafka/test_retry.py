@@ -18,9 +18,10 @@ from txnbridge import Abort, Bridge, Message, Transaction
 from txnbridge.testing import recorded
 
 
+@pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.timeout(300)
 def test_each_message_has_its_effect_once_though_processors_are_killed(
-    kafka_broker: brokers.Broker, txnbridge_url: str, bridge: Bridge
+    kafka_broker: brokers.Broker, txnbridge_url: str, bridge: Bridge, keep_order: bool
 ) -> None:
     def read(topic: str) -> list[bytes]:
         consumer = Consumer(
@@ -41,7 +42,7 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
         consumer.close()
         return found
 
-    assert_each_has_its_effect_once(txnbridge_url, bridge, read)
+    assert_each_has_its_effect_once(txnbridge_url, bridge, read, keep_order)
 
 
 @pytest.mark.timeout(120)

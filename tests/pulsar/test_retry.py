@@ -20,16 +20,17 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = Path(__file__).with_name("official.py")
 
 
+@pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.timeout(300)
 def test_each_message_has_its_effect_once_though_processors_are_killed(
-    pulsar_broker: brokers.Pulsar, txnbridge_url: str, bridge: Bridge
+    pulsar_broker: brokers.Pulsar, txnbridge_url: str, bridge: Bridge, keep_order: bool
 ) -> None:
     def read(topic: str) -> list[bytes]:
         command = [sys.executable, str(PROGRAM), service(pulsar_broker), "see_committed", topic]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return [json.loads(line)[1].encode() for line in done.stdout.splitlines()]
 
-    assert_each_has_its_effect_once(txnbridge_url, bridge, read)
+    assert_each_has_its_effect_once(txnbridge_url, bridge, read, keep_order)
 
 
 @pytest.mark.timeout(120)

@@ -9,11 +9,12 @@ from tests.rocketmq.kit import bodies
 from txnbridge import Bridge
 
 
+@pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.timeout(300)
 def test_each_message_has_its_effect_once_though_processors_are_killed(
-    txnbridge_url: str, bridge: Bridge, client: RemotingClient
+    txnbridge_url: str, bridge: Bridge, client: RemotingClient, keep_order: bool
 ) -> None:
-    assert_each_has_its_effect_once(txnbridge_url, bridge, lambda topic: bodies(client, topic))
+    assert_each_has_its_effect_once(txnbridge_url, bridge, lambda topic: bodies(client, topic), keep_order)
 
 
 @pytest.mark.timeout(120)

@@ -146,7 +146,7 @@ def check(url: str, count: int) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.full)])
 def test_killed_at_random_while_others_take_over_the_order_of_each_key_is_kept(kills, tmp_path):
     url, count = url_of(tmp_path), kills * 50
     feed_numbers(url, count, partitions=3)
