@@ -38,9 +38,9 @@ from txnbridge._process.handler import call_inside, handler_location, loggable
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge._process.retries import Retries, WaitsBehind
+from txnbridge._process.retries import Retries, WaitsBehind, is_note
 from txnbridge._process.side_by_side import SideBySide, check_side_by_side
-from txnbridge._process.waiting_keys import WaitingKeys, is_note
+from txnbridge._process.waiting_keys import WaitingKeys
 from txnbridge._read.consumer import topic_list
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.capabilities import Capability
@@ -659,7 +659,6 @@ class Processor(ConnectionUser):
         partition = None
         if (keys := self._waiting_keys) is not None:
             partition, keys.behind = keys.partition, keys.behind or bool(items.delayed)
-            keys.note_done(items, of_source)
         self._retries.send(items, of_source, self._attempts_at, partition)
         return self._dead_letters.send(items, of_source)
 

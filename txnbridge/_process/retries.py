@@ -27,6 +27,9 @@ from txnbridge.errors import InvalidOption, Poison, TxnBridgeError
 _log = logging.getLogger("txnbridge")
 
 PREFIX = "txnbridge-retry-"
+# Headers by which `_process.waiting_keys` knows what waits: of a message for which later ones of its key wait, and of
+# notes, which are no messages to process: that such a message does not wait any more, and how far a member has read.
+KEPT, DONE, MARKER = PREFIX + "kept", PREFIX + "done", PREFIX + "marker"
 _TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re.DOTALL)
 
 
@@ -49,6 +52,11 @@ class WaitingMessage(Origin):
 
     number: int
     due: int
+
+    @property
+    def place(self) -> str:
+        """The original place of the message, as text."""
+        return f"{self.topic}/{self.partition}/{'.'.join(map(str, self.position))}"
 
     @classmethod
     def of(cls, message: Message) -> WaitingMessage | None:
@@ -78,6 +86,11 @@ def retry_group(group: str) -> str:
 def waiting_headers(number: int, delay: float) -> list[tuple[str, bytes | None]]:
     """Return the headers with the number of a message's retry, and the time it is due: in `delay` seconds."""
     return [(PREFIX + "number", b"%d" % number), (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000))]
+
+
+def is_note(message: Message) -> bool:
+    """Return whether a message of a retry topic is a note, and nothing to process."""
+    return DONE in message.headers or MARKER in message.headers
 
 
 def seconds_until_due(message: Message) -> float:
@@ -164,12 +177,19 @@ class Retries:
         attempts: Callable[[Message], int],
         partition: Callable[[str, Message], int] | None = None,
     ) -> None:
-        """Send the delayed messages of a batch to their retry topics, in the transaction.
+        """Send the delayed messages of a batch to their retry topics, in the transaction, and the notes about others.
 
         `attempts` returns the number of attempts at a delivered message, `partition` its partition of a retry topic; if
         it is None, the broker or the key chooses.
         """
-        for index, error in batch.delayed.items():
+        delayed = batch.delayed
+        of_retries = batch.delivered and batch.delivered[0].topic in self.topics  # a batch is of one kind of topics
+        for index, delivered in enumerate(batch.delivered if of_retries else ()):
+            ends = index not in delayed or partition is None
+            if ends and KEPT in delivered.headers and (waited := self._waited(delivered)):
+                note = [(DONE, waited.place.encode())]
+                txn.send(delivered.topic, b"", key=None, headers=note, partition=delivered.partition)
+        for index, error in delayed.items():
             delivered, original = batch.delivered[index], batch.originals[index]
             number = self._number(delivered)
             delay, tried = self._delays[number], attempts(delivered)
@@ -180,6 +200,8 @@ class Retries:
             headers = [*origin, *waiting_headers(number + 1, waits)]
             topic = retry_topic(self._group, delay)
             place = None if partition is None else partition(topic, original)
+            if place is not None:
+                headers.append((KEPT, b""))
             txn.send(topic, original.value, key=original.key, headers=headers, partition=place)
 
     def _number(self, delivered: Message) -> int:

@@ -9,21 +9,20 @@ at last, its pass stores a note, also in the retry topic, that it does not wait 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message
 from txnbridge._process.pass_transaction import PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge._process.retries import PREFIX, WaitingMessage, WaitsBehind
+from txnbridge._process.retries import DONE, KEPT, MARKER, WaitingMessage, WaitsBehind
 from txnbridge._read.consumer import RawConsumer
 from txnbridge._read.deliveries import Assignment
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.errors import DeadlineExceeded, PositionLost
 from txnbridge.spi import Partition
 
-_MARKER, _DONE = PREFIX + "marker", PREFIX + "done"
 _READ_AT_ONCE, _READ_SECONDS = 1000, 0.25
 
 _Key = tuple[str, int, bytes]  # the original topic, its partition, and the message's key
@@ -80,19 +79,8 @@ class WaitingKeys:
             if later and self._level(batch.delivered[index]) <= self._level(batch.delivered[first]):
                 batch.set_aside(index, WaitsBehind(), delayed=True)
 
-    def note_done(self, batch: PolledBatch, txn: Any) -> None:
-        """Note in the retry topics which messages of a batch do not wait any more, with what their pass commits."""
-        delayed = batch.delayed
-        for index, delivered in enumerate(batch.delivered):
-            if index not in delayed and (waited := self._waited(delivered)) is not None:
-                headers = [(_DONE, _place(waited).encode())]
-                txn.send(delivered.topic, b"", key=None, headers=headers, partition=delivered.partition)
-
     def _level(self, delivered: Message) -> int:
         return self._topics.index(delivered.topic) + 1 if delivered.topic in self._topics else 0
-
-    def _waited(self, delivered: Message) -> WaitingMessage | None:
-        return WaitingMessage.of(delivered) if delivered.topic in self._topics else None
 
     # --- reading the retry topics -------------------------------------------------------------------------------------
 
@@ -106,7 +94,7 @@ class WaitingKeys:
         with self._begin(timeout=deadline.left()) as txn:
             source: Any = getattr(txn, "of_source", txn)
             for marker, (topic, number) in markers.items():
-                source.send(topic, b"", key=None, headers=[(_MARKER, marker.encode())], partition=number)
+                source.send(topic, b"", key=None, headers=[(MARKER, marker.encode())], partition=number)
         self._done = set(), self._done[0]
         try:
             while not markers.keys() <= self._seen:
@@ -127,15 +115,13 @@ class WaitingKeys:
                 self._take(message)
 
     def _take(self, message: Message) -> None:
-        if (note := _note(message)) is not None:
-            name, text = note
-            if name == _MARKER:
-                self._seen.add(text)
-            else:
-                self._waiting.pop(text, None)
-                self._done[0].add(text)
-        elif (waits := WaitingMessage.of(message)) is not None and message.key is not None:
-            place, level = _place(waits), self._level(message)
+        if MARKER in message.headers:
+            self._seen.add(message.headers[MARKER])
+        elif DONE in message.headers:
+            self._waiting.pop(message.headers[DONE], None)
+            self._done[0].add(message.headers[DONE])
+        elif KEPT in message.headers and message.key is not None and (waits := WaitingMessage.of(message)) is not None:
+            place, level = waits.place, self._level(message)
             known = self._waiting.get(place)
             # Partitions are read beside each other, so that a note may come before what it is about.
             if not any(place in done for done in self._done) and (known is None or known.level < level):
@@ -146,20 +132,6 @@ class WaitingKeys:
             self._reader.close()
         self._reader, self.behind = None, True
         self._waiting.clear()
-
-
-def is_note(delivered: Message) -> bool:
-    """Return whether a message of a retry topic is a marker or a note of `WaitingKeys`, and nothing to process."""
-    return _note(delivered) is not None
-
-
-def _note(message: Message) -> tuple[str, str] | None:
-    found: Iterator[tuple[str, bytes | None]] = iter(message.headers.raw)
-    return next(((name, (value or b"").decode()) for name, value in found if name in (_MARKER, _DONE)), None)
-
-
-def _place(waiting: WaitingMessage) -> str:
-    return f"{waiting.topic}/{waiting.partition}/{'.'.join(map(str, waiting.position))}"
 
 
 def _key(original: Message) -> _Key | None:
