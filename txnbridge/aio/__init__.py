@@ -22,6 +22,7 @@ from txnbridge.aio._half_messages import HalfMessages, HalfTransaction
 from txnbridge.aio._processor import Processor
 from txnbridge.aio._publisher import Publisher
 from txnbridge.aio._services import Relay, Resolver
+from txnbridge.aio._span import Span, spanning
 from txnbridge.aio._transaction import Transaction
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "Publisher",
     "Relay",
     "Resolver",
+    "Span",
     "Transaction",
     "connect",
+    "spanning",
 ]

@@ -1,0 +1,80 @@
+"""Spans of tasks: all or none, also if the task is cancelled anywhere."""
+
+from functools import partial
+
+import anyio
+import pytest
+
+import txnbridge
+from tests.aio.kit import MOMENTS, Cancelling, values
+from txnbridge import Outcome, aio
+from txnbridge.errors import Abort, InvalidOption, InvalidState
+
+
+@pytest.mark.anyio
+async def test_the_end_of_a_block_commits_all_parts_and_an_exception_aborts_them(tmp_path):
+    urls = [f"embedded:{tmp_path}/{name}.db" for name in "ab"]
+    async with aio.connect(urls[0]) as here, aio.connect(urls[1]) as there:
+        async with aio.spanning(here, there) as committed:
+            await committed.on(here).send("t", b"1")
+            await committed.on(there).send("t", b"1")
+        with pytest.raises(ZeroDivisionError):
+            async with aio.spanning(here, there) as failed:
+                await failed.on(here).send("t", b"2")
+                raise ZeroDivisionError
+        async with aio.spanning(here, there) as quiet:
+            await quiet.on(there).send("t", b"3")
+            raise Abort
+        assert (committed.outcome, failed.outcome, quiet.outcome) == (
+            Outcome.COMMITTED,
+            Outcome.ABORTED,
+            Outcome.ABORTED,
+        )
+        assert committed.token is not None
+        assert (await here.admin.transactions(), await there.admin.transactions()) == ([], [])
+        with pytest.raises(InvalidState, match="block"):
+            aio.spanning(here, there).on(here)
+        with pytest.raises(InvalidOption, match="two or more clusters"):
+            async with aio.spanning(here):
+                pass
+    assert [values(url, "t") for url in urls] == [[b"1"], [b"1"]]
+
+
+class Program:
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = urls
+        self.told: Outcome | None = None
+
+    async def run(self) -> None:
+        async with aio.connect(self.urls[0]) as here, aio.connect(self.urls[1]) as there:
+            span = aio.spanning(here, there, timeout=20)
+            try:
+                async with span:
+                    await span.on(here).send("t", b"1")
+                    await span.on(there).send("t", b"1")
+            finally:
+                with anyio.CancelScope(shield=True):
+                    self.told = await span.settle()
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=() if each == "running" else pytest.mark.full) for each in MOMENTS]
+)
+def test_a_span_whose_task_is_cancelled_anywhere_is_all_or_none(moment, tmp_path, monkeypatch):
+    for number in range(1, 100):
+        urls = [f"embedded:{tmp_path}/{number}{name}.db" for name in "ab"]
+        for url in urls:
+            with txnbridge.connect(url) as bridge:
+                bridge.ensure_topics("t")
+        program = Program(urls)
+        with monkeypatch.context() as patch:
+            cancelling = Cancelling(patch, number, moment)
+            partial(anyio.run, backend="asyncio")(cancelling.run, program.run)
+        found = [values(url, "t") for url in urls]
+        assert found == [[b"1"] if program.told is Outcome.COMMITTED else []] * 2
+        for url in urls:
+            with txnbridge.connect(url) as bridge:
+                assert bridge.admin.transactions() == []
+        if not cancelling.reached:
+            break
+    assert number > 5 and program.told is Outcome.COMMITTED
