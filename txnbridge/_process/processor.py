@@ -213,7 +213,7 @@ class Processor(ConnectionUser):
         self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row, self._attempts_at)
-        self._retries = Retries(retry, group, [topic.name for topic in self._topics], keep_order)
+        self._retries = Retries(retry, group, [topic.name for topic in self._topics])
         self._waiting_keys = WaitingKeys(consumers, self._retries.topics, begin) if keep_order else None
         if retry is not None and max_attempts is None:
             max_attempts = 1
@@ -231,6 +231,8 @@ class Processor(ConnectionUser):
         if concurrency > 1 and self._each is not None:
             self._side_by_side = SideBySide(self._each, concurrency, order, group)
 
+        if keep_order and retry is None:
+            raise errors.InvalidOption("keep_order=True is for retry=")
         if keep_order and db is not None:
             raise errors.NotSupported("keep_order=True is not for db=: a relay sends what waits for a retry, later")
         if db is not None:
@@ -238,6 +240,7 @@ class Processor(ConnectionUser):
         elif outbox is not None:
             raise errors.InvalidOption("outbox= is for the dead letters and the retries of a processor with db=")
 
+        self._sent_to_wait: dict[int, tuple[str, float]] = {}  # by the pass, by index: the retry topics, when due
         self._started = False
         self._inputs: ProcessorInputs | None = None
         self._transaction: PassTransaction | None = None  # the open transaction of the current pass
@@ -582,7 +585,7 @@ class Processor(ConnectionUser):
     def _original(self, items: PolledBatch, index: int) -> Message:
         delivered = items.delivered[index]
         if delivered.topic in self._retries.topics and is_note(delivered):
-            items.set_aside(index, WaitsBehind(), delayed=None)
+            items.set_aside(index, WaitsBehind(delivered.topic), delayed=None)
             return delivered
         try:
             return self._retries.original(delivered)
@@ -649,6 +652,9 @@ class Processor(ConnectionUser):
         finally:
             self._transaction = self._called_at = None
         self._since = time.monotonic()
+        if self._waiting_keys is not None:
+            self._waiting_keys.note(done, self._sent_to_wait)
+            self._waiting_keys.in_doubt = False
         self._dead_letters.in_a_row = in_a_row
         self._count(done)
         return len(done)
@@ -656,10 +662,11 @@ class Processor(ConnectionUser):
     def _send_set_aside(self, items: PolledBatch, txn: PassTransaction) -> int:
         """Send the marked messages to their topics; return the number of consecutive dead letters at the end."""
         of_source = getattr(txn, "of_source", txn)  # also if the handler sends to another broker
-        partition = None
-        if (keys := self._waiting_keys) is not None:
-            partition, keys.behind = keys.partition, keys.behind or bool(items.delayed)
-        self._retries.send(items, of_source, self._attempts_at, partition)
+        if (keys := self._waiting_keys) is None:
+            self._retries.send(items, of_source, self._attempts_at)
+        else:
+            self._sent_to_wait = self._retries.send(items, of_source, self._attempts_at, keys.partition)
+            keys.in_doubt = True  # until the transaction is committed
         return self._dead_letters.send(items, of_source)
 
     def _attempts_at(self, delivered: Message) -> int:
@@ -802,7 +809,7 @@ class Processor(ConnectionUser):
         delayed = another and not self._policy.is_poison(error)
         items.set_aside(index, error, delayed=delayed)
         if delayed and self._waiting_keys is not None:
-            self._waiting_keys.hold_followers(items, index)
+            self._waiting_keys.hold_followers(items, index, self._retries.next_topic(items.delivered[index]))
 
     def _check_after_handler(self, txn: PassTransaction) -> None:
         if self._stop.forced:

@@ -34,11 +34,12 @@ _TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re
 
 
 class WaitsBehind(Exception):
-    """The reason of a message that waits because an earlier one of its key does, which is due at `due` if known."""
+    """The reason of a message that waits in a retry topic because an earlier one of its key does, due at `due`."""
 
-    def __init__(self, due: float = math.inf) -> None:
+    def __init__(self, topic: str, due: float = math.inf) -> None:
         super().__init__("an earlier message of its key waits")
-        self.due = due
+        self.topic = topic
+        self.due = due  # in milliseconds since 1970; infinite: as late as the topic's messages are
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,6 @@ class WaitingMessage(Origin):
 
     number: int
     due: int
-
-    @property
-    def place(self) -> str:
-        """The original place of the message, as text."""
-        return f"{self.topic}/{self.partition}/{'.'.join(map(str, self.position))}"
 
     @classmethod
     def of(cls, message: Message) -> WaitingMessage | None:
@@ -88,6 +84,11 @@ def waiting_headers(number: int, delay: float) -> list[tuple[str, bytes | None]]
     return [(PREFIX + "number", b"%d" % number), (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000))]
 
 
+def place_of(message: Message | WaitingMessage) -> str:
+    """Return the original place of a message as text."""
+    return f"{message.topic}/{message.partition}/{'.'.join(map(str, message.position))}"
+
+
 def is_note(message: Message) -> bool:
     """Return whether a message of a retry topic is a note, and nothing to process."""
     return DONE in message.headers or MARKER in message.headers
@@ -102,15 +103,12 @@ def seconds_until_due(message: Message) -> float:
 class Retries:
     """The retry topics of a processor: one for each of its `delays`, in seconds. Without delays it has none."""
 
-    def __init__(
-        self, delays: Sequence[float] | None, group: str, inputs: Iterable[str], keep_order: bool = False
-    ) -> None:
+    def __init__(self, delays: Sequence[float] | None, group: str, inputs: Iterable[str]) -> None:
         self._delays = _checked(delays)
-        if keep_order and not (self._delays and list(self._delays) == sorted(set(self._delays))):
-            raise InvalidOption("keep_order=True is for retry= with delays each longer than the one before it")
         self._group = group
         self._inputs = frozenset(inputs)
-        self.topics = list(dict.fromkeys(retry_topic(group, delay) for delay in self._delays))
+        self._delay_of = {retry_topic(group, delay): delay for delay in self._delays}
+        self.topics = list(self._delay_of)
         for topic in self.topics:
             check_topic_name(topic)
 
@@ -170,39 +168,47 @@ class Retries:
             deliveries=delivered.deliveries + waited.attempts,
         )
 
+    def next_topic(self, delivered: Message) -> str:
+        """Return the retry topic in which a message waits after its handler has failed once more."""
+        return retry_topic(self._group, self._delays[self._number(delivered)])
+
     def send(
         self,
         batch: PolledBatch,
         txn: PassTransaction,
         attempts: Callable[[Message], int],
         partition: Callable[[str, Message], int] | None = None,
-    ) -> None:
+    ) -> dict[int, tuple[str, float]]:
         """Send the delayed messages of a batch to their retry topics, in the transaction, and the notes about others.
 
-        `attempts` returns the number of attempts at a delivered message, `partition` its partition of a retry topic; if
-        it is None, the broker or the key chooses.
+        Return the topics and due times by index. `attempts` returns the number of attempts at a delivered message,
+        `partition` its partition of a retry topic; if it is None, the broker or the key chooses.
         """
         delayed = batch.delayed
         of_retries = batch.delivered and batch.delivered[0].topic in self.topics  # a batch is of one kind of topics
         for index, delivered in enumerate(batch.delivered if of_retries else ()):
             ends = index not in delayed or partition is None
             if ends and KEPT in delivered.headers and (waited := self._waited(delivered)):
-                note = [(DONE, waited.place.encode())]
+                note = [(DONE, place_of(waited).encode())]
                 txn.send(delivered.topic, b"", key=None, headers=note, partition=delivered.partition)
+        sent: dict[int, tuple[str, float]] = {}
         for index, error in delayed.items():
             delivered, original = batch.delivered[index], batch.originals[index]
-            number = self._number(delivered)
-            delay, tried = self._delays[number], attempts(delivered)
-            waits = delay
+            number, tried = self._number(delivered), attempts(delivered)
             if isinstance(error, WaitsBehind):  # due with the earlier message, so that a busy key catches up
-                waits, tried = min(delay, max(0.0, error.due / 1000 - time.time())), tried - 1
+                topic, tried = error.topic, tried - 1
+                waits = min(self._delay_of[topic], max(0.0, error.due / 1000 - time.time()))
+            else:
+                topic, number = self.next_topic(delivered), number + 1
+                waits = self._delay_of[topic]
             origin = origin_headers(PREFIX, original, self._group, error, tried, txn.id)
-            headers = [*origin, *waiting_headers(number + 1, waits)]
-            topic = retry_topic(self._group, delay)
+            headers = [*origin, *waiting_headers(number, waits)]
             place = None if partition is None else partition(topic, original)
             if place is not None:
                 headers.append((KEPT, b""))
             txn.send(topic, original.value, key=original.key, headers=headers, partition=place)
+            sent[index] = topic, (time.time() + waits) * 1000
+        return sent
 
     def _number(self, delivered: Message) -> int:
         waited = self._waited(delivered)

@@ -1,37 +1,32 @@
-"""`WaitingKeys`: which keys have a message in a retry topic, so that later messages of these keys wait behind it.
+"""`WaitingKeys`: which messages wait in the retry topics, so that later messages of their keys wait behind them.
 
-With `keep_order` a message goes to the retry topic's partition of its own partition's number. Only the member that has
-this partition sends there, and what it has sent itself, or an earlier member of the partition, it reads from the
-topics: up to a marker of its own, before which every earlier transaction is decided. When such a message is processed
-at last, its pass stores a note, also in the retry topic, that it does not wait any more.
+With `keep_order` a message waits in the partitions of the retry topics that have its own partition's number, and it is
+processed only if no earlier message of its key waits. What this member has sent there it knows. What earlier members of
+a partition have sent it reads from the topics: up to a marker of its own, before which every earlier transaction is
+decided. When such a message is processed at last, its pass stores a note, also in the retry topic, that it is done.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message
 from txnbridge._process.pass_transaction import PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge._process.retries import DONE, KEPT, MARKER, WaitingMessage, WaitsBehind
+from txnbridge._process.retries import DONE, KEPT, MARKER, WaitingMessage, WaitsBehind, place_of
 from txnbridge._read.consumer import RawConsumer
 from txnbridge._read.deliveries import Assignment
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.errors import DeadlineExceeded, PositionLost
-from txnbridge.spi import Partition
+from txnbridge.spi import Partition, Position
 
 _READ_AT_ONCE, _READ_SECONDS = 1000, 0.25
 
 _Key = tuple[str, int, bytes]  # the original topic, its partition, and the message's key
-
-
-class _Waiting(NamedTuple):
-    key: _Key
-    level: int  # the place of its retry topic, from 1 on
-    due: int
 
 
 class WaitingKeys:
@@ -43,11 +38,13 @@ class WaitingKeys:
         self._begin = begin
         self._reader: RawConsumer | None = None
         self._partitions: list[Partition] = []
-        self._waiting: dict[str, _Waiting] = {}  # by the original place
+        # By key and original position: the retry topic in which the message waits, and when it is due.
+        self._waiting = defaultdict[_Key, dict[Position, tuple[str, float]]](dict)
+        self._keys: dict[str, tuple[_Key, Position]] = {}  # of the waiting messages, by their places
         self._done: tuple[set[str], set[str]] = set(), set()  # places of notes since the last reading, and before it
         self._seen: set[str] = set()  # the markers that were read
         self._known: set[Assignment] = set()
-        self.behind = True  # whether something may have been sent that was not read yet
+        self.in_doubt = True  # whether something may wait that is not known
 
     def partition(self, topic: str, original: Message) -> int:
         """Return the partition of a retry topic in which the messages of a message's partition wait."""
@@ -56,31 +53,57 @@ class WaitingKeys:
     def hold_back(self, batch: PolledBatch, timeout: float) -> None:
         """Mark the messages of a batch that wait behind earlier ones of their keys."""
         sources = {message.source for message in batch.delivered}
-        if self.behind or not sources <= self._known:
+        if self.in_doubt or not sources <= self._known:
             self._read_all(Deadline(timeout))
             self._known = {source for source in self._known | sources if not source.ended}
-        elif self._waiting:
+        elif self._keys:
             self._read(0.0)
-        if not self._waiting:
-            return
-        latest = {each.key: each for each in sorted(self._waiting.values(), key=lambda each: (each.level, each.due))}
-        for index in batch.good():
-            key = _key(batch.originals[index])
-            before = None if key is None else latest.get(key)
-            if before is not None and before.level > self._level(batch.delivered[index]):
-                batch.set_aside(index, WaitsBehind(before.due), delayed=True)
+        goes_first: set[tuple[_Key, Position]] = set()  # in this batch
+        poison = batch.poison
+        for index in range(len(batch) if self._keys else 0):
+            original = batch.originals[index]
+            if (index in batch.marked and index not in poison) or (key := _key(original)) is None:
+                continue
+            earlier = [
+                waits
+                for at, waits in self._waiting.get(key, {}).items()
+                if at < original.position and (key, at) not in goes_first
+            ]
+            if earlier and index not in poison:
+                batch.set_aside(index, WaitsBehind(*earlier[0]), delayed=True)
+            else:
+                goes_first.add((key, original.position))
 
-    def hold_followers(self, batch: PolledBatch, first: int) -> None:
-        """Mark the messages of a batch that follow one that waits from now on, at index `first`, with its key."""
-        if (key := _key(batch.originals[first])) is None:
-            return
-        for index in batch.good():
-            later = index > first and _key(batch.originals[index]) == key
-            if later and self._level(batch.delivered[index]) <= self._level(batch.delivered[first]):
-                batch.set_aside(index, WaitsBehind(), delayed=True)
+    def hold_followers(self, batch: PolledBatch, first: int, topic: str) -> None:
+        """Mark the messages of a batch that follow one at index `first`, with its key, which will wait in a topic."""
+        if (key := _key(batch.originals[first])) is not None:
+            for index in batch.good():
+                if index > first and _key(batch.originals[index]) == key:
+                    batch.set_aside(index, WaitsBehind(topic), delayed=True)
 
-    def _level(self, delivered: Message) -> int:
-        return self._topics.index(delivered.topic) + 1 if delivered.topic in self._topics else 0
+    def note(self, batch: PolledBatch, sent: dict[int, tuple[str, float]]) -> None:
+        """Note what a committed pass has sent to retry topics, by index, and what it has processed."""
+        for index, original in enumerate(batch.originals if self._keys or sent else ()):
+            if index in sent:
+                self._add(original, *sent[index])
+            elif (place := place_of(original)) in self._keys:
+                self._remove(place)
+
+    def _add(self, original: Message | WaitingMessage, topic: str, due: float, key: _Key | None = None) -> None:
+        if isinstance(original, Message):
+            key = _key(original)
+        place = place_of(original)
+        if key is not None and not any(place in done for done in self._done):
+            self._keys[place] = key, original.position
+            self._waiting[key][original.position] = topic, due
+
+    def _remove(self, place: str) -> None:
+        self._done[0].add(place)
+        if (known := self._keys.pop(place, None)) is not None:
+            key, position = known
+            del self._waiting[key][position]
+            if not self._waiting[key]:
+                del self._waiting[key]
 
     # --- reading the retry topics -------------------------------------------------------------------------------------
 
@@ -105,7 +128,7 @@ class WaitingKeys:
             self.close()
             raise DeadlineExceeded(f"{', '.join(self._topics)} are read again from their begin") from None
         self._seen.clear()
-        self.behind = False
+        self.in_doubt = False
 
     def _read(self, timeout: float) -> None:
         assert self._reader is not None
@@ -115,23 +138,21 @@ class WaitingKeys:
                 self._take(message)
 
     def _take(self, message: Message) -> None:
+        # Partitions are read beside each other, so that a note may come before what it is about.
         if MARKER in message.headers:
             self._seen.add(message.headers[MARKER])
         elif DONE in message.headers:
-            self._waiting.pop(message.headers[DONE], None)
-            self._done[0].add(message.headers[DONE])
-        elif KEPT in message.headers and message.key is not None and (waits := WaitingMessage.of(message)) is not None:
-            place, level = waits.place, self._level(message)
-            known = self._waiting.get(place)
-            # Partitions are read beside each other, so that a note may come before what it is about.
-            if not any(place in done for done in self._done) and (known is None or known.level < level):
-                self._waiting[place] = _Waiting((waits.topic, waits.partition, bytes(message.key)), level, waits.due)
+            self._remove(message.headers[DONE])
+        elif KEPT in message.headers and (waits := WaitingMessage.of(message)) is not None:
+            if message.key is not None and place_of(waits) not in self._keys:
+                self._add(waits, message.topic, waits.due, (waits.topic, waits.partition, bytes(message.key)))
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
-        self._reader, self.behind = None, True
+        self._reader, self.in_doubt = None, True
         self._waiting.clear()
+        self._keys.clear()
 
 
 def _key(original: Message) -> _Key | None:
