@@ -143,8 +143,9 @@ class WaitingKeys:
             self._seen.add(message.headers[MARKER])
         elif DONE in message.headers:
             self._remove(message.headers[DONE])
-        elif KEPT in message.headers and (waits := WaitingMessage.of(message)) is not None:
-            if message.key is not None and place_of(waits) not in self._keys:
+        elif KEPT in message.headers and message.key is not None:
+            waits = WaitingMessage.of(message)
+            if waits is not None and place_of(waits) not in self._keys:
                 self._add(waits, message.topic, waits.due, (waits.topic, waits.partition, bytes(message.key)))
 
     def close(self) -> None:
