@@ -64,13 +64,10 @@ class WaitingKeys:
             original = batch.originals[index]
             if (index in batch.marked and index not in poison) or (key := _key(original)) is None:
                 continue
-            earlier = [
-                waits
-                for at, waits in self._waiting.get(key, {}).items()
-                if at < original.position and (key, at) not in goes_first
-            ]
+            waiting = self._waiting.get(key, {})
+            earlier = [at for at in waiting if at < original.position and (key, at) not in goes_first]
             if earlier and index not in poison:
-                batch.set_aside(index, WaitsBehind(*earlier[0]), delayed=True)
+                batch.set_aside(index, WaitsBehind(*waiting[min(earlier)]), delayed=True)
             else:
                 goes_first.add((key, original.position))
 
