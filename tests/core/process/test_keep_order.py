@@ -161,14 +161,27 @@ def test_killed_at_random_while_others_take_over_the_order_of_each_key_is_kept(k
     check(url, count)
 
 
+def fail_first(message: Message, txn: Transaction) -> None:
+    txn.send("out", message.value, key=message.key)
+    if int(message.value) % 4 == 1 and message.deliveries == 1:
+        raise ValueError("not now")
+
+
+def work(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        for _ in range(2):
+            bridge.processor("in", group="g", each=fail_first, retry=DELAYS, keep_order=True).run(until_idle=True)
+            time.sleep(DELAYS[0])
+        with bridge.processor("in", group="g", each=fail_first, retry=DELAYS, keep_order=True):
+            eventually(lambda: len(values(bridge, "out")) == 12, "all come out")
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_killed_at_any_event_the_order_of_each_key_is_kept(tmp_path, kill_walk):
-    fresh = Fresh(tmp_path, lambda url: feed_numbers(url, 12, partitions=1))
+def test_killed_at_any_event_and_run_again_the_order_of_each_key_is_kept(tmp_path, kill_walk):
+    def feed_and_create(url: str) -> None:
+        with txnbridge.connect(url) as bridge:
+            bridge.ensure_topics("out", "dead")
+        feed_numbers(url, 12, partitions=1)
 
-    def work(url: str) -> None:
-        serve(url, until_idle=True)
-        time.sleep(0.3)
-        serve(url, until_idle=True)
-
-    kill_walk(work, lambda url: check(url, 12), fresh, least=WITHIN_A_TRANSACTION)
+    kill_walk(work, lambda url: check(url, 12), Fresh(tmp_path, feed_and_create), least=WITHIN_A_TRANSACTION)
