@@ -355,6 +355,8 @@ class _Lines:
 
     def _fault(self, line: dict[str, Any]) -> None:
         kind, target, phase = (_text(line[name]) for name in ("fault", "target", "phase"))
+        if phase not in ("begin", "end"):
+            raise ValueError(f"a fault's phase is begin or end, not {phase!r}")
         self._history.faults.append(Fault(kind, target, phase, self._process, self._time(line), self._clock))
 
 

@@ -181,7 +181,7 @@ def test_a_signal_lets_an_app_finish_and_a_second_signal_does_not(bridge, url, t
 
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_stop_cancels_an_asynchronous_function_and_aborts_its_transaction(bridge, caught):
-    app = App(stop_timeout=0.5)
+    app = App(stop_timeout=3)
     waiting, events = threading.Event(), []
 
     @app.process("in", group="g", to="out")

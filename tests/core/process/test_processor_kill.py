@@ -5,6 +5,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -151,7 +152,8 @@ def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path
         processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
         with within(1):
             if in_a_thread:
-                with pytest.raises(DeadlineExceeded), processor:
+                # Or the commit has ended by the deadline, and so has the loop.
+                with suppress(DeadlineExceeded), processor:
                     assert blocked.wait(20)
                 assert processor._thread is not None
                 processor._thread.join(100)  # the broker is still blocked

@@ -53,7 +53,10 @@ class World:
         self.acked: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
         # Handed out, and not come back since; another set for each stay.
         self.given: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
-        self.prepared: dict[str, tuple[dict[Partition, set[int]], list[tuple[set[int], set[int]]]]] = {}
+        # Acknowledged, the stays of what was, and the floor then.
+        self.prepared: dict[
+            str, tuple[dict[Partition, set[int]], list[tuple[set[int], set[int]]], dict[Partition, int]]
+        ] = {}
         self.failing: dict[str, bool] = {}  # the next call of that name fails; whether after its effect
         self.outcomes: dict[str, TokenState] = {}
         self.answers = True  # when asked for outcomes
@@ -68,19 +71,20 @@ class World:
             raise BrokerUnavailable(f"{name} fails when it is done")
         return result
 
-    def commit(self, acks: Mapping[Partition, set[int]]) -> None:
+    def commit(self, acks: Mapping[Partition, set[int]], floor: Mapping[Partition, int] | None = None) -> None:
+        """Acknowledge messages; `floor` is where the user had moved when a prepared transaction did so."""
         for partition, offsets in acks.items():
             done = self.acked[partition]
             assert not offsets & done, f"{offsets & done} of {partition} were acknowledged twice"
             if not self.individual:
                 passed = set(range(max(done, default=-1) + 1, max(offsets))) - offsets
-                skipped = {offset for offset in passed if offset >= self.begin(partition)}
+                skipped = {offset for offset in passed if offset >= self.begin(partition, floor)}
                 assert not skipped, f"{skipped} of {partition} were skipped by acknowledging {offsets}"
                 done |= passed
             done |= offsets
 
-    def begin(self, partition: Partition) -> int:
-        return max(self.floor[partition], self.first[partition])
+    def begin(self, partition: Partition, floor: Mapping[Partition, int] | None = None) -> int:
+        return max((floor or self.floor)[partition], self.first[partition])
 
     def hand_out(self, message: Message, ordered: bool) -> None:
         partition, (offset,) = message[:2], message.position
@@ -127,7 +131,7 @@ class WorldReader(ToyReader):
         return found
 
     def _read(self, partition: Partition, count: int) -> list[Message]:
-        if partition in self.looking_up and any(partition in acks for acks, _ in self.world.prepared.values()):
+        if partition in self.looking_up and any(partition in acks for acks, _, _ in self.world.prepared.values()):
             return []
         self.looking_up.discard(partition)
         again = sorted(self.returned[partition] - self.world.acked[partition])[:count]
@@ -213,7 +217,7 @@ class WorldWriter(ToyWriter):
 
     def prepare(self, deadline: Deadline) -> None:
         def hold() -> None:
-            self.world.prepared[self.transaction] = self.acks, self.stays
+            self.world.prepared[self.transaction] = self.acks, self.stays, dict(self.world.floor)
 
         self.world.call("prepare", hold)
 
@@ -437,9 +441,9 @@ class InOrder(Program):
     @precondition(lambda self: self.world.prepared)
     @rule(commit=st.booleans())
     def decide(self, commit: bool) -> None:
-        acks, stays = self.world.prepared.pop(next(iter(self.world.prepared)))
+        acks, stays, floor = self.world.prepared.pop(next(iter(self.world.prepared)))
         if commit:
-            self.world.commit(acks)
+            self.world.commit(acks, floor)
         for stay, offsets in () if commit else stays:
             stay -= offsets
 
