@@ -265,7 +265,7 @@ def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_tw
 
 
 @pytest.mark.parametrize("polls", [("13",), ("1", "3")])
-@pytest.mark.parametrize("other", [None, "before", "later"])
+@pytest.mark.parametrize("other", [None, "before", "later", "aborted"])
 def test_a_member_of_a_group_does_not_skip_what_no_member_has_begun_to_process(polls, other):
     story = Story().txn("a", "1", "2", "3").read("1", "2", "3")
 
@@ -273,11 +273,13 @@ def test_a_member_of_a_group_does_not_skip_what_no_member_has_begun_to_process(p
         call = story.begin(process)
         story.write(process, poll=call, group="g", messages=[[*T0, [int(value) - 1], value] for value in log])
         story.ack(process, call, *log)
-        story.end(process, call, result)
+        story.end(process, call, result, error="Abort" if result == "fail" else None)
 
     if other == "before":
         take("c", "2", "fail")  # the broker may still keep it for this member
     for log in polls:
+        if other == "aborted":
+            take("b", "2", "fail")  # it comes again next
         take("b", log)
     if other == "later":
         take("b", "2")  # a group may go back
@@ -395,6 +397,7 @@ def test_one_cause_is_named_once_and_its_consequences_are_told():
         (Story().txn("a", "1", "2").read("1"), "unseen"),  # one message of several in a partition was lost
         (Story().txn("a", "1", "2").read("1", "2", "1", by="official"), "duplicate"),
         (Story().txn("a", "1", "2").read("1", "2", p1="1"), "wrong-partition"),
+        (Story().txn("a", "1").txn("a", "2").txn("b", acks=["2"]).drained().read("2"), "unseen"),  # nor acknowledged
     ):
         assert judge(story.history(), check(story.history()), {}).sentence.startswith(f"Broken: {cause}, in")
 

@@ -140,16 +140,9 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
 def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
     """Find calls that returned that a transaction is prepared after another call had returned its outcome."""
     for calls in asked.values():
-        finals: dict[int, Operation] = {}  # by clock: the first answer
-        for call in calls:
-            if call.outcome in ("committed", "aborted") and call.end is not None:
-                clock = int(tables.clock[call.order])
-                finals[clock] = min(
-                    [call, *filter(None, [finals.get(clock)])], key=lambda each: tables.ends[each.order]
-                )
-        orders = np.array([call.order for call in finals.values()], np.int64)
+        finals = [call.order for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
         for status in [call for call in calls if call.outcome == "prepared"] if finals else ():
-            before = orders[time.ended_before(orders, np.full(len(orders), status.order))]
+            before = np.array(finals)[time.ended_before(np.array(finals), np.full(len(finals), status.order))]
             if len(before):
                 text = f"{tables.name(status.order)} returned that it is prepared, after its outcome had been returned"
                 findings.add("split-decision", text, [int(before[0]), status.order])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
-from txnbridge_conformance.checker._tables import NONE, Flags, Names, Numbers, Tables, Times
+from txnbridge_conformance.checker._tables import NONE, Flags, Names, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Key
 
@@ -64,62 +65,63 @@ def check_order(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings
 
 
 def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    reads = tables.reads
-    span = _reading_spans(tables)
-    counted = (reads.value != NONE) & ~tables.dropped
-    steps = _steps(tables, rank, reads.operation[counted], reads.key[counted], reads.value[counted], span[counted])
-    inside = steps.inside
-    # A consumer reads again from its group's position after a transaction that did not commit.
-    settled = np.array([operation.result == "ok" for operation in tables.operations], bool) & (fate != ABORTED)
-    between = ~inside & settled[steps.operation_before]
-    in_group = np.zeros(len(tables.operations), bool)
-    for order, group, _ in tables.history.polls:
-        in_group[order] = group is not None
-    grouped = in_group[steps.operation_after]
-    skips = (inside | between) & (steps.delta > 1)
-    skips[skips & grouped] = _skips_unprocessed(tables, rank, steps, np.flatnonzero(skips & grouped))
-    back = steps.delta < 1
-    _report(tables, steps, skips & grouped, "group-skip", "received", findings)
-    skips &= ~grouped
-    _report(tables, steps, inside & skips, "int-poll-skip", "received", findings)
-    _report(tables, steps, inside & back, "int-nonmonotonic-poll", "received", findings)
-    _report(tables, steps, between & skips, "poll-skip", "received", findings)
-    _report(tables, steps, between & back & ~grouped, "nonmonotonic-poll", "received", findings)
-
-
-def _skips_unprocessed(tables: Tables, rank: Numbers, steps: _Steps, rows: Numbers) -> list[bool]:
-    """Return, for each of these pairs, whether it skips a message that no member had begun to acknowledge.
-
-    A call that had no effect counts as a begin, too, because the broker may have kept the message back until its end.
-    So does a call on a host with another clock.
-    """
+    reads, span = tables.reads, _reading_spans(tables)
     groups = {order: group for order, group, _ in tables.history.polls}
+    in_group = np.array([groups.get(operation.order) is not None for operation in tables.operations], bool)
+    # Calls that failed behind their acknowledgements: their process gets the messages again.
+    aborts = [each.fields.get("error") == "Abort" or "ending" in each.fields for each in tables.operations]
+    back = np.array([each.result == "fail" for each in tables.operations], bool) & np.array(aborts, bool)
+    settled = np.array([operation.result == "ok" for operation in tables.operations], bool) & (fate != ABORTED)
+    rows = (reads.value != NONE) & ~tables.dropped
+    steps = _steps(tables, rank, reads.operation[rows], reads.key[rows], reads.value[rows], span[rows])
+    grouped, skips = in_group[steps.operation_after], steps.inside & (steps.delta > 1)
+    _report(tables, steps, _unprocessed(tables, rank, steps, skips & grouped, back), "group-skip", "received", findings)
+    _report(tables, steps, skips & ~grouped, "int-poll-skip", "received", findings)
+    _report(tables, steps, steps.inside & (steps.delta < 1), "int-nonmonotonic-poll", "received", findings)
+    # The first message that a call gives back is the next one.
+    again = np.flatnonzero(rows & back[reads.operation])
+    first = np.unique(np.stack([reads.operation[again], reads.key[again]]), axis=1, return_index=True)[1]
+    rows[np.delete(again, first)] = False
+    steps = _steps(tables, rank, reads.operation[rows], reads.key[rows], reads.value[rows], span[rows])
+    grouped, between = in_group[steps.operation_after], ~steps.inside & settled[steps.operation_before]
+    known = (rank[steps.before] != NONE) & (rank[steps.after] != NONE)
+    skips = between & (steps.delta > 1)
+    left = grouped & (skips | (back[steps.operation_before] & known & (steps.delta > 0)))
+    _report(tables, steps, _unprocessed(tables, rank, steps, left, back), "group-skip", "received", findings)
+    _report(tables, steps, skips & ~grouped, "poll-skip", "received", findings)
+    _report(tables, steps, between & ~grouped & (steps.delta < 1), "nonmonotonic-poll", "received", findings)
+
+
+def _unprocessed(tables: Tables, rank: Numbers, steps: _Steps, skips: Flags, back: Flags) -> Flags:
+    """Return which of these pairs skip a message that no member had begun to acknowledge, or that the call gave back.
+
+    A call that had no effect counts as a begin, too, if it is of another process, because the broker may have kept the
+    message back until its end. So does a call on a host with another clock.
+    """
+    if not np.any(skips):
+        return skips
+    groups = {order: group for order, group, _ in tables.history.polls}
+    takers: dict[tuple[str | None, str], list[int]] = defaultdict(list)  # by group and value
+    for order, group, acked in tables.history.acks:
+        for value in acked:
+            takers[group, value].append(order)
     values = np.flatnonzero((rank != NONE) & (tables.home != NONE))
     values = values[np.lexsort((rank[values], tables.home[values]))]
-    width = len(rank) + 1
+    width, rows = len(rank) + 1, np.flatnonzero(skips)
     places = tables.home[values] * width + rank[values]
-    first = np.searchsorted(places, steps.key[rows] * width + rank[steps.before[rows]], "right")
-    last = np.searchsorted(places, steps.key[rows] * width + rank[steps.after[rows]])
-    begun: dict[tuple[str | None, int], Times] = {}
-    found = []
-    for reader, start, end in zip(steps.operation_after[rows].tolist(), first, last, strict=True):
-        known = groups[reader], int(tables.clock[reader])
-        if known not in begun:
-            begun[known] = _earliest_acks(tables, *known)
-        found.append(bool(np.any(begun[known][values[start:end]] >= tables.starts[reader])))
-    return found
+    first = steps.key[rows] * width + rank[steps.before[rows]] + (steps.inside | ~back[steps.operation_before])[rows]
+    last = steps.key[rows] * width + rank[steps.after[rows]]
 
+    def has_begun(order: int, reader: int) -> bool:
+        own = back[order] and tables.process[order] == tables.process[reader]
+        other_clock = tables.clock[order] != tables.clock[reader]
+        return bool(other_clock or (tables.starts[order] < tables.starts[reader] and not own))
 
-def _earliest_acks(tables: Tables, group: str | None, clock: int) -> Times:
-    """Return, for each value, the begin of the first call that acknowledges it for a group, by this clock."""
-    found = np.full(len(tables.values), np.inf)
-    for order, by, values in tables.history.acks:
-        if by == group:
-            start = tables.starts[order] if tables.clock[order] == clock else -np.inf
-            for number in map(tables.values.find, values):
-                if number != NONE and start < found[number]:
-                    found[number] = start
-    return found
+    for row, start, end in zip(rows, *np.searchsorted(places, (first, last)), strict=True):
+        reader = int(steps.operation_after[row])
+        skipped = (takers[groups[reader], tables.value(number)] for number in values[start:end])
+        skips[row] = not all(any(has_begun(order, reader) for order in orders) for orders in skipped)
+    return skips
 
 
 def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:

@@ -27,7 +27,7 @@ MEANINGS = {
     "replay-duplicate": "a group processed one message in two committed transactions",
     "half-ack": "a group's position has passed a message that no committed transaction acknowledged",
     # about order
-    "group-skip": "a group's member skipped messages of a partition that no member had begun to acknowledge",
+    "group-skip": "a group's member skipped messages of a partition that no other member had begun to acknowledge",
     "int-poll-skip": "within one call a reader skipped messages of a partition",
     "int-nonmonotonic-poll": "within one call a reader received a partition's messages again or backwards",
     "poll-skip": "between two calls a reader skipped messages of a partition",
@@ -65,7 +65,7 @@ CAUSES = {
     "phantom-commit": ("zombie-write",),
     "orphan-half": ("torn-transaction",),
     "outcome-lie": ("zombie-write", "G1a", "lost-write", "unseen"),
-    "half-ack": ("changed", "group-skip"),
+    "half-ack": ("changed", "group-skip", "lost-write", "unseen"),
     "replay-duplicate": ("zombie-write",),
     "lost-prepare": ("split-decision",),
     **dict.fromkeys(
