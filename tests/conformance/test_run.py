@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -31,7 +31,8 @@ from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
-from txnbridge_conformance.run.workloads import _end_prepared
+from txnbridge_conformance.run.workloads import _end_prepared, finish, own
+from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.conformance import broken
@@ -39,6 +40,7 @@ from tests.conformance.broken import scheme_of
 from txnbridge import Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
+from txnbridge.spi import Status, Token, TokenState
 from txnbridge.testing import Child, tell
 
 ROOT = Path(__file__).parents[2]
@@ -291,23 +293,34 @@ def test_the_page_explains_every_finding():
     assert [name for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in page] == []
 
 
+POISON = [Message("source", 0, (at,), None, b"feed/%d" % at, Headers(), 0, 1, None) for at in (1, 2)]
+
+
+def record_dead_letters(folder: Path, transaction: str, poison: list[Message], sent: int, *ends: str) -> list[str]:
+    """Record a processor's transaction in which `sent` dead letters are sent; return all values of the dead letters."""
+    plan = Plan("embedded:", "a", 1, 1.0, str(folder))
+    with closing(Recorder(folder / f"{transaction}.jsonl", transaction, "c")) as recorder:
+        recording = ProcessorRecording(Client(plan, "p", recorder, random.Random(1)), "g", "dead")
+        for name in "reader.poll/before", "transaction.begin/before", *["message.send/before"] * sent, *ends:
+            name, _, phase = name.partition("/")
+            data = {"topic": "dead", "messages": len(poison)}
+            recording.txnbridge_event(Event(name, cast(Any, phase), 0, 0, "b", transaction, data))
+            for message in poison if name == "transaction.begin" else ():
+                recording.handle(message, poison=True)
+    return [value for _, (topic, _), values in read_history([folder]).sends if topic == "dead" for value in values]
+
+
 def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_values(tmp_path):
-    recorder = Recorder(tmp_path / "p.jsonl", "p", "c")
-    plan = Plan("embedded:", "a", 1, 1.0, str(tmp_path))
-    recording = ProcessorRecording(Client(plan, "p", recorder, random.Random(1)), "g", "dead")
-    poison = Message("source", 0, (0,), None, b"feed/1", Headers(), 0, 1, None)
-    attempts: list[tuple[str, str, Literal["before", "after"]]] = [("T1", "abort", "before"), ("T2", "commit", "after")]
-    for transaction, end, phase in attempts:
-        for name in "reader.poll", "transaction.begin", "message.send", end:
-            at = phase if name == end else "before"
-            recording.txnbridge_event(Event(name, at, 0, 0, "b", transaction, {"topic": "dead"}))
-            if name == "transaction.begin":
-                recording.handle(poison, poison=True)
-    recorder.close()
-    sent = [values for _, _, (values,) in read_history([tmp_path]).sends]
+    record_dead_letters(tmp_path, "T1", POISON[:1], 1, "abort/before")
+    sent = record_dead_letters(tmp_path, "T2", POISON[:1], 1, "commit/after")
     headers = [Headers([(f"{PREFIX}transaction", name)]) for name in (b"T1", b"T2")]
-    letters = [poison._replace(topic="run-dead", headers=each) for each in headers]
+    letters = [POISON[0]._replace(topic="run-dead", headers=each) for each in headers]
     assert sent == [text_of(letter) for letter in letters] == ["dead:feed/1 in T1", "dead:feed/1 in T2"]
+
+
+def test_poison_that_is_acknowledged_without_a_dead_letter_is_missing_in_the_dead_letter_topic(tmp_path):
+    sent = record_dead_letters(tmp_path, "T1", POISON, 1, "ack/before", "commit/after")
+    assert sent == ["dead:feed/1 in T1", "dead:feed/2 in T1"]
 
 
 def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
@@ -320,34 +333,73 @@ def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
         messages = list(bridge.read("t", 1000))
     assert [text_of(message) for message in messages] == sent
     for value, message in zip(sent, messages, strict=True):
-        changes: dict[int, Any] = {3: b"other", 4: (message.value or b"") + b"|"}  # by field: key, value and others
+        changes: dict[int, Any] = {3: b"other" if message.value else None, 4: (message.value or b"") + b"|"}
         if message.headers:
-            changes |= {5: Headers(), 6: 1}
-        fields: list[Any] = list(message)
+            changes[5] = Headers()
+        if "run-timestamp" in message.headers:
+            changes[6] = 1
+        fields: list[Any] = list(message)  # the third is the key, the fourth the value
         others = [Message(*[*fields[:at], other, *fields[at + 1 :]]) for at, other in changes.items()]
         assert value not in map(text_of, others)
-        assert f"changed:{value}" in map(text_of, others) or not message.value
+        assert f"changed:{value}" in map(text_of, others)
 
 
-def test_a_process_is_killed_at_a_step_that_recurs_within_the_end_of_a_transaction(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("event", "transaction"), [("commit", "T"), ("step:store", None)])
+def test_a_process_is_killed_at_a_step_that_recurs_when_messages_are_stored(event, transaction, tmp_path, monkeypatch):
     killed: list[bool] = []
     monkeypatch.setattr(os, "kill", lambda *_: killed.append(True))
     for seed in range(60):
         name = f"p{seed}"
         with closing(Recorder(tmp_path / f"{name}.jsonl", name, "c")) as recorder:
             client = Client(Plan("embedded:", "a", 1, 1.0, str(tmp_path)), name, recorder, random.Random(seed))
+            client.stop.set()  # so that nothing waits
             plugin = KillAt(10, client)
             killed.clear()
-            for at, phase in (
-                ("open", "after"),
-                *[("commit", "before"), ("commit", "after")] * 10,
-                ("close", "before"),
-            ):
-                plugin.txnbridge_event(Event(at, phase, 0, 0, "b", "T", {}))  # type: ignore[arg-type]
+            steps = [(event, "before"), (event, "after")] * 10
+            for at, phase in ("open", "after"), *steps, ("close", "before"):
+                plugin.txnbridge_event(Event(at, cast(Any, phase), 0, 0, "b", transaction, {}))
                 if killed:
                     break
     kinds = {fault.kind for fault in read_history([tmp_path]).faults}
-    assert kinds == {"kill at commit/before", "kill at commit/after", "kill at close/before"}
+    assert kinds == {f"kill at {event}/before", f"kill at {event}/after", "kill at close/before"}
+
+
+def test_an_owner_works_in_two_threads_until_a_transaction_fails(tmp_path, monkeypatch):
+    threads: set[int] = set()
+
+    def one(client: Client, bridge: Any, pauses: float, thread: int) -> bool:
+        threads.add(thread)
+        return len(threads) < 2
+
+    monkeypatch.setattr("txnbridge_conformance.run.workloads._one", one)
+    with closing(Recorder(tmp_path / "p.jsonl", "p", "c")) as recorder:
+        plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+        own(Client(plan, "p", recorder, random.Random(1)))
+    assert threads == {0, 1}
+
+
+@pytest.mark.parametrize("lie", ["stale", "guessed"])
+def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_path, monkeypatch):
+    sound, known = EmbeddedBroker.status, dict[str, Status]()
+
+    def status(self: EmbeddedBroker, token: Token, *more: Any) -> Status:
+        now = Status(TokenState.ABORTED) if lie == "guessed" else sound(self, token, *more)
+        return known.setdefault(token.transaction, now)
+
+    monkeypatch.setattr(EmbeddedBroker, "status", status)
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+    with closing(Recorder(tmp_path / "finish0-1.jsonl", "finish0-1", "c")) as recorder:
+        client = Client(plan, "finish0-1", recorder, random.Random(1))
+        with connect(plan.url, create_topics=3) as bridge:
+            for _ in range(60):
+                call = client.start_transaction()
+                with bridge.transaction(prepare=True) as txn:
+                    txn.send("t", b"1")
+                call.end("ok", outcome="prepared", transaction=txn.id, token=str(txn.token))
+                client.publish_token(txn)
+        threading.Timer(2, client.stop.set).start()
+        finish(client)
+    assert check(read_history([tmp_path])).names == ["split-decision"]
 
 
 def test_a_part_of_a_run_that_stands_still_is_a_hang_of_its_history(tmp_path):

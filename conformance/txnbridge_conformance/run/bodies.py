@@ -1,7 +1,7 @@
 """The messages of a run: most bodies are short, some are empty, missing or large; some have a key, header or timestamp.
 
 A body begins with a value of a history, `~`, a digest of the rest of the message and `|`, and ends with padding. A
-message without a body, or with an empty body, has value and digest in its key.
+message without a body, or with an empty body, has value and digest in its key, and the value in a header, too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ _MORE_SHARE, _OLDEST_MS = 0.2, 3_600_000
 _OVERHEAD = 4096
 
 _PADDING, _DIGEST = "|", "~"
-# The header of some messages, and the one that repeats the timestamp that their sender has chosen.
-_HEADER, _TIME = "run-header", "run-timestamp"
+# Headers: of some messages; with the timestamp that the sender has chosen; with the value of a message without a body.
+_HEADER, _TIME, _VALUE = "run-header", "run-timestamp", "run-value"
 # The values of dead letters have this prefix, because each value of a history belongs to one message.
 _DEAD = "dead:"
 # The header of a dead letter with the transaction that sent it.
 _SENDER = "txnbridge-dead-transaction"
-
-
 _Pairs = Sequence[tuple[str, str | None]]
 
 
@@ -60,7 +58,9 @@ class Bodies:
                 headers.append((_TIME, str(options["timestamp"])))
         if kind < _EMPTY_SHARE and self._empty:
             body = self._chance.choice(self._empty)
-            return body, {**options, "key": _named(value, body, None, headers, b"")}
+            if not self._plain:
+                options["headers"] = [*headers, (_VALUE, value)]
+            return body, {**options, "key": _named(value, body, None, options.get("headers", ()), b"")}
         key = f"key/{value}".encode() if headers else None
         largest = self._largest if kind > 1 - _VERY_LARGE_SHARE else min(_LARGE, self._largest)
         size = int(largest ** self._chance.uniform(0.5, 1)) if kind > 1 - _LARGE_SHARE else 0
@@ -74,7 +74,7 @@ def _named(value: str, body: bytes | None, key: bytes | None, headers: _Pairs, p
 
 
 def _digest(body: bytes | None, key: bytes | None, headers: _Pairs, padding: bytes) -> str:
-    mine = [(name, text) for wanted in (_HEADER, _TIME) for name, text in headers if name == wanted]
+    mine = [(name, text) for wanted in (_HEADER, _TIME, _VALUE) for name, text in headers if name == wanted]
     return f"{zlib.crc32(repr((body, key, mine)).encode() + padding):08x}"
 
 
@@ -88,15 +88,15 @@ def text_of(message: Message) -> str:
     known = _digest(b"" if body else body, key if body else None, headers.items_all(), text[len(name) :])
     # A dead letter is younger than its original.
     timely = _TIME not in headers or value.startswith(_DEAD) or headers[_TIME] == str(message.timestamp)
-    return value if digest in ("", known) and timely else CHANGED + value
+    return value if timely and (digest == known or not (digest or _VALUE in headers)) else CHANGED + value
 
 
 def value_of(topic: str, body: bytes | None, key: bytes | str | None, headers: Mapping[str, str]) -> str:
-    """Return the name by which a history knows a message: it is in the body, or in the key without a body.
+    """Return the name by which a history knows a message: it is in the body, or without a body in a header and the key.
 
     The name of a dead letter has also the transaction that sent it.
     """
-    text = body or key or b""
+    text = headers.get(_VALUE) or body or key or b""
     value = text if isinstance(text, str) else text.decode(errors="replace")
     value = value.partition(_PADDING)[0].partition(_DIGEST)[0]
     return dead_value(value, headers.get(_SENDER, "")) if topic.endswith("-dead") else value

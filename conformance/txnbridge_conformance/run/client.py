@@ -91,14 +91,16 @@ class KillAt:
         name = f"{event.name}/{event.phase}"
         if event.name.startswith("message."):  # most events: kills by the run hit them
             return
-        with self._lock:  # other threads' events wait while this one kills the process
+        with self._lock:
             self._left -= 1
             if self._left <= 0 and self._target is None:
                 self._target = self._choose(name)
-            if name == self._target or (self._target == _NEW and name not in self._seen):
-                self._client.recorder.fault(f"kill at {name}", self._client.process, "begin")
-                os.kill(os.getpid(), signal.SIGKILL)
+            is_due = name == self._target or (self._target == _NEW and name not in self._seen)
             self._seen[name] += _ends(event)
+        if is_due:
+            self._client.stop.wait(0.05)  # another thread may get an answer meanwhile, which then has to hold
+            self._client.recorder.fault(f"kill at {name}", self._client.process, "begin")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _choose(self, name: str) -> str | None:
         """Return the name of the event at which to kill the process, `_NEW`, or None to choose at a later event."""
@@ -111,9 +113,9 @@ class KillAt:
 
 
 def _ends(event: Event) -> bool:
-    """Return whether an event is part of the end of a transaction that is not aborted, or of its acknowledgements."""
+    """Return whether an event is part of a commit or prepare, of its acknowledgements, or of a publisher's storing."""
     is_step = event.name.startswith("step:") and event.name not in ("step:spill", "step:purge")
-    return event.transaction is not None and (is_step or event.name in _ENDS)
+    return event.name == "step:store" or (event.transaction is not None and (is_step or event.name in _ENDS))
 
 
 class PauseAt:

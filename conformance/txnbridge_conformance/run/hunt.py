@@ -45,7 +45,7 @@ _PART_SECONDS = 900.0
 # The share of processes that kill themselves, if they start while the run attacks, of roles whose transactions have
 # several parts and of others; and after how many events: the first ones are those of an opening.
 _KILLED_SHARE, _OTHERS_KILLED_SHARE = 0.9, 0.4
-_OF_SEVERAL_PARTS = frozenset({"write", "own", "copy", "process", "sell"})
+_OF_SEVERAL_PARTS = frozenset({"write", "own", "publish", "copy", "process", "sell"})
 _KILL_AT = (1, 3, 10, 10, 20, 20, 30, 30, 40, 60)
 
 Progress = Callable[[str], None]

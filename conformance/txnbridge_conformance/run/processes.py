@@ -72,10 +72,8 @@ class Process:
             arguments = [*command, self.role, self.name, str(self._next_kill(self.role))]
             self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=errors, stderr=errors)
         assert self._process.stdin is not None
-        with (
-            suppress(BrokenPipeError),
-            self._process.stdin as pipe,
-        ):  # others see arguments, and the URL may hold secrets
+        # Others see arguments, and the URL may hold secrets.
+        with suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(self._plan.through(self._url).to_json().encode())
 
     def replace_dead(self) -> None:

@@ -48,12 +48,9 @@ class ProcessorRecording:
             case ("transaction.begin", "after") | ("commit", "before") if self._call is not None:
                 self._call.note(**{"ending" if event.name == "commit" else "begun": time.monotonic_ns()})
             case "message.send", "before" if event.data["topic"] == self._dead_letters:
-                assert self._call is not None and event.transaction is not None
-                value = dead_value(text_of(self._poison[self._dead]), event.transaction)
-                self._call.send(self._dead_letters, 0, [value])
-                self._dead += 1
+                self._note_dead_letter(event)
             case "ack", "before":
-                self._note_acknowledged(event.data["messages"])
+                self._note_acknowledged(event)
             case "commit", "after":
                 self._end("ok")
                 del self._poison[: self._dead]
@@ -63,12 +60,17 @@ class ProcessorRecording:
             case ("abort", "before") | ("transaction.begin", "failed"):
                 self._end("fail")
 
-    def _note_acknowledged(self, count: int) -> None:
-        """Record that the open transaction acknowledges the first `count` messages of `_polled`."""
+    def _note_dead_letter(self, event: Event) -> None:
+        assert self._call is not None and event.transaction is not None
+        self._call.send(self._dead_letters, 0, [dead_value(text_of(self._poison[self._dead]), event.transaction)])
+        self._dead += 1
+
+    def _note_acknowledged(self, event: Event) -> None:
+        """Record that the open transaction acknowledges messages, and sends a dead letter for each that is poison."""
         assert self._call is not None
-        messages = list(self._polled.values())[:count]
-        for message in messages:
-            del self._polled[message[:3]]
+        messages = [self._polled.pop(key) for key in list(self._polled)[: event.data["messages"]]]
+        while any(message in messages for message in self._poison[self._dead :]):
+            self._note_dead_letter(event)
         self._call.poll([read_of(message) for message in messages], self._group)
         self._call.ack(self._group, [text_of(message) for message in messages])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ _NEWEST_TOKENS = 20_000
 _THREADS = 4
 # The longest pause of most transactions: in it another owner can open the id, or the broker can be restarted.
 _LONGEST_PAUSE = 2.0
+# The calls of the role "finish" for one token. The outcome that a status tells has to be that of the next calls.
+_WISHES = (("commit",), ("commit", "abort"), ("abort",), ("abort", "commit"), ("status", "commit", "status"))
 # The share of tokens that the role "finish" puts off, and for how many seconds at most.
 _LATE_SHARE, _LATEST = 0.2, 8.0
 # The share of polls of which a member gives messages back.
@@ -45,26 +48,31 @@ _DISPUTED_DEADLINE = 0.5
 def write(client: Client) -> None:
     """Run random transactions without a transactional id, in several threads: committed, aborted and prepared ones."""
     with client.bridge(writers=2) as bridge:
-
-        def work(thread: int) -> None:
-            while not client.stop.wait(client.random.uniform(0, 0.02)):
-                _one(client, bridge, pauses=0.05, thread=thread)
-
-        threads = 1 if client.plan.raw else _THREADS
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, range(threads)))
+        _work_in_threads(client, bridge, _THREADS, pauses=0.05, leaving=0)
 
 
 def own(client: Client) -> None:
     """Run random transactions under an id that two processes share; return at times, so that the id is opened again."""
-    with client.bridge(transactional_id=client.plan.named("owner"), writers=1) as bridge:
-        while not client.stop.wait(client.random.uniform(0, 0.05)):
-            # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
-            if not _one(client, bridge, pauses=0.3) and client.random.random() < 0.2:
-                return  # open the id again
+    with client.bridge(transactional_id=client.plan.named("owner"), writers=2) as bridge:
+        # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
+        _work_in_threads(client, bridge, 2, pauses=0.3, leaving=0.2)
 
 
-def _one(client: Client, bridge: Bridge, pauses: float, thread: int = 0) -> bool:
+def _work_in_threads(client: Client, bridge: Bridge, threads: int, pauses: float, leaving: float) -> None:
+    """Run random transactions; return behind one that has failed with the chance `leaving`."""
+    over = threading.Event()
+
+    def work(thread: int) -> None:
+        while not over.is_set() and not client.stop.wait(client.random.uniform(0, 0.02)):
+            if not _one(client, bridge, pauses, thread) and client.random.random() < leaving:
+                over.set()
+
+    numbers = range(1 if client.plan.raw else threads)
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        list(pool.map(work, numbers))
+
+
+def _one(client: Client, bridge: Bridge, pauses: float, thread: int) -> bool:
     """Run a transaction, chosen at random: committed, aborted, prepared, or failing before it is prepared.
 
     `pauses` is the share of transactions that pause. Return whether the transaction was committed or prepared.
@@ -227,8 +235,7 @@ def finish(client: Client) -> None:
     """Commit or abort prepared transactions of other processes by token, or ask for their status; some twice."""
     with client.bridge(writers=1) as bridge:
         for transaction, token in _tokens(client):
-            for _ in range(client.random.choice((1, 1, 2))):
-                wish = client.random.choice(("commit", "commit", "abort", "status"))
+            for wish in client.random.choice(_WISHES):
                 client.finish(bridge, transaction, token, wish)
 
 
