@@ -160,6 +160,7 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
 @click.option("--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="For the hook.")
 @_PLUGIN
 @click.option("--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, by which its official client reads.")
+@click.option("--second", default="", metavar="URL", help="The second broker of spanning; else a file in the folder.")
 @_judging
 def run(
     url: str,
@@ -174,6 +175,7 @@ def run(
     targets: list[tuple[str, str]],
     modules: tuple[str, ...],
     grpc: str,
+    second: str,
     **judging: Any,
 ) -> None:
     """Run transactions on a broker from many processes, inject faults, and judge the result.
@@ -207,9 +209,8 @@ def run(
             name: {option: value for option, value in options.items() if f"{option}=" not in url}
             for name, options in known.items()
         }
-        plan = Plan(
-            address, name, seed, seconds, str(folder), settings, modules, workloads=workloads, raw=raw, grpc=grpc
-        )
+        more: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc, "second": second}
+        plan = Plan(address, name, seed, seconds, str(folder), settings, modules, **more)
         if contract:
             from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 
@@ -219,6 +220,8 @@ def run(
     command += f" --faults {','.join(kinds)}"
     if workloads != tuple(WORKLOADS):
         command += f" --workload {','.join(workloads)}"
+    if second:
+        command += f" --second {without_secrets(second)}"
     if raw:
         command += " --through raw"
     if contract:

@@ -153,6 +153,11 @@ class Operation:
         """The outcome that the call returned: "committed", "aborted", "prepared" or "unknown"."""
         return self.fields.get("outcome")
 
+    @property
+    def is_span(self) -> bool:
+        """Whether it is a transaction over several brokers, whose parts become visible one after another."""
+        return self.fields.get("span") is True
+
 
 @dataclass(frozen=True)
 class RecordedProcess:

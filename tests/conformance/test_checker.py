@@ -402,6 +402,39 @@ def test_one_cause_is_named_once_and_its_consequences_are_told():
         assert judge(story.history(), check(story.history()), {}).sentence.startswith(f"Broken: {cause}, in")
 
 
+@pytest.mark.parametrize(
+    ("result", "seen", "found"),
+    [
+        ("ok", ["1 2", ""], []),  # the second part becomes visible later
+        ("ok", ["1 2"], ["unseen", "torn-span"]),
+        ("fail", ["1 2"], ["G1a", "torn-span"]),
+        ("unknown", ["1 2"], ["torn-span"]),
+        (None, ["1 2"], ["torn-span"]),
+        (None, ["1 2", "1 2", ""], []),
+        (None, ["1"], ["torn-transaction"]),  # torn within a part
+    ],
+)
+def test_a_span_is_torn_if_one_part_is_there_and_another_is_not_when_all_work_has_ended(result, seen, found):
+    """`seen` are the messages of the first part in each reading; an empty one stands for a whole one."""
+    story, other = Story(), ("other", 0)
+    call = story.begin("a", span=True)
+    story.send("a", call, "1", "2")
+    story.send("a", call, "3", to=other)
+    if result:
+        story.end("a", call, result)
+    for number, values in enumerate(seen):
+        read = story.begin("reader", "read", topics=["t", "other"])
+        story.poll("reader", read, *(values or "1 2").split())
+        story.poll("reader", read, *([] if values else ["3"]), to=other)
+        story.end("reader", read)
+        if number < len(seen) - 1:
+            story.txn("b", f"b{number}", result="fail")
+    history = story.history()
+    judgement = judge(history, findings := check(history), {})
+    assert findings.names == found
+    assert judgement.sentence.startswith(f"Broken: {found[-1]}, in" if found else "Kept: ")
+
+
 def test_nothing_is_wrong_is_not_said_above_findings_that_break_no_promise():
     history = Story().txn("a", "1", "3").txn("b", "2", result="unknown").read("1", "2", "3").history()
     sentence = judge(history, check(history), {}).sentence
@@ -422,9 +455,13 @@ def test_evidence_is_counted_by_what_could_have_been_broken():
     story.txn("p", what="open", owner="o", session="z").txn("p", "8", owner="o", session="z")
     story.txn("q", "9", transaction="x", outcome="prepared").txn("r", what="finish", transaction="x")
     story.txn("s", "10", what="half", result=None).txn("l", "11", p1="12", begun=0, ending=2 * 10**9, deadline=1)
+    call = story.begin("t", span=True)
+    story.send("t", call, "13")
+    story.send("t", call, "14", to=("other", 0))
+    story.end("t", call)
     history = story.read("2", "3", "4", "8").history()
     assert evidence(history, check(history)) == {
-        "over topics": 0,
+        "over topics": 1,
         "acks with outputs": 6,
         "killed and committed": 1,
         "killed and aborted": 1,
@@ -433,6 +470,7 @@ def test_evidence_is_counted_by_what_could_have_been_broken():
         "finished by others": 1,
         "overslept": 1,
         "killed undecided": 1,
+        "spans": 1,
     }
 
 

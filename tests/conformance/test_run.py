@@ -247,7 +247,7 @@ def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
 def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
     url = f"embedded:{tmp_path / 'broker.db'}"
     done = CliRunner().invoke(main, ["conformance", "plan", url, "--json"])
-    assert (done.exit_code, len(json.loads(done.stdout)["topics"])) == (0, 8), done.stderr
+    assert (done.exit_code, len(json.loads(done.stdout)["topics"])) == (0, 9), done.stderr
     assert not list(tmp_path.iterdir())
     with connect(url) as bridge:
         assert CliRunner().invoke(main, ["conformance", "plan", url]).exit_code == 0

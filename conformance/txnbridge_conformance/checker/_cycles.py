@@ -79,9 +79,10 @@ def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> No
 def _committed_by(operation: Operation) -> int | None:
     """Return when a transaction's messages were stored at the latest; None if that is not known.
 
-    Messages of a transaction whose call prepared it, or ended with an unknown result, may be stored later.
+    Messages of a span, or of a transaction whose call prepared it or has an unknown result, may be stored later.
     """
-    return operation.end if operation.result == "ok" and operation.outcome != "prepared" else None
+    stored = operation.result == "ok" and operation.outcome != "prepared" and not operation.is_span
+    return operation.end if stored else None
 
 
 def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Numbers:

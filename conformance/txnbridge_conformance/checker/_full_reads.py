@@ -108,25 +108,26 @@ def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Fi
 
     Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
     that were read, and committed transactions of which no message was read. What ended while the read went on may be
-    there or not.
+    there or not, and so may a part of a span as long as anybody works.
     """
     works = np.array([each.what in WORKS for each in tables.operations], bool)
     last_work = np.full(len(tables.clocks), -np.inf)
     np.maximum.at(last_work, tables.clock[works], np.where(np.isinf(tables.ends), tables.starts, tables.ends)[works])
     after_all, atoms = tables.starts > last_work[tables.clock], _atoms(tables)
+    spans = np.array([operation.is_span for operation in tables.operations], bool)
     # By process: the values, and the operations, about which an earlier full read of it has a finding.
     missed: dict[int, Flags] = defaultdict(lambda: np.zeros(len(tables.values), bool))
     wrong: dict[int, Flags] = defaultdict(lambda: np.zeros(len(tables.operations), bool))
     for read in full_reads(tables):
         _find_repeated(tables, read, findings)
         writer = read.writers[read.writer]
-        due = (fate[writer] == COMMITTED) & time.committed.precede(writer, read.by)
+        at_rest = after_all[read.by] & time.at_rest.precede(writer, read.by)
+        due = (fate[writer] == COMMITTED) & time.committed.precede(writer, read.by) & (at_rest | ~spans[writer])
         process, values = tables.operations[read.operations[0]].process, tables.sends.value[read.sends]
         missing = ~read.seen & due & ~missed[process][values]
         missed[process][values[missing]] = True
         _find_missing(tables, read, missing, findings)
-        ended = time.visible.precede(writer, read.by)
-        ended |= after_all[read.by] & time.at_rest.precede(writer, read.by)
+        ended = at_rest | (time.visible.precede(writer, read.by) & ~spans[writer])
         known = wrong[process]
         found = _check_atoms(tables, fate, read, (atoms & ~known)[read.writers], due, ended, findings)
         known[read.writers[found]] = True
@@ -145,7 +146,8 @@ def _check_atoms(
         writer, gone = int(read.writers[at]), [tables.key(key) for key, some in parts.read.items() if not some]
         text = f"{reader} read {found[at]} of {total[at]} messages of {tables.name(writer)}"
         text += f", none of them in {' and '.join(gone)}" if gone else ""
-        findings.add("torn-transaction", text, [writer, *sorted(parts.calls)], () if gone else parts.missing)
+        name = "torn-span" if tables.operations[writer].is_span and parts.are_whole(tables) else "torn-transaction"
+        findings.add(name, text, [writer, *sorted(parts.calls)], () if gone else parts.missing)
     lost = atoms & (found == 0) & (read.count(due) == total)
     there = atoms & (found == total) & (fate[read.writers] == ABORTED)
     for wrong, said, which, names in (
@@ -161,11 +163,17 @@ def _check_atoms(
 
 @dataclass
 class _Parts:
-    """What was read of one transaction: whether anything, by partition, which values were not, and by which calls."""
+    """What was read of one transaction: whether anything, by partition, what was not, and by which calls."""
 
     read: dict[int, bool] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     calls: set[int] = field(default_factory=set)
+    incomplete: set[int] = field(default_factory=set)
+
+    def are_whole(self, tables: Tables) -> bool:
+        """Return whether of each topic all messages were read, or none."""
+        read = {tables.key_of(key)[0] for key, some in self.read.items() if some}
+        return read.isdisjoint(tables.key_of(key)[0] for key in self.incomplete)
 
 
 def _parts(read: FullRead, tables: Tables, wanted: Flags) -> dict[int, _Parts]:
@@ -176,6 +184,7 @@ def _parts(read: FullRead, tables: Tables, wanted: Flags) -> dict[int, _Parts]:
         parts.read[key] = parts.read.get(key, False) or bool(read.seen[row])
         parts.calls.add(int(read.by[row]))
         if not read.seen[row]:
+            parts.incomplete.add(key)
             parts.missing.append(tables.value(tables.sends.value[read.sends[row]]))
     return found
 

@@ -133,8 +133,8 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     steps = _steps(tables, rank, sends.operation[live], sends.key[live], sends.value[live], one)
     _report(tables, steps, steps.inside & (steps.delta > 1), "int-send-skip", "sent", findings)
     _report(tables, steps, steps.inside & (steps.delta < 1), "int-nonmonotonic-send", "sent", findings)
-    # A call without a known result may take effect at any later time, also after the next calls of its thread.
-    known = np.array([each.result != "unknown" for each in tables.operations], bool)
+    # A call without a known result, or a part of a span, may take effect after the next calls of its thread, too.
+    known = np.array([each.result != "unknown" and not each.is_span for each in tables.operations], bool)
     back = ~steps.inside & known[steps.operation_before] & (steps.delta < 1)
     _report(tables, steps, back, "nonmonotonic-send", "sent", findings)
 

@@ -20,6 +20,7 @@ MEANINGS = {
     "wrong-partition": "a message was read from another partition than its sender chose",
     "G1a": "a message of an aborted transaction was read",
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
+    "torn-span": "a reader that read everything read only some parts of a span",
     "zombie-write": "a transaction of a fenced owner took effect",
     "early-read": "a message was read before any call could have committed its transaction",
     "precommitted-read": "a transaction read a message that it had sent itself",
@@ -53,12 +54,14 @@ MEANINGS = {
 }
 
 
+_LOSSES = ("changed", "inconsistent-offsets", "torn-transaction", "torn-span", "orphan-half")
+
 # By kind of finding: those that it is a consequence of, if they are about the same call or message.
 CAUSES = {
-    **dict.fromkeys(("lost-write", "unseen"), ("changed", "inconsistent-offsets", "torn-transaction", "orphan-half")),
+    **dict.fromkeys(("lost-write", "unseen"), _LOSSES),
     "duplicate": ("wrong-partition",),
     "inconsistent-offsets": ("duplicate", "wrong-partition"),
-    "G1a": ("zombie-write", "phantom-commit"),
+    "G1a": ("zombie-write", "phantom-commit", "torn-span"),
     "torn-transaction": ("changed", "inconsistent-offsets", "zombie-write", "G1a", "wrong-partition"),
     "torn partition": ("inconsistent-offsets", "lost-write", "unseen", "zombie-write", "G1a", "wrong-partition"),
     "early-read": ("zombie-write",),

@@ -35,6 +35,13 @@ PROMISES = (
         "atomic-topics",
     ),
     Promise(
+        "spanning",
+        "A transaction over several brokers is committed on all of them, or on none.",
+        ("torn-span",),
+        ("spans", "killed and committed", "killed and aborted"),
+        "resolve-anywhere",
+    ),
+    Promise(
         "isolated",
         "Nobody reads a message of a transaction before its commit, or of an aborted one.",
         ("G1a", "early-read", "precommitted-read", "phantom-message"),

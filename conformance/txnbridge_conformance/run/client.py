@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import txnbridge
@@ -44,6 +44,11 @@ SALE_SECONDS, LONGEST_SALE = 4.0, 6.0
 # without a decision.
 SINGLE_SECONDS = 13.0
 
+# The deadlines of spans, and how long after them the part that decides stays prepared. Processes pause for longer.
+_SPAN_TIMEOUTS, _SPAN_HOLDS = (2.0, 5.0), (0.0, 5.0)
+# The share of spans that pause before their end, some of them beyond their deadline.
+_SPAN_PAUSE_SHARE = 0.05
+
 # How long some prepared transactions are held, in seconds: they are aborted while the run goes on.
 _SHORT_HOLD = 5.0
 
@@ -59,10 +64,12 @@ _NEW = "new"
 # end besides those of the backend's requests.
 _AIMED_SHARE, _BEHIND_SHARE = 0.85, 0.5
 _ENDS = frozenset(("ack", "group.commit", "commit", "prepare", "transaction.end", "resolve", "half.store", "half.end"))
+# The share of those aimed at the decision of a span, or at what follows; and the begins of these events' names.
+_DECIDED_SHARE, _DECIDED = 0.7, ("resolve", "half.end", "step:decide")
 # The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
 # can open a transactional id, and a short lease ends.
 _PAUSE_SHARE, _LONGEST_PAUSE = 0.002, 4.0
-# The same for events at which a group's member stops as a whole.
+# The same for events at which a group's member, or a process with spans, stops as a whole.
 _STOP_SHARE, _LONGEST_STOP = 0.005, 8.0
 # The requests that commit a transaction, by backend, and the share of them before which the role "own" pauses: all of
 # the transaction is stored then, and if the other owner opens the id, the request has to fail.
@@ -105,6 +112,9 @@ class KillAt:
     def _choose(self, name: str) -> str | None:
         """Return the name of the event at which to kill the process, `_NEW`, or None to choose at a later event."""
         recurring = sorted(each for each, count in self._seen.items() if count > 1)
+        decided = [each for each in recurring if each.startswith(_DECIDED)]
+        if decided and self._client.process.startswith("span") and self._random.random() < _DECIDED_SHARE:
+            recurring = decided
         behind = [each for each in recurring if each.endswith("/after")]  # the broker has done something by then
         if recurring:
             chosen = behind if behind and self._random.random() < _BEHIND_SHARE else recurring
@@ -122,20 +132,21 @@ class PauseAt:
     """A plug-in that pauses the calling thread at random events until the run settles, and records each as a fault.
 
     Other processes then work between two steps of a call, which a pause from outside seldom achieves. Within the end of
-    a transaction a group's member stops as a whole, at times for longer than the group waits for its heartbeats. Events
-    of single messages are left out, because there are many: the workloads themselves pause between messages.
+    a transaction a group's member stops as a whole, at times for longer than the group waits for its heartbeats, and so
+    does a process with spans. Events of single messages are left out, because there are many: the workloads themselves
+    pause between messages.
     """
 
     def __init__(self, client: Client, role: str) -> None:
         self._client = client
         self._plan = client.plan
-        self._owns, self._is_member = role == "own", role in ("copy", "process")
+        self._owns, self._stops = role == "own", role in ("copy", "process", "span")
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
         is_commit = self._owns and event.name in _COMMITS and event.phase == "before"
-        stops = self._is_member and _ends(event)
+        stops = self._stops and _ends(event)
         share = _COMMIT_PAUSE_SHARE if is_commit else _STOP_SHARE if stops else _PAUSE_SHARE
         if event.name != "message.send" and self._random.random() < share and not self._plan.closing.exists():
             fault = f"pause at {event.name}/{event.phase}", self._client.process
@@ -182,6 +193,10 @@ class Client:
             call.end("ok")
             self._bodies = Bodies(self.random, bridge, self.plan.raw)
             yield bridge
+
+    def at_second(self) -> Client:
+        """Return a client of the second broker, in the same process and history."""
+        return replace(self, plan=self.plan.at_second())
 
     @contextmanager
     def recorded(self, what: str, **fields: Any) -> Iterator[RecordedCall]:
@@ -266,6 +281,36 @@ class Client:
                 call.end("ok", outcome="committed")
                 return txn
         return None
+
+    def span(self, parts: Sequence[tuple[Client, Bridge, str]]) -> None:
+        """Run a transaction over several brokers, chosen at random, and record it.
+
+        `parts` are the client, the bridge and the topic of each broker.
+        """
+        timeout, hold = self.random.choice(_SPAN_TIMEOUTS), self.random.choice(_SPAN_HOLDS)
+        failure: Exception | None = self.random.choices((None, Abort(), RuntimeError("the work failed")), (7, 1, 1))[0]
+        pause = self.random.uniform(0, 1.2 * timeout) if self.random.random() < _SPAN_PAUSE_SHARE else 0.0
+        steps = [
+            (each, bridge, {key: sent}) for each, bridge, topic in parts for key, sent in each.sends(topic).items()
+        ]
+        self.random.shuffle(steps)
+        # Its end is a call to each broker in turn, with the deadline of a bridge's calls.
+        call = self.start_transaction(span=True, deadline=timeout + self.plan.timeout)
+        try:
+            with txnbridge.spanning(*(bridge for _, bridge, _ in parts), timeout=timeout, hold=hold) as span:
+                call.note(begun=time.monotonic_ns())
+                for client, bridge, sends in steps:
+                    client.send(span.on(bridge), call, sends)
+                self.stop.wait(pause)
+                if failure:
+                    raise failure
+                call.note(ending=time.monotonic_ns())
+        except OutcomeUnknown:
+            call.end("unknown", error="OutcomeUnknown")
+        except (TxnBridgeError, RuntimeError) as error:
+            call.end("fail", error=type(error).__name__)
+        else:
+            call.end("fail" if failure else "ok", outcome="aborted" if failure else "committed")
 
     def send(self, to: Transaction | HalfTransaction | Publisher, call: RecordedCall, sends: Sends) -> None:
         """Record values to send, and send each with a body of a random kind."""

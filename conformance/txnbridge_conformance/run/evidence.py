@@ -12,7 +12,7 @@ from txnbridge_conformance.history import History, Key, Operation
 _NEVER = float("inf")
 NAMES = (
     *("over topics", "acks with outputs", "killed and committed", "killed and aborted", "taken again", "takeovers"),
-    *("finished by others", "overslept", "killed undecided"),
+    *("finished by others", "overslept", "killed undecided", "spans"),
 )
 
 
@@ -28,6 +28,7 @@ def evidence(history: History, findings: Findings) -> dict[str, int]:
     - "finished by others": calls that end a transaction which another process has prepared.
     - "overslept": transactions whose end was requested after their deadline.
     - "killed undecided": half messages whose process was killed before it had decided about them.
+    - "spans": transactions over several brokers, which were certainly committed or aborted.
     """
     told = fates(history.operations, Findings()).tolist()
     truth: Sequence[int] = told if findings.fate is None else findings.fate
@@ -45,7 +46,8 @@ def evidence(history: History, findings: Findings) -> dict[str, int]:
             continue
         sent, acked = keys.get(order, set()), order in acks and order in keys
         known = truth[order] in (COMMITTED, ABORTED)
-        found["over topics"] += len({topic for topic, _ in sent}) > 1 and known
+        found["over topics"] += (over := len({topic for topic, _ in sent}) > 1 and known)
+        found["spans"] += over and each.is_span
         found["acks with outputs"] += acked and known
         if each.end is None and "ending" in fields:
             silent = (len(sent) > 1 or acked) and told[order] not in (COMMITTED, ABORTED)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -45,7 +45,7 @@ _PART_SECONDS = 900.0
 # The share of processes that kill themselves, if they start while the run attacks, of roles whose transactions have
 # several parts and of others; and after how many events: the first ones are those of an opening.
 _KILLED_SHARE, _OTHERS_KILLED_SHARE = 0.9, 0.4
-_OF_SEVERAL_PARTS = frozenset({"write", "own", "publish", "copy", "process", "sell"})
+_OF_SEVERAL_PARTS = frozenset({"write", "own", "publish", "copy", "process", "sell", "span"})
 _KILL_AT = (1, 3, 10, 10, 20, 20, 30, 30, 40, 60)
 
 Progress = Callable[[str], None]
@@ -85,11 +85,24 @@ class Hunt:
     @contextmanager
     def topics(self) -> Iterator[Bridge]:
         """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
-        with self._client.bridge() as bridge:
-            for topic in self._plan.all_topics:
+        with self._client.bridge() as bridge, ExitStack() as stack:
+            self._roles = self._plan.roles(bridge.capabilities)
+            for client, topics in self._places():
+                stack.enter_context(self._created(client, topics))
+            yield bridge
+
+    def _places(self) -> list[tuple[Client, Sequence[str]]]:
+        """Return the clients of the run's broker and, if there are spans, of the second one, with the topics there."""
+        places: list[tuple[Client, Sequence[str]]] = [(self._client, self._plan.all_topics)]
+        return [*places, (self._client.at_second(), self._plan.spanned[1:])] if "span" in self._roles else places
+
+    @contextmanager
+    def _created(self, client: Client, topics: Sequence[str]) -> Iterator[None]:
+        with client.bridge() as bridge:
+            for topic in topics:
                 bridge.admin.create_topic(topic, self._plan.partitions(topic))
             try:
-                yield bridge
+                yield
             finally:
                 with suppress(TxnBridgeError):
                     mine = [topic.name for topic in bridge.admin.topics() if self._plan.prefix in topic.name]
@@ -120,7 +133,6 @@ class Hunt:
         settings: list[str] = []
         with suppress(TxnBridgeError):  # a right may be missing
             settings = [f"{each.subject}: {each.text}" for each in bridge.admin.doctor()]
-        self._roles = self._plan.roles(bridge.capabilities)
         workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
         about = {
             "product": f"{bridge.capabilities.broker} {self._plan.version}".strip(),
@@ -171,7 +183,8 @@ class Hunt:
     def _next_kill(self, role: str) -> int:
         """Return after how many events a new process of this role kills itself, or 0 if it does not."""
         share = _KILLED_SHARE if role in _OF_SEVERAL_PARTS else _OTHERS_KILLED_SHARE
-        return self._random.choice(_KILL_AT) if self._attacking and self._random.random() < share else 0
+        number = self._random.choice(_KILL_AT) if self._attacking and self._random.random() < share else 0
+        return number * 2 if role == "span" else number  # whose transactions have more events
 
     def within_limit(self, part: Callable[[], object], what: str, seconds: float) -> None:
         """Run a part of the run. Record a hang if it stands still for longer than `seconds`, and leave it to itself."""
@@ -206,9 +219,9 @@ class Hunt:
     def read_back(self) -> None:
         """Read every topic from the start with a fresh reader, and record all messages."""
         self._progress("reading everything back")
-        for topic in self._plan.all_topics:
-            with suppress(TxnBridgeError), self._client.recorded("read", topics=[topic]) as call:
-                with self._client.bridge(timeout=_READING_SECONDS) as bridge:
+        for client, topic in [(client, topic) for client, topics in self._places() for topic in topics]:
+            with suppress(TxnBridgeError), client.recorded("read", topics=[topic]) as call:
+                with client.bridge(timeout=_READING_SECONDS) as bridge:
                     call.poll([read_of(message) for message in bridge.read(topic, ALL)])
 
     def read_back_officially(self) -> None:

@@ -30,6 +30,8 @@ ROLES = {
     "finish": 2,
     "watch": 1,
     "sell": 2,
+    "span": 2,
+    "witness": 1,
 }
 
 # The roles of each workload, which a run may be restricted to. The floor counts the work of the first role.
@@ -39,6 +41,7 @@ WORKLOADS = {
     "groups": ("feed", "publish", "copy", "process"),
     "decisions": ("decide",),
     "half-messages": ("sell",),
+    "spanning": ("span", "watch", "witness"),
 }
 
 # Settings of `txnbridge.connect` for a broker that a run starts, and for the embedded one. By default Kafka waits 45
@@ -63,6 +66,7 @@ _FLOORS: Mapping[str, Mapping[str, int]] = {
     "groups": {**_TRANSACTIONS, "acks with outputs": 20, "taken again": 5},
     "decisions": {"claims": 20},
     "half-messages": {"published": 5, "dropped": 2, "read": 100, "full reads": 1, "killed undecided": 2},
+    "spanning": {**_TRANSACTIONS, "over topics": 20, "spans": 20},
 }
 
 # The capability without which a broker cannot have the processes of a role.
@@ -75,6 +79,8 @@ NEEDS = {
     "process": Capability.ATOMIC_ACK,
     "finish": Capability.PREPARE,
     "sell": Capability.HALF_MESSAGES,
+    "span": Capability.RESOLVE_ANYWHERE,
+    "witness": Capability.RESOLVE_ANYWHERE,
 }
 
 # By scheme of the broker's URL: the roles that can use the broker's plain client instead of txnbridge.
@@ -126,6 +132,7 @@ class Plan:
     raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
     # The address of the gRPC proxy through which RocketMQ's official client reads, if there is one.
     grpc: str = ""
+    second: str = ""  # the URL of the second broker of the role "span"; else it is a file in the folder
     version: str = ""  # the broker's version and number of nodes, if they are known
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
@@ -164,7 +171,13 @@ class Plan:
 
     @property
     def all_topics(self) -> list[str]:
-        return [*self.topics, self.dead_letters]
+        """The names of the run's topics on its broker."""
+        return [*self.topics, self.dead_letters, self.spanned[0]]
+
+    @property
+    def spanned(self) -> tuple[str, str]:
+        """The topics of the role "span": on the run's broker, and on the second one."""
+        return self.named("here"), self.named("there")
 
     def partitions(self, topic: str) -> int:
         """Return the number of partitions that the run gives a topic."""
@@ -211,6 +224,11 @@ class Plan:
     def through(self, url: str) -> Plan:
         """Return a copy of this plan with another broker URL, such as the URL of a proxy."""
         return replace(self, url=url)
+
+    def at_second(self) -> Plan:
+        """Return a copy of this plan for the second broker."""
+        url = self.second or f"embedded:{self.folder}/second.db"
+        return replace(self, url=url, settings={} if self.second else SETTINGS["embedded"], raw=False)
 
     def register_plugins(self) -> None:
         """Register the plan's plug-ins in this process. Modules are searched for in the current folder, too."""

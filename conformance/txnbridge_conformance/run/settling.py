@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import txnbridge
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance.checker import COMMITTED, Findings, fates
@@ -21,7 +22,7 @@ from txnbridge_conformance.run.sales import Sales
 ALL = 100_000_000
 
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell")
+_SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell", "span")
 _MEMBERS = ("copy", "process")
 # The longest time to wait for open transactions, and for groups.
 _SETTLING_SECONDS = 90.0
@@ -72,6 +73,7 @@ class Settling:
         self._plan.closing.touch()
         self._stop([role for role in _SOURCES if role not in self._answerers])
         self._stop(("finish",))
+        self._end_spans()
         history = read_history([self._plan.folder])
         self._finish_all(history)
         with self._answered_check_backs(history):
@@ -83,7 +85,7 @@ class Settling:
             self._await(self._ended_all(), "transactions of the run are still open")
         groups = self._plan.groups(self._roles)
         drained = [self._wait(functools.partial(self._is_drained, group, self._sent(history))) for group in groups]
-        self._stop((*_MEMBERS, "watch"))
+        self._stop((*_MEMBERS, "watch", "witness"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
         self._finish_all(read_history([self._plan.folder]), _ONLY_COMMIT)
@@ -146,10 +148,7 @@ class Settling:
 
         def ended() -> bool:
             nonlocal left
-            if not self._bridge.capabilities[Capability.LIST_OPEN]:
-                return True
-            listed = self._bridge.admin.transactions()
-            now = {each.transaction for each in listed if not self._topics.isdisjoint(t for t, _ in each.partitions)}
+            now = _open_on(self._bridge, self._topics)
             left = now if left is None else left & now
             return not left
 
@@ -161,6 +160,15 @@ class Settling:
             return True
         ended = {each.transaction for each in history.operations if each.fields.get("error") in _ABORTED_BY_PROCESS}
         return ended.isdisjoint(each.transaction for each in self._bridge.admin.transactions())
+
+    def _end_spans(self) -> None:
+        """Let a resolver end the parts of spans that processes left prepared, and wait until none is left."""
+        if "span" not in self._roles:
+            return
+        with self._client.at_second().bridge() as second:
+            bridges, topics = (self._bridge, second), frozenset(self._plan.spanned)
+            txnbridge.spanning(*bridges)  # this process is a resolver as long as both bridges are open
+            self._await(lambda: not any(_open_on(each, topics) for each in bridges), "parts of spans are still open")
 
     # --- half messages ------------------------------------------------------------------------------------------------
 
@@ -274,6 +282,14 @@ class Settling:
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._left = len(left)
         return not left
+
+
+def _open_on(bridge: Bridge, topics: Collection[str]) -> set[str]:
+    """Return the transactions that a broker lists as open or prepared on these topics."""
+    if not bridge.capabilities[Capability.LIST_OPEN]:
+        return set()
+    listed = bridge.admin.transactions()
+    return {each.transaction for each in listed if any(topic in topics for topic, _ in each.partitions)}
 
 
 def _wanted(history: History, sales: Sales) -> set[str]:

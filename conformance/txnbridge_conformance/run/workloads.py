@@ -267,9 +267,17 @@ def _tokens(client: Client) -> Iterator[tuple[str, str]]:
 
 
 def watch(client: Client) -> None:
-    """Read, without a group, the two topics of the roles "write" and "own", and record each poll."""
-    plan = client.plan
-    with client.bridge() as bridge, bridge.consumer([plan.named("left"), plan.named("right")]) as consumer:
+    """Read, without a group, the topics of the roles "write", "own" and "span", and record each poll."""
+    _watch(client, client.plan.named("left"), client.plan.named("right"), client.plan.spanned[0])
+
+
+def witness(client: Client) -> None:
+    """Read, without a group, the second topic of the role "span", on the second broker, and record each poll."""
+    _watch(client.at_second(), client.plan.spanned[1])
+
+
+def _watch(client: Client, *topics: str) -> None:
+    with client.bridge() as bridge, bridge.consumer(list(topics)) as consumer:
         known: list[object] = []
         while not client.stop.is_set():
             with client.recorded("poll") as call:
@@ -321,5 +329,14 @@ def sell(client: Client) -> None:
                     client.sell(halves, timeout, client.sends(*client.plan.sold))
 
 
-_ROLES = (write, own, oversleep, decide, feed, publish, copy, process, finish, watch, sell)
+def span(client: Client) -> None:
+    """Run random transactions over the run's broker and the second one: committed, aborted, failing in their block."""
+    second = client.at_second()
+    with client.bridge() as bridge, second.bridge() as other:
+        here, there = client.plan.spanned
+        while not client.stop.wait(client.random.uniform(0, 0.05)):
+            client.span(((client, bridge, here), (second, other, there)))
+
+
+_ROLES = (write, own, oversleep, decide, feed, publish, copy, process, finish, watch, sell, span, witness)
 WORK: dict[str, Callable[[Client], None]] = {role.__name__: role for role in _ROLES}
