@@ -21,7 +21,7 @@ Key = tuple[str, int]
 Message = tuple[str, int, list[int], str]  # topic, partition, position, value
 
 PLAIN, SOURCE = ("left", "right"), "source"
-TOPICS = (*PLAIN, SOURCE, "target", "processed", "sold", "shipped", "again")
+TOPICS = (*PLAIN, SOURCE, "target", "processed", "sold", "shipped", "again", "here", "there")
 PARTITIONS = 2
 DEADLINE, HOLD = 5.0, 30.0
 OPPOSITE = {"committed": "aborted", "aborted": "committed"}
@@ -41,6 +41,7 @@ class Txn:
     way: str  # "commit", "abort", "prepare" or "half"
     opening: int | None  # of its owner's transactional id
     thread: int
+    is_span: bool  # over several brokers
     state: str = "open"
     entries: dict[Key, list[Entry]] = field(default_factory=dict)
     group: Group | None = None
@@ -111,8 +112,10 @@ class Broker:
     def keys(self, *topics: str) -> list[Key]:
         return [key for key in self.logs if key[0] in topics]
 
-    def begin(self, process: Process, way: str, opening: int | None = None, thread: int = 0) -> Txn:
-        txn = Txn(f"t{len(self.txns)}", process, way, opening, thread, begun=self.run.now)
+    def begin(
+        self, process: Process, way: str, opening: int | None = None, thread: int = 0, is_span: bool = False
+    ) -> Txn:
+        txn = Txn(f"t{len(self.txns)}", process, way, opening, thread, is_span, begun=self.run.now)
         self.txns.append(txn)
         if way != "half":
             self.run.at(DEADLINE, partial(self.expire, txn))
@@ -200,7 +203,8 @@ class Broker:
 
     def tear(self, txn: Txn, defect: str) -> None:
         """Hide the messages in one topic of a transaction by this defect."""
-        if self.plant(defect, txn.state == "committed" and len(txn.topics) > 1):
+        is_possible = txn.is_span is (defect == "torn-span") and len(txn.topics) > 1
+        if self.plant(defect, is_possible and txn.state == "committed"):
             hidden = self.random.choice(sorted(txn.topics))
             self.show((entry for key in txn.entries if key[0] == hidden for entry in txn.entries[key]), "aborted")
 
@@ -238,6 +242,11 @@ class Broker:
         if plant("told-aborted", told and is_plain):
             raise Refused("TransactionTimedOut")
         self.tear(txn, f"torn-{heard}")
+        if txn.is_span:
+            self.tear(txn, "torn-span")
+            later = [entry for key in self.keys("there") for entry in txn.entries.get(key, ()) if not entry.fate]
+            self.show(later, "open")
+            self.run.at(self.random.uniform(0, 2), partial(self.show, later, ""))
         if plant("output-lost", told and has_output):
             self.show(entries, "aborted")
         if told and is_plain:

@@ -58,6 +58,9 @@ _DEFECTS = {
         "phantom-commit": ("half messages whose work was not done are published", "phantom-commit"),
         "checkback-lie": ("a check-back shows a message less", "checkback-lie"),
     },
+    "span watch": {
+        "torn-span": ("one part of a span is committed, the other is not", "torn-span"),
+    },
     "decide": {
         "claim-split": ("two claims on an id return opposite decisions", "split-decision"),
     },

@@ -109,7 +109,9 @@ class Process:
     ) -> Generator[float, None, Txn | None]:
         """Run a transaction, as `Client.transact` does. Return it if it was committed or prepared."""
         txn = self.broker.begin(self, way, **more)
-        call = self.log.start("transaction", deadline=DEADLINE, hold=HOLD, thread=txn.thread, **self.session)
+        call = self.log.start(
+            "transaction", deadline=DEADLINE, hold=HOLD, thread=txn.thread, span=txn.is_span, **self.session
+        )
         if ack:
             call.poll(ack[1], ack[0].name)
         call.note(transaction=txn.id, begun=self.log.mono())
@@ -326,6 +328,12 @@ class Process:
             yield self.wait()
             outcome = self.broker.decide_half(txn, decision)
             call.end("ok" if outcome == "committed" else "fail", outcome=outcome)
+
+    def span(self, thread: int) -> Task:
+        while not self.is_stopping:
+            yield self.wait(0.1, 1)
+            way = self.random.choices(("commit", "abort"), (3, 1))[0]
+            yield from self.transact(self.sends("here") | self.sends("there"), way, is_span=True)
 
     def decide(self, thread: int) -> Task:
         while not self.is_stopping:

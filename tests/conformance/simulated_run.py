@@ -18,8 +18,19 @@ from tests.conformance.simulated_processes import SECONDS, SESSION, Killed, Log,
 VARIANTS = ("", "machines", "jump", "pauses", "renewed", "cut")
 
 TRIES = 80  # runs of a seed until one has a chance for the defect
-ROLES = {"write": 1, "own": 2, "feed": 1, "copy": 2, "process": 1, "finish": 1, "watch": 1, "sell": 1, "decide": 2}
-SOURCES = ("write", "own", "feed", "sell", "decide", "finish")
+ROLES = {
+    "write": 1,
+    "own": 2,
+    "feed": 1,
+    "copy": 2,
+    "process": 1,
+    "finish": 1,
+    "watch": 1,
+    "sell": 1,
+    "span": 1,
+    "decide": 2,
+}
+SOURCES = ("write", "own", "feed", "sell", "decide", "finish", "span")
 
 
 class Run:
@@ -154,6 +165,7 @@ class Run:
                 yield from self.me.end_by_token(txn, "commit")
         yield from self._finish("commit", "abort")
         yield from self._await("transactions are still open", lambda: all(each.state in OPPOSITE for each in txns))
+        yield 2.0  # the longest time in which the second part of a span becomes visible
         yield from self._await("groups have not read everything", lambda: all(map(self._is_drained, groups)))
         yield from self._stop("copy", "process", "watch")
         for id, decision in self.broker.sales.items():

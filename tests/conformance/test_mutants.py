@@ -15,6 +15,7 @@ from tests.conformance.mutants import VARIABLE, Mutants
 from tests.conformance.mutants.kafka import KAFKA
 from tests.conformance.mutants.pulsar import PULSAR
 from tests.conformance.mutants.rocketmq import ROCKETMQ
+from tests.conformance.mutants.spans import SPANS
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,6 +111,14 @@ def test_a_broken_embedded_broker_is_found_under_its_name(broker, finds, seconds
     if broker in ALONE:
         more += ["--workload", ALONE[broker]]
     assert_found(frozenset(finds), (1, 2, 3, 4, 5), tmp_path, url, *more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPANS.by_name)
+def test_a_mutant_of_spans_over_two_embedded_brokers_is_found_under_its_name(name, tmp_path):
+    mutant = SPANS.by_name[name]
+    more = ["--time", str(mutant.seconds), "--workload", mutant.workload, "--plugin", "tests.conformance.mutants.spans"]
+    assert_found(mutant.finds, mutant.seeds, tmp_path, f"embedded:{tmp_path / 'broker.db'}", *more, **{VARIABLE: name})
 
 
 # --- Kafka, Pulsar and RocketMQ ------------------------------------------------------------------------------------
