@@ -26,7 +26,16 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import NEEDS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of, without_secrets
+from txnbridge_conformance.run.plan import (
+    BY_DEFAULT,
+    NEEDS,
+    RAW_ROLES,
+    SETTINGS,
+    WORKLOADS,
+    Plan,
+    floor_of,
+    without_secrets,
+)
 from txnbridge_conformance.run.raw import rocketmq as raw_rocketmq
 
 if TYPE_CHECKING:
@@ -84,7 +93,7 @@ class _Seconds(click.ParamType[float]):
 
 
 def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
-    names, floor = floor_of(), {}
+    names, floor = floor_of(WORKLOADS), {}
     for text in given:
         name, _, number = text.partition("=")
         if name not in names or not number.isdecimal():
@@ -160,7 +169,6 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
 @click.option("--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="For the hook.")
 @_PLUGIN
 @click.option("--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, by which its official client reads.")
-@click.option("--second", default="", metavar="URL", help="The second broker of spanning; else a file in the folder.")
 @_judging
 def run(
     url: str,
@@ -175,7 +183,6 @@ def run(
     targets: list[tuple[str, str]],
     modules: tuple[str, ...],
     grpc: str,
-    second: str,
     **judging: Any,
 ) -> None:
     """Run transactions on a broker from many processes, inject faults, and judge the result.
@@ -198,7 +205,7 @@ def run(
     if raw:
         _check_raw(urlsplit(url).scheme or url, starts or bool(grpc))
     kinds = faults or (_FAULTS if starts else ("client",))
-    workloads = workloads or tuple(WORKLOADS)
+    workloads = workloads or BY_DEFAULT
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
     with _started(url, raw, seconds) if starts else nullcontext() as broker:
@@ -209,7 +216,7 @@ def run(
             name: {option: value for option, value in options.items() if f"{option}=" not in url}
             for name, options in known.items()
         }
-        more: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc, "second": second}
+        more: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc}
         plan = Plan(address, name, seed, seconds, str(folder), settings, modules, **more)
         if contract:
             from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
@@ -218,10 +225,8 @@ def run(
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
     command += f" --faults {','.join(kinds)}"
-    if workloads != tuple(WORKLOADS):
+    if workloads != BY_DEFAULT:
         command += f" --workload {','.join(workloads)}"
-    if second:
-        command += f" --second {without_secrets(second)}"
     if raw:
         command += " --through raw"
     if contract:

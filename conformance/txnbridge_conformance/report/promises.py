@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from txnbridge_conformance.checker import Findings
-from txnbridge_conformance.run.plan import floor_of
+from txnbridge_conformance.run.plan import WORKLOADS, floor_of
 from txnbridge_conformance.run.verdict import OF_PARTITION_ORDER, Judgement
 
 
@@ -130,6 +130,6 @@ def _judged(promise: Promise, findings: Findings, judgement: Judgement, absent: 
     if missing:
         return "not tested", f"no {', no '.join(missing)}"
     tried = ", ".join(f"{counts[name]:,} {name}" for name in promise.needs)
-    least = floor_of()
+    least = floor_of(WORKLOADS)
     thin = any(counts[name] < least.get(name, 1) for name in promise.needs)
     return "too thin" if thin else "kept", tried

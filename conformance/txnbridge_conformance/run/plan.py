@@ -43,6 +43,8 @@ WORKLOADS = {
     "half-messages": ("sell",),
     "spanning": ("span", "watch", "witness"),
 }
+# The promise of spans is that of txnbridge, not of the broker, and needs a second one.
+BY_DEFAULT = tuple(name for name in WORKLOADS if name != "spanning")
 
 # Settings of `txnbridge.connect` for a broker that a run starts, and for the embedded one. By default Kafka waits 45
 # seconds for a member that was killed. The group processes nothing meanwhile, and a run kills the next member sooner.
@@ -107,7 +109,7 @@ def without_secrets(url: str) -> str:
     return address + mark + "&".join(map(shown, options.split("&")))
 
 
-def floor_of(workloads: Collection[str] = tuple(WORKLOADS), kills: bool = True) -> dict[str, int]:
+def floor_of(workloads: Collection[str] = BY_DEFAULT, kills: bool = True) -> dict[str, int]:
     """Return the least number of each thing that a run with these workloads has to try, by the name of its count.
 
     With `kills`, the run kills processes of its own.
@@ -128,11 +130,10 @@ class Plan:
     folder: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
-    workloads: Sequence[str] = tuple(WORKLOADS)
+    workloads: Sequence[str] = BY_DEFAULT
     raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
     # The address of the gRPC proxy through which RocketMQ's official client reads, if there is one.
     grpc: str = ""
-    second: str = ""  # the URL of the second broker of the role "span"; else it is a file in the folder
     version: str = ""  # the broker's version and number of nodes, if they are known
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
@@ -226,9 +227,8 @@ class Plan:
         return replace(self, url=url)
 
     def at_second(self) -> Plan:
-        """Return a copy of this plan for the second broker."""
-        url = self.second or f"embedded:{self.folder}/second.db"
-        return replace(self, url=url, settings={} if self.second else SETTINGS["embedded"], raw=False)
+        """Return a copy of this plan for the second broker, which is a file in the run's folder."""
+        return replace(self, url=f"embedded:{self.folder}/second.db", settings=SETTINGS["embedded"], raw=False)
 
     def register_plugins(self) -> None:
         """Register the plan's plug-ins in this process. Modules are searched for in the current folder, too."""
