@@ -38,7 +38,7 @@ from txnbridge._process.handler import call_inside, handler_location, loggable
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge._process.retries import Retries, WaitsBehind, is_note
+from txnbridge._process.retries import Retries, WaitsBehind, is_follower, is_note
 from txnbridge._process.side_by_side import SideBySide, check_side_by_side
 from txnbridge._process.waiting_keys import WaitingKeys
 from txnbridge._read.consumer import topic_list
@@ -587,6 +587,9 @@ class Processor(ConnectionUser):
         if delivered.topic in self._retries.topics and is_note(delivered):
             items.set_aside(index, WaitsBehind(delivered.topic), delayed=None)
             return delivered
+        # Other members may have sent earlier messages of its key to other retry topics, so these are read first.
+        if self._waiting_keys is not None and delivered.topic in self._retries.topics and is_follower(delivered):
+            self._waiting_keys.in_doubt = True
         try:
             return self._retries.original(delivered)
         except errors.Poison as poison:

@@ -94,6 +94,11 @@ def is_note(message: Message) -> bool:
     return DONE in message.headers or MARKER in message.headers
 
 
+def is_follower(message: Message) -> bool:
+    """Return whether a message of a retry topic waits behind an earlier one, and was not tried itself."""
+    return KEPT in message.headers and message.headers.get(PREFIX + "number") == "0"
+
+
 def seconds_until_due(message: Message) -> float:
     """Return for how many seconds a message in a retry topic has to wait; 0 if it has no valid headers."""
     waiting = WaitingMessage.of(message)

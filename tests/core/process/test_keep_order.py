@@ -11,7 +11,16 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, url_of, values
-from txnbridge import Batch, Bridge, InvalidOption, Message, NotSupported, Transaction
+from txnbridge import (
+    Batch,
+    Bridge,
+    InvalidOption,
+    Message,
+    NotSupported,
+    Transaction,
+)
+from txnbridge._process.origin import origin_headers
+from txnbridge._process.retries import KEPT, PREFIX, waiting_headers
 from txnbridge.testing import Child
 
 KEYS = 6
@@ -185,3 +194,29 @@ def test_killed_at_any_event_and_run_again_the_order_of_each_key_is_kept(tmp_pat
         feed_numbers(url, 12, partitions=1)
 
     kill_walk(work, lambda url: check(url, 12), Fresh(tmp_path, feed_and_create), least=WITHIN_A_TRANSACTION)
+
+
+# --- beside other members ---------------------------------------------------------------------------------------------
+
+
+def put(bridge: Bridge, topic: str, original: Message, number: int, delay: float) -> None:
+    """Send a message to a retry topic, as another member does."""
+    headers = [
+        *origin_headers(PREFIX, original, "g", ValueError("not now"), 1, "of another member"),
+        *waiting_headers(number, delay),
+        (KEPT, b""),
+    ]
+    with bridge.transaction() as txn:
+        txn.send(topic, original.value, key=original.key, headers=headers)
+
+
+def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retry_topic(bridge):
+    feed(bridge, "b1")
+    with bridge.processor("in", group="g", each=FailingFirst(b1=2), retry=DELAYS, keep_order=True):
+        eventually(lambda: values(bridge, "out") == [b"b1"], "b1 comes out of the last retry topic")
+        [first] = bridge.read("in")
+        a2, a3 = (first._replace(position=(at, *first.position[1:]), value=b"a%d" % at, key=b"a") for at in (102, 103))
+        put(bridge, "g-retry-50ms", a2, number=1, delay=1.0)
+        put(bridge, "g-retry-200ms", a3, number=0, delay=0.0)
+        eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
+    assert values(bridge, "out") == [b"b1", b"a2", b"a3"]
