@@ -115,7 +115,6 @@ class WaitingKeys:
             source: Any = getattr(txn, "of_source", txn)
             for marker, (topic, number) in markers.items():
                 source.send(topic, b"", key=None, headers=[(MARKER, marker.encode())], partition=number)
-        self._done = set(), self._done[0]
         try:
             while not markers.keys() <= self._seen:
                 if deadline.expired:
@@ -124,6 +123,8 @@ class WaitingKeys:
         except PositionLost:  # retention has removed what was not read: what is left is read from its begin
             self.close()
             raise DeadlineExceeded(f"{', '.join(self._topics)} are read again from their begin") from None
+        # Only now: before all is read, a note may come long before what it is about.
+        self._done = set(), self._done[0]
         self._seen.clear()
         self.in_doubt = False
 

@@ -14,13 +14,15 @@ from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, url_of, values
 from txnbridge import (
     Batch,
     Bridge,
+    DeadlineExceeded,
     InvalidOption,
     Message,
     NotSupported,
     Transaction,
 )
+from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
-from txnbridge._process.retries import KEPT, PREFIX, waiting_headers
+from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
 from txnbridge.testing import Child
 
 KEYS = 6
@@ -220,3 +222,21 @@ def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retr
         put(bridge, "g-retry-200ms", a3, number=0, delay=0.0)
         eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
     assert values(bridge, "out") == [b"b1", b"a2", b"a3"]
+
+
+def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, monkeypatch):
+    feed(bridge, "a1")
+    [first] = bridge.read("in")
+    put(bridge, "g-retry-50ms", first, number=1, delay=0.0)
+    with bridge.transaction() as txn:
+        txn.send("g-retry-200ms", b"", headers={DONE: place_of(first)})
+    [entry], [note] = bridge.read("g-retry-50ms"), bridge.read("g-retry-200ms")
+    keys = bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True)._waiting_keys
+    monkeypatch.setattr(keys, "_read", lambda timeout: time.sleep(0.1))
+    keys._take(note)
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded):
+            keys._read_all(Deadline(0.5))
+    keys._take(entry)
+    assert not keys._keys
+    keys.close()
