@@ -92,7 +92,10 @@ class WaitingKeys:
         place = place_of(original)
         if key is not None and not any(place in done for done in self._done):
             self._keys[place] = key, original.position
-            self._waiting[key][original.position] = topic, due
+            line = self._waiting[key]
+            # Topics are read beside each other: of several entries for a message the last due tells where it waits.
+            if original.position not in line or due >= line[original.position][1]:
+                line[original.position] = topic, due
 
     def _remove(self, place: str) -> None:
         self._done[0].add(place)
@@ -143,7 +146,7 @@ class WaitingKeys:
             self._remove(message.headers[DONE])
         elif KEPT in message.headers and message.key is not None:
             waits = WaitingMessage.of(message)
-            if waits is not None and place_of(waits) not in self._keys:
+            if waits is not None:
                 self._add(waits, message.topic, waits.due, (waits.topic, waits.partition, bytes(message.key)))
 
     def close(self) -> None:

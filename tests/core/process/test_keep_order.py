@@ -224,6 +224,20 @@ def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retr
     assert values(bridge, "out") == [b"b1", b"a2", b"a3"]
 
 
+def test_a_new_member_sends_a_message_where_the_earlier_one_waits_now(bridge):
+    feed(bridge, "a1")
+    settings = {"inputs": "in", "group": "g", "retry": [0.05, 2.0], "keep_order": True}
+    handler = FailingFirst(a1=2)
+    with bridge.processor(each=handler, **settings):
+        eventually(lambda: not handler.left[b"a1"], "a1 has failed twice")
+        eventually(lambda: b"a1" in values(bridge, "g-retry-2s"), "a1 waits")
+    feed(bridge, "a2")
+    with bridge.processor(each=handler, **settings):
+        eventually(lambda: len(values(bridge, "out")) == 2, "both come out")
+    assert values(bridge, "out") == [b"a1", b"a2"]
+    assert values(bridge, "g-retry-50ms").count(b"a2") == 0
+
+
 def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, monkeypatch):
     feed(bridge, "a1")
     [first] = bridge.read("in")
