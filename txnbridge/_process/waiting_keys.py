@@ -53,11 +53,15 @@ class WaitingKeys:
     def hold_back(self, batch: PolledBatch, timeout: float) -> None:
         """Mark the messages of a batch that wait behind earlier ones of their keys."""
         sources = {message.source for message in batch.delivered}
-        if self.in_doubt or not sources <= self._known:
-            self._read_all(Deadline(timeout))
-            self._known = {source for source in self._known | sources if not source.ended}
-        elif self._keys:
-            self._read(0.0)
+        try:
+            if self.in_doubt or not sources <= self._known:
+                self._read_all(Deadline(timeout))
+                self._known = {source for source in self._known | sources if not source.ended}
+            elif self._keys:
+                self._read(0.0)
+        except PositionLost:  # retention has removed what was not read: what is left is read from its begin
+            self.close()
+            raise DeadlineExceeded(f"{', '.join(self._topics)} are read again from their begin") from None
         goes_first: set[tuple[_Key, Position]] = set()  # in this batch
         poison = batch.poison
         for index in range(len(batch) if self._keys else 0):
@@ -113,19 +117,17 @@ class WaitingKeys:
         if self._reader is None:
             self._reader = RawConsumer._open(self._consumers, self._topics, None, "earliest")
         self._partitions = sorted(connection.broker.admin.bounds(self._topics, deadline))
+        if deadline.expired:
+            raise DeadlineExceeded(f"opening {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
         markers = {f"{uuid.uuid4().hex}/{topic}/{number}": (topic, number) for topic, number in self._partitions}
         with self._begin(timeout=deadline.left()) as txn:
             source: Any = getattr(txn, "of_source", txn)
             for marker, (topic, number) in markers.items():
                 source.send(topic, b"", key=None, headers=[(MARKER, marker.encode())], partition=number)
-        try:
-            while not markers.keys() <= self._seen:
-                if deadline.expired:
-                    raise DeadlineExceeded(f"reading {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
-                self._read(_READ_SECONDS)
-        except PositionLost:  # retention has removed what was not read: what is left is read from its begin
-            self.close()
-            raise DeadlineExceeded(f"{', '.join(self._topics)} are read again from their begin") from None
+        while not markers.keys() <= self._seen:
+            if deadline.expired:
+                raise DeadlineExceeded(f"reading {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
+            self._read(_READ_SECONDS)
         # Only now: before all is read, a note may come long before what it is about.
         self._done = set(), self._done[0]
         self._seen.clear()

@@ -18,11 +18,13 @@ from txnbridge import (
     InvalidOption,
     Message,
     NotSupported,
+    PositionLost,
     Transaction,
 )
 from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
+from txnbridge._process.waiting_keys import WaitingKeys
 from txnbridge.testing import Child
 
 KEYS = 6
@@ -236,6 +238,22 @@ def test_a_new_member_sends_a_message_where_the_earlier_one_waits_now(bridge):
         eventually(lambda: len(values(bridge, "out")) == 2, "both come out")
     assert values(bridge, "out") == [b"a1", b"a2"]
     assert values(bridge, "g-retry-50ms").count(b"a2") == 0
+
+
+def test_a_position_that_retention_has_removed_makes_it_read_again_and_not_stop(bridge, monkeypatch):
+    read, lost = WaitingKeys._read, [PositionLost("retention")]
+
+    def once_lost(self, timeout):
+        if timeout == 0.0 and lost:
+            raise lost.pop()
+        read(self, timeout)
+
+    monkeypatch.setattr(WaitingKeys, "_read", once_lost)
+    feed(bridge, "a1", "a2", "b1")
+    settings = {"retry": DELAYS, "keep_order": True, "max_messages": 1}
+    with bridge.processor("in", group="g", each=FailingFirst(a1=1), **settings):
+        eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
+    assert not lost and [value for value in values(bridge, "out") if value != b"b1"] == [b"a1", b"a2"]
 
 
 def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, monkeypatch):
