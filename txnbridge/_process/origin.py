@@ -33,7 +33,7 @@ class Origin:
         """Return the contents of the headers whose names begin with `prefix`; None if one is missing or damaged."""
         try:
             return cls(**{field.name: _parsed(field.name, headers[prefix + field.name]) for field in fields(cls)})
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
             return None
 
 
@@ -74,4 +74,7 @@ def without_prefix(headers: Headers, prefix: str) -> list[tuple[str, bytes | Non
 def _parsed(name: str, text: str) -> Any:
     if name == "position":
         return tuple(int(part) for part in json.loads(text))
-    return int(text) if name in _NUMBERS else text
+    if name not in _NUMBERS:
+        return text
+    float(number := int(text))  # raises an OverflowError for a time with which nobody can reckon
+    return number

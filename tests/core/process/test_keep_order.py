@@ -240,6 +240,20 @@ def test_a_new_member_sends_a_message_where_the_earlier_one_waits_now(bridge):
     assert values(bridge, "g-retry-50ms").count(b"a2") == 0
 
 
+@pytest.mark.parametrize("damage", [("due", b"9" * 400), ("position", b"[1e999]"), ("position", b"[" * 100_000)])
+def test_damaged_headers_of_a_waiting_message_make_it_poison(bridge, damage):
+    feed(bridge, "a1")
+    [first] = bridge.read("in")
+    name, value = damage
+    headers = dict([*origin_headers(PREFIX, first, "g", ValueError(), 1, "t"), *waiting_headers(1, 0), (KEPT, b"")])
+    with bridge.transaction() as txn:
+        txn.send("g-retry-50ms", b"odd", key=b"a", headers={**headers, PREFIX + name: value})
+    bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, dead_letter="dead").run(
+        until_idle=True
+    )
+    assert (values(bridge, "out"), values(bridge, "dead")) == ([b"a1"], [b"odd"])
+
+
 def test_a_position_that_retention_has_removed_makes_it_read_again_and_not_stop(bridge, monkeypatch):
     read, lost = WaitingKeys._read, [PositionLost("retention")]
 
