@@ -25,6 +25,7 @@ from txnbridge.errors import DeadlineExceeded, PositionLost
 from txnbridge.spi import Partition, Position
 
 _READ_AT_ONCE, _READ_SECONDS = 1000, 0.25
+_MOST_NOTES = 10_000  # notes in memory after which all is read, so that they can be forgotten
 
 _Key = tuple[str, int, bytes]  # the original topic, its partition, and the message's key
 
@@ -54,7 +55,7 @@ class WaitingKeys:
         """Mark the messages of a batch that wait behind earlier ones of their keys."""
         sources = {message.source for message in batch.delivered}
         try:
-            if self.in_doubt or not sources <= self._known:
+            if self.in_doubt or not sources <= self._known or len(self._done[0]) > _MOST_NOTES:
                 self._read_all(Deadline(timeout))
                 self._known = {source for source in self._known | sources if not source.ended}
             elif self._keys:
@@ -63,15 +64,18 @@ class WaitingKeys:
             self.close()
             raise DeadlineExceeded(f"{', '.join(self._topics)} are read again from their begin") from None
         goes_first: set[tuple[_Key, Position]] = set()  # in this batch
-        poison = batch.poison
+        lines: dict[_Key, list[Position]] = {}  # what waits, the earliest last, but for what goes first
+        poison, marked = batch.poison, batch.marked
         for index in range(len(batch) if self._keys else 0):
             original = batch.originals[index]
-            if (index in batch.marked and index not in poison) or (key := _key(original)) is None:
+            if (index in marked and index not in poison) or (key := _key(original)) is None:
                 continue
-            waiting = self._waiting.get(key, {})
-            earlier = [at for at in waiting if at < original.position and (key, at) not in goes_first]
-            if earlier and index not in poison:
-                batch.set_aside(index, WaitsBehind(*waiting[min(earlier)]), delayed=True)
+            if (line := lines.get(key)) is None:
+                line = lines[key] = sorted(self._waiting.get(key, ()), reverse=True)
+            while line and (key, line[-1]) in goes_first:
+                line.pop()
+            if line and line[-1] < original.position and index not in poison:
+                batch.set_aside(index, WaitsBehind(*self._waiting[key][line[-1]]), delayed=True)
             else:
                 goes_first.add((key, original.position))
 
