@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 from txnbridge import errors
-from txnbridge._base.connection import ConnectionUser
+from txnbridge._base.connection import ConnectionUser, close_logging_errors
 from txnbridge._base.deadline import check_seconds
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.plugins import plugins
@@ -457,7 +457,7 @@ class Processor(ConnectionUser):
         if self._side_by_side is not None:
             self._side_by_side.close()
         if self._waiting_keys is not None:
-            self._waiting_keys.close()
+            close_logging_errors(self._waiting_keys.close, leaving_seconds(self._stop_timeout))
 
     # --- by force -------------------------------------------------------------------------------------------------
 

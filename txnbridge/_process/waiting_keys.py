@@ -155,9 +155,9 @@ class WaitingKeys:
             if waits is not None:
                 self._add(waits, message.topic, waits.due, (waits.topic, waits.partition, bytes(message.key)))
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         if self._reader is not None:
-            self._reader.close()
+            self._reader.close(timeout)
         self._reader, self.in_doubt = None, True
         self._waiting.clear()
         self._keys.clear()
