@@ -1,5 +1,7 @@
 """Spans of tasks: all or none, also if the task is cancelled anywhere."""
 
+import threading
+import time
 from functools import partial
 
 import anyio
@@ -78,3 +80,39 @@ def test_a_span_whose_task_is_cancelled_anywhere_is_all_or_none(moment, tmp_path
         if not cancelling.reached:
             break
     assert number > 5 and program.told is Outcome.COMMITTED
+
+
+@pytest.mark.anyio
+async def test_the_end_of_a_block_waits_for_a_send_whose_task_was_cancelled(tmp_path, monkeypatch):
+    urls = [f"embedded:{tmp_path}/{name}.db" for name in "ab"]
+    send = txnbridge.Transaction.send
+    begun = threading.Event()
+
+    def slow(*arguments, **named):
+        begun.set()
+        time.sleep(0.5)
+        send(*arguments, **named)
+
+    async with aio.connect(urls[0]) as here, aio.connect(urls[1]) as there:
+        async with aio.spanning(here, there) as span:
+            with monkeypatch.context() as patch:
+                patch.setattr(txnbridge.Transaction, "send", slow)
+                patch.setattr(txnbridge.Transaction, "_send_from_loop", lambda *_: False)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(span.on(here).send, "t", b"1")
+                    await anyio.to_thread.run_sync(begun.wait)
+                    tasks.cancel_scope.cancel()
+            await span.on(there).send("t", b"1")
+        assert span.outcome is Outcome.COMMITTED
+    assert [values(url, "t") for url in urls] == [[b"1"], [b"1"]]
+
+
+@pytest.mark.anyio
+async def test_a_span_is_for_one_block(tmp_path):
+    async with aio.connect(f"embedded:{tmp_path}/a.db") as here, aio.connect(f"embedded:{tmp_path}/b.db") as there:
+        span = aio.spanning(here, there)
+        async with span:
+            with pytest.raises(InvalidState, match="one block"):
+                async with span:
+                    pass
+        assert await here.admin.transactions() == []

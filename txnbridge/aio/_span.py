@@ -27,6 +27,7 @@ class Span:
         self._bridges = bridges
         self._timeout, self._hold = timeout, hold
         self._calls = OneCall("the end of a span")
+        self._entered = False
         self._sync: txnbridge.Span | None = None
         self._parts: dict[Bridge, Transaction] = {}
         self._end: Call[Any] | None = None
@@ -57,6 +58,9 @@ class Span:
         return self.outcome
 
     async def __aenter__(self) -> Span:
+        if self._entered:
+            raise InvalidState("a span is for one block: begin another one with aio.spanning(…)")
+        self._entered = True
         self._sync = sync = await self._calls.run(Call(self._open, undo=_abort_opened))
         self._parts = {each: Transaction(sync.on(each.sync), each._waiting) for each in self._bridges}
         return self
@@ -78,11 +82,14 @@ class Span:
         assert self._sync is not None
         if error is not None:
             return await self._abort_after(self._sync, error)
-        self._end = end = Call(partial(self._sync.__exit__, None, None, None))
+        end = None
         try:
+            for part in self._parts.values():
+                await part.settle()  # a call whose task was cancelled, and the block has gone on
+            self._end = end = Call(partial(self._sync.__exit__, None, None, None))
             await self._calls.run(end)
         except BaseException as cancelled:
-            if end.withdrawn:
+            if end is None or end.withdrawn:
                 await self._abort_after(self._sync, cancelled)
             raise
         return False
