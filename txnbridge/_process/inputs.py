@@ -131,6 +131,11 @@ class ProcessorInputs:
         """Return a message of an input topic decoded. Raise `Poison` if the topic's codec cannot decode it."""
         return self._inputs.decode(message)
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the outcome of a transaction that acknowledged messages is unknown."""
+        return any(consumer.in_doubt for consumer in self._consumers())
+
     def lag(self, timeout: float) -> int | None:
         """Return the number of unread messages in the assigned partitions of the inputs; None if none is assigned."""
         lag = self._inputs.lag_within(timeout)
@@ -143,7 +148,7 @@ class ProcessorInputs:
 
         `lag` is the present lag of the inputs. While a consumer has no partition, the lag of its whole group counts.
         """
-        if any(consumer.in_doubt for consumer in self._consumers()) or not self._is_read(self._inputs, lag, timeout):
+        if self.in_doubt or not self._is_read(self._inputs, lag, timeout):
             return False
         return self._retries is None or self._is_read(self._retries, self._retries.due_lag(), timeout)
 

@@ -657,7 +657,8 @@ class Processor(ConnectionUser):
         self._since = time.monotonic()
         if self._waiting_keys is not None:
             self._waiting_keys.note(done, self._sent_to_wait)
-            self._waiting_keys.in_doubt = False
+            # On some brokers readers see nothing of an undecided transaction and do not wait for it.
+            self._waiting_keys.in_doubt = self._inputs is not None and self._inputs.in_doubt
         self._dead_letters.in_a_row = in_a_row
         self._count(done)
         return len(done)

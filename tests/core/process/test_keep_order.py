@@ -25,6 +25,7 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
 from txnbridge._process.waiting_keys import WaitingKeys
+from txnbridge._read.consumer import RawConsumer
 from txnbridge.testing import Child
 
 KEYS = 6
@@ -286,3 +287,18 @@ def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, mo
     keys._take(entry)
     assert not keys._keys
     keys.close()
+
+
+def test_while_the_outcome_of_an_earlier_pass_is_unknown_each_pass_reads_the_retry_topics(bridge, monkeypatch):
+    read_all, readings = WaitingKeys._read_all, list[Deadline]()
+
+    def counted(self, deadline):
+        readings.append(deadline)
+        read_all(self, deadline)
+
+    monkeypatch.setattr(WaitingKeys, "_read_all", counted)
+    monkeypatch.setattr(RawConsumer, "in_doubt", True)
+    feed(bridge, "a1", "a2", "a3")
+    with bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, max_messages=1):
+        eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
+    assert len(readings) >= 3
