@@ -30,6 +30,7 @@ PREFIX = "txnbridge-retry-"
 # Headers by which `_process.waiting_keys` knows what waits: of a message for which later ones of its key wait, and of
 # notes, which are no messages to process: that such a message does not wait any more, and how far a member has read.
 KEPT, DONE, MARKER = PREFIX + "kept", PREFIX + "done", PREFIX + "marker"
+NEXT = PREFIX + "next"  # of a note: the retry topic to which the message went on, and where it is not done yet
 _TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re.DOTALL)
 
 
@@ -192,19 +193,22 @@ class Retries:
         delayed = batch.delayed
         of_retries = batch.delivered and batch.delivered[0].topic in self.topics  # a batch is of one kind of topics
         for index, delivered in enumerate(batch.delivered if of_retries else ()):
-            ends = index not in delayed or partition is None
-            if ends and KEPT in delivered.headers and (waited := self._waited(delivered)):
-                note = [(DONE, place_of(waited).encode())]
-                txn.send(delivered.topic, b"", key=None, headers=note, partition=delivered.partition)
+            if KEPT not in delivered.headers or (waited := self._waited(delivered)) is None:
+                continue
+            note = [(DONE, place_of(waited).encode())]
+            if index in delayed and partition is not None:
+                note.append((NEXT, self._topic_of(delayed[index], delivered).encode()))
+            txn.send(delivered.topic, b"", key=None, headers=note, partition=delivered.partition)
         sent: dict[int, tuple[str, float]] = {}
         for index, error in delayed.items():
             delivered, original = batch.delivered[index], batch.originals[index]
+            topic = self._topic_of(error, delivered)
             number, tried = self._number(delivered), attempts(delivered)
             if isinstance(error, WaitsBehind):  # due with the earlier message, so that a busy key catches up
-                topic, tried = error.topic, tried - 1
+                tried -= 1
                 waits = min(self._delay_of[topic], max(0.0, error.due / 1000 - time.time()))
             else:
-                topic, number = self.next_topic(delivered), number + 1
+                number += 1
                 waits = self._delay_of[topic]
             origin = origin_headers(PREFIX, original, self._group, error, tried, txn.id)
             headers = [*origin, *waiting_headers(number, waits)]
@@ -214,6 +218,9 @@ class Retries:
             txn.send(topic, original.value, key=original.key, headers=headers, partition=place)
             sent[index] = topic, (time.time() + waits) * 1000
         return sent
+
+    def _topic_of(self, error: Exception, delivered: Message) -> str:
+        return error.topic if isinstance(error, WaitsBehind) else self.next_topic(delivered)
 
     def _number(self, delivered: Message) -> int:
         waited = self._waited(delivered)

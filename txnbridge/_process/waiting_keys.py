@@ -17,7 +17,7 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message
 from txnbridge._process.pass_transaction import PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge._process.retries import DONE, KEPT, MARKER, WaitingMessage, WaitsBehind, place_of
+from txnbridge._process.retries import DONE, KEPT, MARKER, NEXT, WaitingMessage, WaitsBehind, place_of
 from txnbridge._read.consumer import RawConsumer
 from txnbridge._read.deliveries import Assignment
 from txnbridge._read.open_consumers import Consumers
@@ -45,6 +45,8 @@ class WaitingKeys:
         self._done: tuple[set[str], set[str]] = set(), set()  # places of notes since the last reading, and before it
         self._seen: set[str] = set()  # the markers that were read
         self._known: set[Assignment] = set()
+        self._left: set[tuple[str, str]] = set()  # places of messages, and retry topics that they left for others
+        self._complete = False  # whether all was read once
         self.in_doubt = True  # whether something may wait that is not known
 
     def partition(self, topic: str, original: Message) -> int:
@@ -116,7 +118,20 @@ class WaitingKeys:
     # --- reading the retry topics -------------------------------------------------------------------------------------
 
     def _read_all(self, deadline: Deadline) -> None:
-        """Read all that was committed before this call: up to a marker of its own in each partition."""
+        """Read all that was committed before this call."""
+        self._read_to_markers(deadline)
+        if not self._complete and (gone := self._gone()):
+            # These went on to a topic that retry= does not have any more, or in which retention has removed them; or
+            # their next entries are only now there.
+            self._read_to_markers(deadline)
+            for place, _ in gone & self._gone():
+                self._remove(place)
+        self._complete = True
+        self._left.clear()
+        self.in_doubt = False
+
+    def _read_to_markers(self, deadline: Deadline) -> None:
+        """Read up to a marker of its own in each partition."""
         connection = self._consumers.connection
         if self._reader is None:
             self._reader = RawConsumer._open(self._consumers, self._topics, None, "earliest")
@@ -135,7 +150,11 @@ class WaitingKeys:
         # Only now: before all is read, a note may come long before what it is about.
         self._done = set(), self._done[0]
         self._seen.clear()
-        self.in_doubt = False
+
+    def _gone(self) -> set[tuple[str, str]]:
+        """Return the places, and topics, of messages that left the topic where they waited last, as far as is read."""
+        left = [(place, topic, *self._keys[place]) for place, topic in self._left if place in self._keys]
+        return {(place, topic) for place, topic, key, position in left if self._waiting[key][position][0] == topic}
 
     def _read(self, timeout: float) -> None:
         assert self._reader is not None
@@ -149,18 +168,23 @@ class WaitingKeys:
         if MARKER in message.headers:
             self._seen.add(message.headers[MARKER])
         elif DONE in message.headers:
-            self._remove(message.headers[DONE])
+            if NEXT not in message.headers:
+                self._remove(message.headers[DONE])
+            elif not self._complete:
+                self._left.add((message.headers[DONE], message.topic))
         elif KEPT in message.headers and message.key is not None:
             waits = WaitingMessage.of(message)
             if waits is not None:
+                self._left.discard((place_of(waits), message.topic))
                 self._add(waits, message.topic, waits.due, (waits.topic, waits.partition, bytes(message.key)))
 
     def close(self, timeout: float | None = None) -> None:
         if self._reader is not None:
             self._reader.close(timeout)
-        self._reader, self.in_doubt = None, True
+        self._reader, self.in_doubt, self._complete = None, True, False
         self._waiting.clear()
         self._keys.clear()
+        self._left.clear()
 
 
 def _key(original: Message) -> _Key | None:

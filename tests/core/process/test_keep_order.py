@@ -302,3 +302,14 @@ def test_while_the_outcome_of_an_earlier_pass_is_unknown_each_pass_reads_the_ret
     with bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, max_messages=1):
         eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
     assert len(readings) >= 3
+
+
+def test_a_delay_that_is_taken_out_of_the_list_holds_no_key_back(bridge):
+    feed(bridge, "a1")
+    settings = {"inputs": "in", "group": "g", "each": FailingFirst(a1=2), "keep_order": True}
+    with bridge.processor(retry=DELAYS, **settings):
+        eventually(lambda: values(bridge, "out") == [b"a1"], "a1 comes out of the last retry topic")
+    feed(bridge, "a2")
+    with bridge.processor(retry=DELAYS[:1], **settings) as running:
+        eventually(lambda: values(bridge, "out") == [b"a1", b"a2"], "a2 comes out")
+    assert running.stats.delayed == 0
