@@ -219,7 +219,7 @@ def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retr
     feed(bridge, "b1")
     with bridge.processor("in", group="g", each=FailingFirst(b1=2), retry=DELAYS, keep_order=True):
         eventually(lambda: values(bridge, "out") == [b"b1"], "b1 comes out of the last retry topic")
-        [first] = bridge.read("in")
+        [first] = bridge.read("in", 1)
         a2, a3 = (first._replace(position=(at, *first.position[1:]), value=b"a%d" % at, key=b"a") for at in (102, 103))
         put(bridge, "g-retry-50ms", a2, number=1, delay=1.0)
         put(bridge, "g-retry-200ms", a3, number=0, delay=0.0)
@@ -244,7 +244,7 @@ def test_a_new_member_sends_a_message_where_the_earlier_one_waits_now(bridge):
 @pytest.mark.parametrize("damage", [("due", b"9" * 400), ("position", b"[1e999]"), ("position", b"[" * 100_000)])
 def test_damaged_headers_of_a_waiting_message_make_it_poison(bridge, damage):
     feed(bridge, "a1")
-    [first] = bridge.read("in")
+    [first] = bridge.read("in", 1)
     name, value = damage
     headers = dict([*origin_headers(PREFIX, first, "g", ValueError(), 1, "t"), *waiting_headers(1, 0), (KEPT, b"")])
     with bridge.transaction() as txn:
@@ -273,11 +273,11 @@ def test_a_position_that_retention_has_removed_makes_it_read_again_and_not_stop(
 
 def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, monkeypatch):
     feed(bridge, "a1")
-    [first] = bridge.read("in")
+    [first] = bridge.read("in", 1)
     put(bridge, "g-retry-50ms", first, number=1, delay=0.0)
     with bridge.transaction() as txn:
         txn.send("g-retry-200ms", b"", headers={DONE: place_of(first)})
-    [entry], [note] = bridge.read("g-retry-50ms"), bridge.read("g-retry-200ms")
+    [entry], [note] = bridge.read("g-retry-50ms", 1), bridge.read("g-retry-200ms", 1)
     keys = bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True)._waiting_keys
     monkeypatch.setattr(keys, "_read", lambda timeout: time.sleep(0.1))
     keys._take(note)
