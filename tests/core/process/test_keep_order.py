@@ -220,7 +220,7 @@ def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retr
     with bridge.processor("in", group="g", each=FailingFirst(b1=2), retry=DELAYS, keep_order=True):
         eventually(lambda: values(bridge, "out") == [b"b1"], "b1 comes out of the last retry topic")
         [first] = bridge.read("in", 1)
-        a2, a3 = (first._replace(position=(at, *first.position[1:]), value=b"a%d" % at, key=b"a") for at in (102, 103))
+        a2, a3 = (first._replace(position=(at, *first.position[1:]), value=b"a%d" % at, key=b"a") for at in (2, 3))
         put(bridge, "g-retry-50ms", a2, number=1, delay=1.0)
         put(bridge, "g-retry-200ms", a3, number=0, delay=0.0)
         eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
