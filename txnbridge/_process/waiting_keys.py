@@ -41,7 +41,7 @@ class WaitingKeys:
         self._partitions: list[Partition] = []
         # By key and original position: the retry topic in which the message waits, and when it is due.
         self._waiting = defaultdict[_Key, dict[Position, tuple[str, float]]](dict)
-        self._keys: dict[str, tuple[_Key, Position]] = {}  # of the waiting messages, by their places
+        self.places: dict[str, tuple[_Key, Position]] = {}  # of the waiting messages, by their places
         self._done: tuple[set[str], set[str]] = set(), set()  # places of notes since the last reading, and before it
         self._seen: set[str] = set()  # the markers that were read
         self._known: set[Assignment] = set()
@@ -58,17 +58,17 @@ class WaitingKeys:
         sources = {message.source for message in batch.delivered}
         try:
             if self.in_doubt or not sources <= self._known or len(self._done[0]) > _MOST_NOTES:
-                self._read_all(Deadline(timeout))
+                self.read_all(Deadline(timeout))
                 self._known = {source for source in self._known | sources if not source.ended}
-            elif self._keys:
-                self._read(0.0)
+            elif self.places:
+                self.read(0.0)
         except PositionLost:  # retention has removed what was not read: what is left is read from its begin
             self.close()
             raise DeadlineExceeded(f"{', '.join(self._topics)} are read again from their begin") from None
         goes_first: set[tuple[_Key, Position]] = set()  # in this batch
         lines: dict[_Key, list[Position]] = {}  # what waits, the earliest last, but for what goes first
         poison, marked = batch.poison, batch.marked
-        for index in range(len(batch) if self._keys else 0):
+        for index in range(len(batch) if self.places else 0):
             original = batch.originals[index]
             if (index in marked and index not in poison) or (key := _key(original)) is None:
                 continue
@@ -90,10 +90,10 @@ class WaitingKeys:
 
     def note(self, batch: PolledBatch, sent: dict[int, tuple[str, float]]) -> None:
         """Note what a committed pass has sent to retry topics, by index, and what it has processed."""
-        for index, original in enumerate(batch.originals if self._keys or sent else ()):
+        for index, original in enumerate(batch.originals if self.places or sent else ()):
             if index in sent:
                 self._add(original, *sent[index])
-            elif (place := place_of(original)) in self._keys:
+            elif (place := place_of(original)) in self.places:
                 self._remove(place)
 
     def _add(self, original: Message | WaitingMessage, topic: str, due: float, key: _Key | None = None) -> None:
@@ -101,7 +101,7 @@ class WaitingKeys:
             key = _key(original)
         place = place_of(original)
         if key is not None and not any(place in done for done in self._done):
-            self._keys[place] = key, original.position
+            self.places[place] = key, original.position
             line = self._waiting[key]
             # Topics are read beside each other: of several entries for a message the last due tells where it waits.
             if original.position not in line or due >= line[original.position][1]:
@@ -109,7 +109,7 @@ class WaitingKeys:
 
     def _remove(self, place: str) -> None:
         self._done[0].add(place)
-        if (known := self._keys.pop(place, None)) is not None:
+        if (known := self.places.pop(place, None)) is not None:
             key, position = known
             del self._waiting[key][position]
             if not self._waiting[key]:
@@ -117,7 +117,7 @@ class WaitingKeys:
 
     # --- reading the retry topics -------------------------------------------------------------------------------------
 
-    def _read_all(self, deadline: Deadline) -> None:
+    def read_all(self, deadline: Deadline) -> None:
         """Read all that was committed before this call."""
         self._read_to_markers(deadline)
         if not self._complete and (gone := self._gone()):
@@ -146,24 +146,24 @@ class WaitingKeys:
         while not markers.keys() <= self._seen:
             if deadline.expired:
                 raise DeadlineExceeded(f"reading {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
-            self._read(_READ_SECONDS)
+            self.read(_READ_SECONDS)
         # Only now: before all is read, a note may come long before what it is about.
         self._done = set(), self._done[0]
         self._seen.clear()
 
     def _gone(self) -> set[tuple[str, str]]:
         """Return the places, and topics, of messages that left the topic where they waited last, as far as is read."""
-        left = [(place, topic, *self._keys[place]) for place, topic in self._left if place in self._keys]
+        left = [(place, topic, *self.places[place]) for place, topic in self._left if place in self.places]
         return {(place, topic) for place, topic, key, position in left if self._waiting[key][position][0] == topic}
 
-    def _read(self, timeout: float) -> None:
+    def read(self, timeout: float) -> None:
         assert self._reader is not None
         while messages := self._reader.take(_READ_AT_ONCE, timeout):
             timeout = 0.0
             for message in messages:
-                self._take(message)
+                self.take(message)
 
-    def _take(self, message: Message) -> None:
+    def take(self, message: Message) -> None:
         # Partitions are read beside each other, so that a note may come before what it is about.
         if MARKER in message.headers:
             self._seen.add(message.headers[MARKER])
@@ -183,7 +183,7 @@ class WaitingKeys:
             self._reader.close(timeout)
         self._reader, self.in_doubt, self._complete = None, True, False
         self._waiting.clear()
-        self._keys.clear()
+        self.places.clear()
         self._left.clear()
 
 

@@ -256,14 +256,14 @@ def test_damaged_headers_of_a_waiting_message_make_it_poison(bridge, damage):
 
 
 def test_a_position_that_retention_has_removed_makes_it_read_again_and_not_stop(bridge, monkeypatch):
-    read, lost = WaitingKeys._read, [PositionLost("retention")]
+    read, lost = WaitingKeys.read, [PositionLost("retention")]
 
     def once_lost(self, timeout):
         if timeout == 0.0 and lost:
             raise lost.pop()
         read(self, timeout)
 
-    monkeypatch.setattr(WaitingKeys, "_read", once_lost)
+    monkeypatch.setattr(WaitingKeys, "read", once_lost)
     feed(bridge, "a1", "a2", "b1")
     settings = {"retry": DELAYS, "keep_order": True, "max_messages": 1}
     with bridge.processor("in", group="g", each=FailingFirst(a1=1), **settings):
@@ -279,24 +279,24 @@ def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, mo
         txn.send("g-retry-200ms", b"", headers={DONE: place_of(first)})
     [entry], [note] = bridge.read("g-retry-50ms", 1), bridge.read("g-retry-200ms", 1)
     keys = bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True)._waiting_keys
-    monkeypatch.setattr(keys, "_read", lambda timeout: time.sleep(0.1))
-    keys._take(note)
+    monkeypatch.setattr(keys, "read", lambda timeout: time.sleep(0.1))
+    keys.take(note)
     for _ in range(3):
         with pytest.raises(DeadlineExceeded):
-            keys._read_all(Deadline(0.5))
-    keys._take(entry)
-    assert not keys._keys
+            keys.read_all(Deadline(0.5))
+    keys.take(entry)
+    assert not keys.places
     keys.close()
 
 
 def test_while_the_outcome_of_an_earlier_pass_is_unknown_each_pass_reads_the_retry_topics(bridge, monkeypatch):
-    read_all, readings = WaitingKeys._read_all, list[Deadline]()
+    read_all, readings = WaitingKeys.read_all, list[Deadline]()
 
     def counted(self, deadline):
         readings.append(deadline)
         read_all(self, deadline)
 
-    monkeypatch.setattr(WaitingKeys, "_read_all", counted)
+    monkeypatch.setattr(WaitingKeys, "read_all", counted)
     monkeypatch.setattr(RawConsumer, "in_doubt", True)
     feed(bridge, "a1", "a2", "a3")
     with bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, max_messages=1):
