@@ -10,13 +10,16 @@ from txnbridge._half.span import Span, Spans
 
 SPANS = Mutants()
 
-# What a mutant leaves prepared expires while the run waits, and not a minute later; no process pauses for so long.
-replace(span, "_SECONDS_BETWEEN", 20.0)
+
+def expire_soon() -> None:
+    """Let what a mutant leaves prepared expire while the run waits, and not a minute later; no pause is so long."""
+    replace(span, "_SECONDS_BETWEEN", 20.0)
 
 
 @SPANS.mutant("torn-span", workload="spanning", seconds=35, seeds=(2, 3, 4))
 def stores_the_record_late() -> None:
     """The record is stored when the first part is committed already."""
+    expire_soon()
     bridges: dict[str, Bridge] = {}
 
     def use(spans: Spans, given: Sequence[Any]) -> None:
@@ -33,6 +36,7 @@ def stores_the_record_late() -> None:
 @SPANS.mutant("torn-span", workload="spanning")
 def commits_the_second_part_first() -> None:
     """The part that decides is committed behind the others."""
+    expire_soon()
 
     def execute(spans: Spans, half: Any, of: Span) -> Decision:
         of.tokens.reverse()
@@ -45,6 +49,7 @@ def commits_the_second_part_first() -> None:
 @SPANS.mutant("torn-span", workload="spanning")
 def takes_an_expired_part_for_a_committed_one() -> None:
     """The other parts are committed although the one that decides has expired."""
+    expire_soon()
 
     def end_others(spans: Spans, transaction: str, outcome: Outcome, tokens: Sequence[Token], **more: Any) -> Decision:
         decision: Decision = before(spans, transaction, Outcome.COMMITTED, tokens, **more)

@@ -181,7 +181,7 @@ def test_parts_expire_a_minute_after_each_other_however_short_the_hold(pair, hol
         send(span, pair, b"1")
     first, second = (token.expires_at for token in span.tokens)
     assert first is not None is not second
-    assert second - first > 55_000  # more if the machine stands still between them
+    assert 55_000 < second - first < 65_000
 
 
 def test_a_processor_sends_to_another_broker_and_acknowledges_all_or_none(pair):
