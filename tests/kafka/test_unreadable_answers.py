@@ -22,8 +22,8 @@ from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.settings import KafkaSettings
 
 from tests.kafka.test_settings import read
-from txnbridge import TxnBridgeError
-from txnbridge.spi import Deadline
+from txnbridge import NotSupported, TxnBridgeError
+from txnbridge.spi import Deadline, Url
 
 pytestmark = pytest.mark.offline
 
@@ -71,7 +71,8 @@ class Once(RequestRunner):
 class Babbler:
     """A server that speaks Kafka's protocol only as far as to say which requests it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, versions: bytes = _VERSIONS) -> None:
+        self._versions = versions
         self.random = random.Random(0)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
@@ -88,7 +89,7 @@ class Babbler:
             while True:
                 (size,) = struct.unpack(">i", incoming.read(4))
                 key, _, correlation = struct.unpack_from(">hhi", incoming.read(size))
-                body = _VERSIONS if key == _API_VERSIONS else self._babble()
+                body = self._versions if key == _API_VERSIONS else self._babble()
                 connection.sendall(struct.pack(">ii", 4 + len(body), correlation) + body)
 
     def _babble(self) -> bytes:
@@ -120,6 +121,18 @@ def check_errors(babbler: Babbler, settings: KafkaSettings, asked: str) -> None:
 @pytest.mark.parametrize("asked", ASKED)
 def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler, asked: str) -> None:
     check_errors(babbler, read(), asked)
+
+
+def test_a_broker_too_old_for_the_first_request_is_named_as_such() -> None:
+    older = struct.pack(">hihhh", 35, 1, _API_VERSIONS, 0, 2)
+    with closing(Babbler(older)) as broker:
+        host, port = broker.address.split(":")
+        url = Url("kafka", ((host, int(port)),), "", f"kafka://{broker.address}")
+        with (
+            closing(Requests(read(url=url))) as requests,
+            pytest.raises(NotSupported, match="does not have version 3 of ApiVersions"),
+        ):
+            requests.cluster_id(Deadline(30))
 
 
 @pytest.mark.parametrize("mechanism", LOGINS)

@@ -19,6 +19,7 @@ _LARGEST_ANSWER = 256 << 20
 _READ_BYTES = 1 << 20
 # A login that ends by itself is given up after this share of its life, before the broker closes the connection.
 _LOGIN_SHARE = 0.8
+_UNSUPPORTED_VERSION = struct.pack(">h", 35)
 # Errors that an answer causes which is not an answer of Kafka's protocol.
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
 
@@ -126,7 +127,10 @@ class Connection:
             (size,) = struct.unpack(">i", self._receive(4, until))
             if not 4 <= size <= _LARGEST_ANSWER:
                 raise ValueError("this is no answer of Kafka's protocol")
-            return api.answer(version, self._asked, self._receive(size, until))
+            answer = self._receive(size, until)
+            if api is wire.API_VERSIONS and answer[4:6] == _UNSUPPORTED_VERSION:
+                raise TooOldError(f"version {version} of {api.name}")  # and the rest is an answer in version 0
+            return api.answer(version, self._asked, answer)
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
