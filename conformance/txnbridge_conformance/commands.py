@@ -163,6 +163,7 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     "--faults", callback=_names, metavar="KINDS", help="A list of client, network, broker; else all possible."
 )
 @click.option("--workload", "workloads", callback=_names, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}.")
+@click.option("--version", help="The version of the broker that the run starts.")
 @click.option("--through", type=click.Choice(["bridge", "raw"]), help="With raw, use the broker's plain client.")
 @click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
@@ -177,6 +178,7 @@ def run(
     out: str | None,
     faults: tuple[str, ...],
     workloads: tuple[str, ...],
+    version: str | None,
     through: str | None,
     contract: bool,
     hook: str | None,
@@ -199,6 +201,8 @@ def run(
     starts = url in _BROKERS
     if not starts and {*faults} - {"client"}:
         raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
+    if version and not starts:
+        raise click.BadParameter("it is for a broker that the run starts", param_hint="--version")
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
@@ -208,7 +212,7 @@ def run(
     workloads = workloads or BY_DEFAULT
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
-    with _started(url, raw, seconds) if starts else nullcontext() as broker:
+    with _started(url, raw, seconds, {"version": version} if version else {}) if starts else nullcontext() as broker:
         address = _url_of(broker) if broker else url
         grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
         known = SETTINGS.get("embedded" if url.startswith("embedded:") else url, {})
@@ -227,6 +231,8 @@ def run(
     command += f" --faults {','.join(kinds)}"
     if workloads != BY_DEFAULT:
         command += f" --workload {','.join(workloads)}"
+    if version:
+        command += f" --version {version}"
     if raw:
         command += " --through raw"
     if contract:
@@ -245,13 +251,13 @@ def _check_raw(scheme: str, grpc: bool) -> None:
         raise click.BadParameter(text, param_hint="--through")
 
 
-def _started(name: str, raw: bool, seconds: float) -> AbstractContextManager[Broker]:
+def _started(name: str, raw: bool, seconds: float, options: dict[str, Any]) -> AbstractContextManager[Broker]:
     if name == "rocketmq" and raw:
-        return brokers.rocketmq(settings=raw_rocketmq.DEFAULTS)
-    if name == "rocketmq" and seconds > _SHORT_RUN_SECONDS:
+        options |= {"settings": raw_rocketmq.DEFAULTS}
+    elif name == "rocketmq" and seconds > _SHORT_RUN_SECONDS:
         # Each check copies every half that is open; once a second for half an hour is more than a broker keeps up with.
-        return brokers.rocketmq(settings={"transactionCheckInterval": "5000"})
-    broker: AbstractContextManager[Broker] = getattr(brokers, name)()
+        options |= {"settings": {"transactionCheckInterval": "5000"}}
+    broker: AbstractContextManager[Broker] = getattr(brokers, name)(**options)
     return broker
 
 

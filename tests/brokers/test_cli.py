@@ -79,7 +79,7 @@ def test_a_broker_lives_on_after_the_command_until_it_is_told_to_end():
     port = int(url.removeprefix("kafka://127.0.0.1:"))
     assert create_topic(port, "by-hand") == 0
     status = subprocess.run([*command, "status", "kafka"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert status == f"kafka 4.3.1 at {url}: 1 of 1 nodes answer\n"
+    assert status == f"kafka 4.4.0 at {url}: 1 of 1 nodes answer\n"
     assert subprocess.run([*command, "down"], stdout=subprocess.PIPE, text=True, check=True).stdout == "ended kafka\n"
     with pytest.raises(ConnectionRefusedError):
         create_topic(port, "too-late")
@@ -100,7 +100,7 @@ def test_a_broker_that_runs_with_other_settings_is_not_replaced(invoke):
     refused = invoke("up", "kafka", "--nodes", "3")
     assert refused.exit_code == ExitCode.USAGE
     assert refused.stderr == (
-        "txnbridge: kafka runs with nodes 1, version 4.3.1; end it first with `txnbridge brokers down kafka`\n"
+        "txnbridge: kafka runs with nodes 1, version 4.4.0; end it first with `txnbridge brokers down kafka`\n"
     )
 
 

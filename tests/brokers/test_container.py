@@ -107,7 +107,7 @@ def test_an_engine_that_answers_is_asked_for_one_node_of_kafka(engine):
         assert isinstance(broker, KafkaContainer)
         port = int(broker.url.rpartition(":")[2])
         ((listen, upstream),) = broker.routes
-    assert engine.created["Image"] == "apache/kafka:4.3.1"
+    assert engine.created["Image"] == "apache/kafka:4.4.0"
     bound = engine.created["HostConfig"]["PortBindings"]
     assert bound == {f"{p}/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(p)}] for p in (port, upstream)}
     given = dict(line.split("=", 1) for line in engine.created["Env"])

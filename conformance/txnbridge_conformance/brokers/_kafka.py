@@ -15,10 +15,10 @@ from txnbridge_conformance.brokers._kafka_wire import cluster
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
 # The versions that the project tests with; the first is the default.
-VERSIONS = ("4.3.1", "3.9.2")
+VERSIONS = ("4.4.0", "4.3.1", "3.9.2")
 NODES = (1, 3)
 # The values of transaction.version for each version. Kafka 3.9 has no such feature, and works as Kafka 4 does with 1.
-TRANSACTION_VERSIONS: Mapping[str, tuple[int, ...]] = {"4.3.1": (2, 1), "3.9.2": ()}
+TRANSACTION_VERSIONS: Mapping[str, tuple[int, ...]] = {"4.4.0": (2, 1), "4.3.1": (2, 1), "3.9.2": ()}
 
 _LOG4J = "2.25.4"
 _FORMATTER = "kafka.tools.StorageTool"
