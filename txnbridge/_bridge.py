@@ -403,18 +403,19 @@ class Bridge:
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
-    def commit(self, token: str | Token) -> Outcome:
+    def commit(self, token: str | Token, timeout: float | None = None) -> Outcome:
         """Commit a prepared transaction by its token, from any process. Safe to repeat.
 
-        Return the true outcome: ABORTED if another process has aborted the transaction before. Raise `InvalidToken` for
-        a text that is no token of this cluster, `InvalidState` for the token of a transaction that was not prepared,
-        `OutcomeUnknown` if the broker does not answer in time, `EvidenceLost` if the outcome can never be known.
+        `timeout` is the time for this call in seconds, by default that of the bridge. Return the true outcome: ABORTED
+        if another process has aborted the transaction before. Raise `InvalidToken` for a text that is no token of this
+        cluster, `InvalidState` for the token of a transaction that was not prepared, `OutcomeUnknown` if the broker
+        does not answer in time, `EvidenceLost` if the outcome can never be known.
         """
-        return self._outcomes.end(token, commit=True)
+        return self._outcomes.end(token, True, timeout)
 
-    def abort(self, token: str | Token) -> Outcome:
+    def abort(self, token: str | Token, timeout: float | None = None) -> Outcome:
         """Abort a prepared transaction by its token, from any process. Return and raise as `commit` does."""
-        return self._outcomes.end(token, commit=False)
+        return self._outcomes.end(token, False, timeout)
 
     def status(self, token: str | Token) -> Status:
         """Return the status of a token's transaction without ending the transaction.

@@ -199,10 +199,9 @@ def run(
     if folder.exists():
         raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
     starts = url in _BROKERS
-    if not starts and {*faults} - {"client"}:
-        raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
-    if version and not starts:
-        raise click.BadParameter("it is for a broker that the run starts", param_hint="--version")
+    if not starts and ({*faults} - {"client"} or version):
+        text = "network and broker faults, and --version, need a broker that the run starts"
+        raise click.BadParameter(f"{text}: {', '.join(sorted(_BROKERS))}")
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
@@ -220,8 +219,8 @@ def run(
             name: {option: value for option, value in options.items() if f"{option}=" not in url}
             for name, options in known.items()
         }
-        more: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc}
-        plan = Plan(address, name, seed, seconds, str(folder), settings, modules, **more)
+        others: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc}
+        plan = Plan(address, name, seed, seconds, str(folder), settings, modules, **others)
         if contract:
             from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 
@@ -229,14 +228,8 @@ def run(
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
     command += f" --faults {','.join(kinds)}"
-    if workloads != BY_DEFAULT:
-        command += f" --workload {','.join(workloads)}"
-    if version:
-        command += f" --version {version}"
-    if raw:
-        command += " --through raw"
-    if contract:
-        command += " --contract"
+    more = {"workload": ",".join(workloads) * (workloads != BY_DEFAULT), "version": version, "through": through}
+    command += "".join(f" --{name} {value}" for name, value in more.items() if value) + " --contract" * contract
     _judge([str(folder)], folder, command, kept, **judging)
 
 

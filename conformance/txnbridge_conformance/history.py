@@ -267,7 +267,7 @@ class _Lines:
         _TAKERS[kind](self, line)
 
     def _head(self, line: dict[str, Any]) -> None:
-        if line["history"] != VERSION:
+        if _number(line["history"]) != VERSION:
             raise ValueError(f"this is format {line['history']}; this version of txnbridge reads format {VERSION}")
         process, client, self._clock = (_text(line[name]) for name in ("process", "client", "host"))
         head = RecordedProcess(process, client, self._clock, _number(line["pid"]), self._name)
@@ -297,10 +297,10 @@ class _Lines:
         self._open[number] = operation
 
     def _note(self, line: dict[str, Any]) -> None:
-        self._open[line.pop("note")].fields.update(_fields(line))
+        self._open[_number(line.pop("note"))].fields.update(_fields(line))
 
     def _send(self, line: dict[str, Any]) -> None:
-        order, values = self._open[line["send"]].order, _texts(line["values"])
+        order, values = self._open[_number(line["send"])].order, _texts(line["values"])
         for value in values:
             if (first := self._history.senders.setdefault(value, order)) != order:
                 calls = " and ".join(map(self._call, (first, order)))
@@ -313,16 +313,14 @@ class _Lines:
 
     def _stored(self, line: dict[str, Any]) -> None:
         _number(line["stored"])
-        values, positions = _texts(line["values"]), [self._position(position) for position in line["positions"]]
+        values, positions = _texts(line["values"]), [*map(self._position, _list("positions", line["positions"]))]
         if len(values) != len(positions):
             raise ValueError("each stored value has one position")
         self._history.stored.append((self._key(line["to"]), values, positions))
 
     def _poll(self, line: dict[str, Any]) -> None:
         group = None if line["group"] is None else _text(line["group"])
-        order, messages = self._open[line["poll"]].order, line["messages"]
-        if type(messages) is not list:
-            raise ValueError(f"messages are a list, not {messages!r}")
+        order, messages = self._open[_number(line["poll"])].order, _list("messages", line["messages"])
         for at, message in enumerate(messages):  # in place: a read of a whole topic is one line
             messages[at] = self._read(message)
         self._history.polls.append((order, group, messages))
@@ -343,14 +341,16 @@ class _Lines:
         return self._keys.setdefault(key, key)
 
     def _assign(self, line: dict[str, Any]) -> None:
-        keys = frozenset(map(self._key, line["keys"]))
-        self._history.assigned.append((self._open[line["assign"]].order, len(self._history.polls), keys))
+        keys = frozenset(map(self._key, _list("keys", line["keys"])))
+        self._history.assigned.append((self._open[_number(line["assign"])].order, len(self._history.polls), keys))
 
     def _ack(self, line: dict[str, Any]) -> None:
-        self._history.acks.append((self._open[line["ack"]].order, _text(line["group"]), _texts(line["values"])))
+        self._history.acks.append(
+            (self._open[_number(line["ack"])].order, _text(line["group"]), _texts(line["values"]))
+        )
 
     def _end(self, line: dict[str, Any]) -> None:
-        operation = self._open.pop(line.pop("end"))
+        operation = self._open.pop(_number(line.pop("end")))
         operation.result, operation.end = line.pop("result"), self._time(line)
         if operation.clock != self._clock:
             operation.end = operation.start  # nobody knows how long it took
@@ -408,12 +408,17 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _texts(values: Any) -> Sequence[str]:
-    if type(values) is not list:
-        raise ValueError(f"values are a list, not {values!r}")
-    for at, value in enumerate(values):
-        values[at] = sys.intern(_text(value))
-    return values
+def _texts(values: Any) -> list[str]:
+    found = _list("values", values)
+    for at, value in enumerate(found):
+        found[at] = sys.intern(_text(value))
+    return found
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"{name} are a list, not {value!r}")
+    return value
 
 
 def _text(value: Any) -> str:

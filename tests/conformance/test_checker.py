@@ -10,8 +10,6 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from txnbridge_conformance.checker import MEANINGS, Findings, check
 from txnbridge_conformance.history import History, HistoryError
@@ -621,11 +619,10 @@ def test_a_value_that_two_calls_send_is_refused_with_both_calls():
         story.history()
 
 
-VALUES = st.none() | st.integers() | st.text(max_size=2) | st.lists(st.integers() | st.lists(st.integers(), max_size=2))
+WRONG = (None, 0, -1, 1 << 64, 1.5, True, "", "a", "ab", [], [0], ["a"], [[]], [[0, 0]], [["t", 0]], {}, {"a": 1})
 
 
-@given(st.data())
-def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data):
+def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line():
     story = Story().txn("a", "1", stored=("1", 0), transaction="x")
     other = story.begin("a", "poll")
     story.poll("a", other, "1")
@@ -637,14 +634,15 @@ def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data
     story.poll("a", call, "1")
     story.end("a", call)
     lines = [json.loads(line) for line in story.lines("a")]
-    line = data.draw(st.sampled_from(lines))
-    line[data.draw(st.sampled_from(sorted(line)))] = data.draw(VALUES)
-    history = History()
-    with suppress(HistoryError):  # and no other error
-        history.add([json.dumps(each).encode() + b"\n" for each in lines], "a")
-        check(history)
-        for each in lines:
-            SCHEMA.validate(each)
+    for at, line in enumerate(lines):
+        for name, value in itertools.product(line, WRONG):
+            changed = [*lines[:at], line | {name: value}, *lines[at + 1 :]]
+            history = History()
+            with suppress(HistoryError):  # and no other error
+                history.add([json.dumps(each).encode() + b"\n" for each in changed], "a")
+                check(history)
+                for each in changed:
+                    SCHEMA.validate(each)
 
 
 def test_every_name_has_a_meaning_in_one_sentence():

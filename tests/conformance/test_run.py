@@ -264,7 +264,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "embedded:{tmp}/b.db", "--hook", "false", "--target", "a:b", "--out", "{tmp}/out"], 3, "ended with 1"),
         (["run", "embedded:{tmp}/b.db", "--workload", "dances"], 2, "is not a list of transactions"),
         (["run", "embedded:{tmp}/b.db", "--through", "raw"], 2, "Kafka, Pulsar and RocketMQ"),
-        (["run", "embedded:{tmp}/b.db", "--version", "1"], 2, "for a broker that the run starts"),
+        (["run", "embedded:{tmp}/b.db", "--version", "1"], 2, "need a broker that the run starts"),
         (["run", "nothing:here", "--out", "{tmp}/out"], 2, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 2, "No module named"),
         (["check", "{tmp}"], 3, "no history"),

@@ -129,12 +129,12 @@ class Spans:
         first, *others = span.tokens
         span.outcome = Outcome.UNKNOWN
         try:
-            span.outcome = self._bridge(first).commit(first)
+            span.outcome = self._bridge(first).commit(first, span._deadline.left())
         except errors.OutcomeUnknown:
             raise
         except errors.TxnBridgeError as error:  # the broker may have got the request
             raise errors.OutcomeUnknown(f"no answer to the decision about a span: {error}") from error
-        decision = self._end_others(half.id, span.outcome, others)
+        decision = self._end_others(half.id, span.outcome, others, within=span._deadline)
         if decision is Decision.ABORT:
             for part in span._parts.values():
                 part._found(span.outcome)
@@ -154,13 +154,18 @@ class Spans:
         return self._end_others(transaction, outcome, others)
 
     def _end_others(
-        self, transaction: str, outcome: Outcome, tokens: Sequence[Token], by_row: bool = False
+        self,
+        transaction: str,
+        outcome: Outcome,
+        tokens: Sequence[Token],
+        by_row: bool = False,
+        within: Deadline | None = None,
     ) -> Decision:
         """End the parts behind the first one by its outcome. ABORT drops the record, UNDECIDED keeps it."""
         left, torn = False, list[tuple[Token, str]]()
         for token in tokens:
             try:
-                found = self._end(token, outcome)
+                found = self._end(token, outcome, None if within is None else within.left())
             except errors.TxnBridgeError as error:
                 _log.warning(
                     "span %s is %s, and its part %r is ended later: %s", transaction, outcome.value, token, error
@@ -177,9 +182,9 @@ class Spans:
             _log.error(text + ". Make good what is missing", transaction, outcome.value, *part)
         return Decision.UNDECIDED if left or torn else Decision.ABORT
 
-    def _end(self, token: Token, outcome: Outcome) -> Outcome:
+    def _end(self, token: Token, outcome: Outcome, timeout: float | None = None) -> Outcome:
         bridge = self._bridge(token)
-        return (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token)
+        return (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token, timeout)
 
     def _end_again(self) -> None:
         """End the parts that could not be ended before: the next check-back about them may come after their hold."""

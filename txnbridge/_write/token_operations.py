@@ -46,7 +46,7 @@ class Outcomes:
             found["state"] = status.state.value
         return status
 
-    def end(self, token: str | Token, commit: bool) -> Outcome:
+    def end(self, token: str | Token, commit: bool, timeout: float | None) -> Outcome:
         """Commit or abort the prepared transaction of a token, from any process; return its true outcome."""
         connection = self._connection
         parsed = self._check(token)
@@ -57,7 +57,7 @@ class Outcomes:
             )
         connection.capabilities.require(Capability.RESOLVE_ANYWHERE)
         decision = "commit" if commit else "abort"
-        deadline = connection.deadline()
+        deadline = connection.deadline() if timeout is None else Deadline(timeout)
         with connection.call(), connection.events.step("resolve", parsed.transaction, decision=decision) as found:
             outcome = self._ask_to_end(parsed, commit, deadline)
             found["outcome"] = outcome.value

@@ -83,9 +83,22 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
     assert open_ones(pair) == []
 
 
+def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch):
+    commit, times = Bridge.commit, list[float]()
+
+    def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 30) -> Outcome:
+        times.append(timeout)
+        return commit(self, token, timeout)
+
+    monkeypatch.setattr(Bridge, "commit", note)
+    with spanning(*pair, timeout=20) as span:
+        send(span, pair, b"1")
+    assert len(times) == 2 and max(times) <= 20
+
+
 @pytest.mark.parametrize("decided", [True, False])
 def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided):
-    def lose(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def lose(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         monkeypatch.undo()
         if decided:
             self.commit(token)
@@ -110,7 +123,7 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
     commit, calls = Bridge.commit, count()
     monkeypatch.setattr(EmbeddedHalves, "checks", checks)  # the next check-back may be minutes away
 
-    def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         if next(calls) == 1:
             raise txnbridge.BrokerUnavailable("a test says so")
         return commit(self, token)
@@ -125,7 +138,7 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
 def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, caplog):
     commit = Bridge.commit
 
-    def abort_the_other(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def abort_the_other(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         monkeypatch.undo()
         other = pair[self is pair[0]]
         (left,) = other.admin.transactions()
@@ -143,7 +156,7 @@ def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, cap
 def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatch):
     commit = Bridge.commit
 
-    def abort_before(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def abort_before(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         self.abort(token)
         return commit(self, token)
 
@@ -354,7 +367,7 @@ def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, 
     a, b = with_input(pair)
     commit, calls = Bridge.commit, count()
 
-    def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         if self is a and next(calls) == 0:
             raise txnbridge.BrokerUnavailable("a test says so")
         return commit(self, token)
@@ -383,7 +396,7 @@ def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monke
     a, b = with_input(pair)
     commit, calls = Bridge.commit, count()
 
-    def lose_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def lose_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         if next(calls) == 0:
             raise OutcomeUnknown("a test says so")
         return commit(self, token)
@@ -415,7 +428,7 @@ def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair,
     die_before_the_record(pair)
     abort, calls = Bridge.abort, count()
 
-    def fail_once(self: Bridge, token: str | txnbridge.Token) -> Outcome:
+    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
         if next(calls) == 1:
             raise txnbridge.BrokerUnavailable("a test says so")
         return abort(self, token)
