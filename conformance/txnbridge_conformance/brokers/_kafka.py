@@ -22,7 +22,9 @@ TRANSACTION_VERSIONS: Mapping[str, tuple[int, ...]] = {"4.4.0": (2, 1), "4.3.1":
 
 _LOG4J = "2.25.4"
 _FORMATTER = "kafka.tools.StorageTool"
+# The file in a node's folder into which the formatter writes the feature levels of a new cluster.
 _FEATURES = "bootstrap.checkpoint"
+_FEATURES_SINCE_44 = "__cluster_metadata-0/00000000000000000000-0000000000.checkpoint"
 # The options make Java small and quick to start; the second compiler gains nothing within minutes.
 _JAVA_OPTIONS = (
     "-Xmx256m",
@@ -96,6 +98,7 @@ class KafkaProcess(ProcessBroker):
         self._controllers = {node: next(ports) for node in self.nodes}
         self.routes = tuple(Route(next(ports), next(ports)) for node in self.nodes)
         self._cluster = new_id()
+        self._feature_file = _FEATURES if version < "4.4" else _FEATURES_SINCE_44
         super().__init__(folder, start_timeout)
         self._open()
 
@@ -109,8 +112,8 @@ class KafkaProcess(ProcessBroker):
         features = self._features()
         for node in self.nodes:
             data = self.folder / f"node-{node}"
-            data.mkdir(exist_ok=True)
-            shutil.copy(features, data / _FEATURES)
+            (data / self._feature_file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(features, data / self._feature_file)
             identity = {"version": "1", "node.id": str(node), "cluster.id": self._cluster, "directory.id": new_id()}
             (data / "meta.properties").write_text(properties(identity))
 
@@ -125,7 +128,7 @@ class KafkaProcess(ProcessBroker):
             options = [] if chosen is None else ["--feature", f"transaction.version={chosen}"]
             properties = str(self._properties(1))
             self._run("format", self._main(_FORMATTER, "format", "-t", self._cluster, "-c", properties, *options))
-            made = shutil.copy(self.folder / "node-1" / _FEATURES, kept.with_suffix(f".{os.getpid()}"))
+            made = shutil.copy(self.folder / "node-1" / self._feature_file, kept.with_suffix(f".{os.getpid()}"))
             os.replace(made, kept)
         return kept
 

@@ -20,7 +20,8 @@ def become_java(plan: Plan, process: str) -> NoReturn:
     """Replace this process by the Java program that does the work of the role "write"."""
     java, *options, classpath = java_with_pulsar()
     classes = tempfile.mkdtemp(dir=plan.folder)
-    compiler = [java, "-m", "jdk.compiler/com.sun.tools.javac.Main", "-cp", classpath, "-d", classes]
+    jars = ":".join(map(str, Path(classpath).parent.glob("*.jar")))  # only Java itself knows the pattern `*`
+    compiler = [java, "-m", "jdk.compiler/com.sun.tools.javac.Main", "-cp", jars, "-d", classes]
     subprocess.run([*compiler, *map(str, _HERE.glob("*.java"))], check=True)
     history = Path(plan.folder) / f"{process}.jsonl"
     address = f"pulsar://{urlsplit(plan.url).netloc}"
