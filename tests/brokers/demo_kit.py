@@ -6,7 +6,7 @@ import sys
 
 from txnbridge import Bridge
 
-CLAIMS = 18
+CLAIMS = 12
 
 
 def play(*arguments: str) -> subprocess.CompletedProcess[str]:

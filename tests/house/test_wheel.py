@@ -109,8 +109,7 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
         ("pyspark_txnbridge", "pyspark"),
     }
     assert [name for name, lacks in lacking.items() if lacks == "anyio"] == ["txnbridge.aio"]
-    of_databases = {"txnbridge.sql", "txnbridge.cli.demo.outbox_scene"}
-    assert {name for name, lacks in lacking.items() if lacks == "sqlalchemy"} == of_databases
+    assert {name for name, lacks in lacking.items() if lacks == "sqlalchemy"} == {"txnbridge.sql"}
     # Spark imports it to see whether it is a data source, and that may never fail.
     assert "pyspark_txnbridge" not in lacking
     # What is loaded before anybody asks for Kafka.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import click
@@ -24,6 +23,7 @@ from txnbridge.cli._common import Cli, ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from txnbridge.cli.demo.actors import Shop
     from txnbridge.cli.demo.stage import Stage
 
 _WIDTH = 100  # the largest width of the output in characters: longer lines are harder to read
@@ -41,13 +41,12 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
     It plays on a temporary embedded broker; with BROKER (kafka, pulsar, rocketmq) on a real broker that is started for
     the story; with --url on your broker. Exit code 0 only if every claim was checked and held.
     """
-    from txnbridge.cli.demo.actors import Shop
     from txnbridge.cli.demo.stage import Stage
 
     if broker is not None and (own is not None or keep):
         raise InvalidOption("a broker that is started for the demo ends with it: use --url for a running broker")
     with _ended_by_signals(), _opened(broker, own, keep) as url:
-        stage = Stage(_console(cli.json), url, Shop(secrets.token_hex(2)))
+        stage = Stage(_console(cli.json), url)
         begin = time.monotonic()
         fault = _play(stage, clean=own is not None and not keep)
         seconds = time.monotonic() - begin
@@ -57,8 +56,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
         else:
             stage.broken(fault)
     if cli.json:
-        held = [{"claim": statement.text, "how": statement.how} for statement in stage.statements]
-        cli.document({"held": held, "broken": fault, "seconds": round(seconds, 3), "url": url if keep else None})
+        cli.document({"held": stage.held, "broken": fault, "seconds": round(seconds, 3), "url": url if keep else None})
     return ExitCode.OK if fault is None else ExitCode.FAILED
 
 
@@ -80,15 +78,9 @@ def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextM
 
 @contextlib.contextmanager
 def _embedded(keep: bool) -> Iterator[str]:
-    with _folder(keep) as folder:
-        yield f"embedded:{folder}/demo.db"
-
-
-@contextlib.contextmanager
-def _folder(keep: bool) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="txnbridge-demo-")
     try:
-        yield folder
+        yield f"embedded:{folder}/demo.db"
     finally:
         if not keep:
             shutil.rmtree(folder)
@@ -136,29 +128,22 @@ def _play(stage: Stage, clean: bool) -> str | None:
                 for scene in STORY:
                     scene(stage, bridge)
             finally:
+                stage.close()  # before topics are deleted: no process may write to the broker any more
                 if clean:
-                    _clean(stage, bridge)
+                    _clean(stage.shop, bridge)
     except AssertionError as error:  # a check failed, or a process did not do its step
         return str(error)
     except Exception as error:  # an error in this process or in one of the demonstration's processes
         _log.debug("the story is broken", exc_info=True)
         return f"{type(error).__name__}: {error}"
-    finally:
-        stage.close()
     return None
 
 
-def _clean(stage: Stage, bridge: Bridge) -> None:
-    stage.close()  # no process may write to the broker any more
-    for topic in [*stage.shop.topics, *_half_topics(stage, bridge)]:
-        try:
-            bridge.admin.delete_topic(topic)
-        except TxnBridgeError as error:
-            _log.warning("the demo's topic %s is left: %s", topic, error)
-
-
-def _half_topics(stage: Stage, bridge: Bridge) -> list[str]:
-    """Return the topics in which txnbridge has kept the demo's half messages, on a broker that has none."""
-    with suppress(TxnBridgeError):
-        return [topic.name for topic in bridge.admin.topics() if f".{stage.shop.desk}." in topic.name]
-    return []
+def _clean(shop: Shop, bridge: Bridge) -> None:
+    """Delete the demo's topics, also those that hold half messages on a broker that has none."""
+    try:
+        for topic in bridge.admin.topics():
+            if topic.name in shop.topics or f".{shop.desk}." in topic.name:
+                bridge.admin.delete_topic(topic.name)
+    except TxnBridgeError as error:
+        _log.warning("topics of the demo are left: %s", error)

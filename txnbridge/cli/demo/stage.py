@@ -1,4 +1,4 @@
-"""`Stage`: shows the text and code of `txnbridge demo`, checks the demo's statements, and runs its processes."""
+"""`Stage`: shows the text and code of `txnbridge demo`, checks the demo's claims, and runs its processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -25,51 +24,32 @@ from txnbridge.testing.child_processes import Child
 
 # The timeout of one step of a process. A step takes less than a second, but longer on a busy machine.
 PATIENCE = 30.0
-# The pause after each step on a terminal, so that the user can follow.
-_READING = 0.25
-_LOOKING = 0.06
+# The pause after a step and after a text or code on a terminal, so that the user can follow.
+_LOOKING, _READING = 0.06, 0.25
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COLORS = {"shop": "cyan", "reader": "magenta"}
-
-
-class StatementRefuted(AssertionError):
-    """Raised if a statement of the demo about txnbridge turned out false."""
-
-
-@dataclass(frozen=True)
-class CheckedStatement:
-    """One statement of the demo that was checked and found true, with a text about how."""
-
-    text: str
-    how: str
 
 
 class Stage:
     """One run of the demo on one broker."""
 
-    def __init__(self, console: Console, url: str, shop: Shop) -> None:
+    def __init__(self, console: Console, url: str) -> None:
         self.url = url
-        self.shop = shop
-        self.statements: list[CheckedStatement] = []
+        self.shop = Shop()
+        self.held: list[dict[str, str]] = []
         self._console = console
         self._actors: list[Child] = []
         self._ok, self._bad = ("✓", "✗") if console.encoding.startswith("utf") else ("ok", "FAILED")
 
     def begin(self) -> None:
         where = "an embedded broker, a single file" if self.url.startswith("embedded:") else "a real broker"
-        story = Text(f"A small shop sells on {where}:\n", justify="left")
-        story.append(self.url, "cyan").append(
-            "\nWorkers and tills are processes of their own. What they run is shown before it runs."
-        )
+        told = "Workers and tills are processes of their own. What they run is shown before it runs."
+        story = Text.assemble(f"A small shop sells on {where}:\n", (self.url, "cyan"), f"\n{told}")
         self._console.print(Panel(story, title="txnbridge demo", title_align="left", border_style="blue"))
 
-    def title(self, title: str, text: str) -> None:
-        self._console.print()
-        self._console.print(Rule(Text(title, "bold"), align="left", style="blue"))
+    def title(self, title: str, text: str, *functions: Callable[..., Any]) -> None:
+        """Begin a scene: show its text, and the source of functions that its processes will run."""
+        self._heading(title)
         self._show(Padding(Text(text), (0, 0, 1, 2), expand=False), _READING)
-
-    def code(self, *functions: Callable[..., Any]) -> None:
-        """Show the source of functions that a process will run."""
         for function in functions:
             source = textwrap.dedent(inspect.getsource(function)).rstrip()
             code = Syntax(source, "python", theme="ansi_dark", background_color="default")
@@ -78,11 +58,11 @@ class Stage:
     def step(self, who: str, text: str) -> None:
         """Show one line: process `who` has just done what `text` says."""
         line = Table.grid(padding=(0, 2, 0, 0))
-        line.add_row(Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
+        line.add_row(Text(f"{who:<16}", "cyan" if who == "shop" else "yellow"), Text(text))
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
-    def check(self, statement: str, how: str, *, seen: object, expected: object, later: bool = False) -> None:
-        """Check that `seen`, observed by a reader or process, equals `expected`; show the statement with a check mark.
+    def check(self, claim: str, how: str, seen: object, expected: object, later: bool = False) -> None:
+        """Check that `seen`, observed by a reader or process, equals `expected`; show the claim with a check mark.
 
         `seen` may be a function, which is called again until its result is as expected: committed messages may become
         readable a moment later. On the embedded broker this is so only for commits of other processes (`later`).
@@ -91,14 +71,9 @@ class Stage:
             at_once = self.url.startswith("embedded:") and not later
             seen = _until(seen, expected, 0 if at_once else PATIENCE)
         if seen != expected:
-            raise StatementRefuted(f"{statement}: expected {expected!r}, but it is {seen!r}")
-        self.statements.append(CheckedStatement(statement, how))
-        self._show(Text(f"  {self._ok} {statement}", "bold green"), _LOOKING)
-
-    def _show(self, what: RenderableType, seconds: float) -> None:
-        self._console.print(what)
-        if self._console.is_terminal:
-            time.sleep(seconds)
+            raise AssertionError(f"{claim}: expected {expected!r}, but it is {seen!r}")
+        self.held.append({"claim": claim, "how": how})
+        self._show(Text(f"  {self._ok} {claim}", "bold green"), _LOOKING)
 
     def broken(self, text: str) -> None:
         self._console.print(Text(f"\n  {self._bad} {text}\n", "bold red"))
@@ -107,49 +82,50 @@ class Stage:
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("claim")
         table.add_column("how it was checked", style="dim")
-        for statement in self.statements:
-            table.add_row(Text(f"{self._ok} {statement.text}", "green"), Text(statement.how))
-        self._console.print()
-        heading = f"{len(self.statements)} claims checked in {seconds:.1f} s"
-        self._console.print(Rule(Text(heading, "bold"), align="left"))
+        for held in self.held:
+            table.add_row(Text(f"{self._ok} {held['claim']}", "green"), held["how"])
+        self._heading(f"{len(self.held)} claims checked in {seconds:.1f} s")
         self._console.print(table)
 
     def outlook(self, url: str | None) -> None:
-        """Show commands that the user can try next."""
-        if url is None:
-            commands = {
-                "txnbridge demo --keep": "keep the shop's file, and look around in it",
-                "export TXNBRIDGE_URL=embedded:shop.db": "a broker of your own: any file",
-                "txnbridge send orders 'a first order'": "one transaction",
-                "txnbridge read orders": "what is committed",
-                "txnbridge capabilities": "what each broker promises",
-            }
-        else:
-            commands = {
-                f"export TXNBRIDGE_URL={url}": "the shop of this story",
-                "txnbridge topics list": "its topics",
-                f"txnbridge read {self.shop.shipments}": "what was shipped",
-                f"txnbridge read {self.shop.orders} --group {self.shop.workers}": "what the workers still have to do",
-                "txnbridge doctor": "how the broker is",
-            }
-        self._console.print()
-        self._console.print(Rule(Text("What to try next", "bold"), align="left", style="blue"))
-        width = min(44, max(map(len, commands)))
-        for command, text in commands.items():
-            line = Text.assemble((f"{command:<{width}}  ", "cyan"), (text, "dim"))
+        """Show commands that the user can try next, on the broker at `url` if its topics were kept."""
+        orders = self.shop.orders if url else "orders"
+        self._heading("What to try next")
+        for command, text in {
+            f"export TXNBRIDGE_URL={url or 'embedded:shop.db'}": "the shop of this story" if url else "any file",
+            f"txnbridge send {orders} 'a new order'": "one transaction",
+            f"txnbridge read {orders}": "what is committed",
+            "txnbridge topics list": "where it is",
+        }.items():
+            line = Text.assemble((f"{command:<44}  ", "cyan"), (text, "dim"))
             self._console.print(line, soft_wrap=True)  # not wrapped, so that the command can be copied
 
-    def actor(self, function: Callable[..., Any], *args: object, pause: str | None = None) -> Child:
-        """Run a function in a process of its own; with `pause` the process is stopped at this event."""
+    def actor(
+        self, role: str, function: Callable[..., Any], *args: object, pause: str | None = None
+    ) -> tuple[Child, str]:
+        """Run a function in a process, which `pause` stops at this event; return the process and its name."""
         with _interrupted_later():
-            actor = Child(function, *args, pause=pause)
+            actor = Child(function, self.url, *args, pause=pause)
             self._actors.append(actor)
-        return actor
+        return actor, f"{role} {actor.pid}"
+
+    def kill(self, actor: Child, name: str) -> None:
+        actor.kill()
+        self.step(name, "kill -9")
 
     def close(self) -> None:
         """Kill every process of the demo that is still running."""
         for actor in self._actors:
             actor.kill()
+
+    def _heading(self, text: str) -> None:
+        self._console.print()
+        self._console.print(Rule(Text(text, "bold"), align="left", style="blue"))
+
+    def _show(self, what: RenderableType, seconds: float) -> None:
+        self._console.print(what)
+        if self._console.is_terminal:
+            time.sleep(seconds)
 
 
 def _until(look: Callable[[], object], expected: object, patience: float) -> object:
