@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._kafka_wire import ask, metadata
+from txnbridge_conformance.brokers._kafka import ask, metadata
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_kafka.client import wire
 

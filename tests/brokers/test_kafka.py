@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._kafka import TRANSACTION_VERSIONS, VERSIONS
-from txnbridge_conformance.brokers._kafka_wire import ask, cluster
+from txnbridge_conformance.brokers._kafka import TRANSACTION_VERSIONS, VERSIONS, ask, cluster
 from txnbridge_kafka.client.connection import api_versions
 
 from tests.brokers import programs

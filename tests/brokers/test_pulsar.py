@@ -8,8 +8,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _pulsar_cluster
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering
-from txnbridge_conformance.brokers._pulsar_wire import load_coordinator, rest
+from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering, load_coordinator, rest
 
 from tests.brokers import kit, programs
 from tests.brokers.kit import LISTENERS, listening, port_attempts, state

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 from txnbridge_conformance import faults
-from txnbridge_conformance.brokers._kafka_wire import ask, cluster, metadata
+from txnbridge_conformance.brokers._kafka import ask, cluster, metadata
 from txnbridge_kafka.client import wire
 
 from tests.brokers.kit import create_topic, port_of, topic_appears, topics

@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from txnbridge_conformance import brokers, faults
-from txnbridge_conformance.brokers._pulsar import VERSIONS
-from txnbridge_conformance.brokers._pulsar_wire import load_coordinator, rest
+from txnbridge_conformance.brokers._pulsar import VERSIONS, load_coordinator, rest
 
 from tests.brokers.pulsar_kit import (
     ACK_RESPONSE,

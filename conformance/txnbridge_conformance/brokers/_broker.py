@@ -182,16 +182,21 @@ class ProcessBroker(Broker):
             self.close()
             raise
 
-    def _run(self, name: str, *commands: list[str]) -> None:
-        """Run commands in parallel, and wait for their ends. Raise `CannotStart` if one fails or takes too long."""
+    def _run(self, name: str, command: list[str]) -> None:
+        """Run a command, and wait for its end. Raise `CannotStart` if it fails or takes too long."""
         log = self.folder / f"{name}.log"
-        names = [f"{name}-{number}" for number in range(len(commands))]
-        for each, command in zip(names, commands, strict=True):
-            self._processes.start(each, command, log)
-        if not wait_until(lambda: all(self._processes.pid(each) is None for each in names), self._start_timeout):
+        self._processes.start(name, command, log)
+        if not wait_until(lambda: self._processes.pid(name) is None, self._start_timeout):
             raise CannotStart(f"{name} took more than {self._start_timeout:g} s; {_end_of(log)}")
-        if any(self._processes.exit_code(each) for each in names):
+        if self._processes.exit_code(name):
             raise CannotStart(f"{name} failed; {_end_of(log)}")
+
+    def _start_server(self, name: str, command: list[str], answers: Callable[[], bool]) -> None:
+        """Start a process that is no node, unless it runs, and wait until it answers; raise as `start` does."""
+        log = self.folder / f"{name}.log"
+        if self._processes.pid(name) is None:
+            self._processes.start(name, command, log)
+        self._wait_for(f"the {name.replace('-', ' ')}", name, log, answers)
 
     def _signal(self, node: int | None, number: signal.Signals) -> None:
         for each in self._chosen(node):

@@ -12,7 +12,6 @@ from typing import Any
 from txnbridge.errors import BackendMissing
 from txnbridge_conformance.brokers import _kafka, _pulsar
 from txnbridge_conformance.brokers._broker import Broker, CannotStart, wait_until
-from txnbridge_conformance.brokers._kafka_wire import cluster
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
 ANYWHERE = "0.0.0.0"  # all interfaces of the container
@@ -166,7 +165,7 @@ class KafkaContainer(ContainerBroker):
 
     def _answers(self) -> bool:
         try:
-            return cluster(self._port)[0] == self._cluster
+            return _kafka.cluster(self._port)[0] == self._cluster
         except OSError:
             return False
 
@@ -190,10 +189,10 @@ class PulsarContainer(_pulsar.Pulsar, ContainerBroker):
         start_timeout: float,
     ) -> None:
         self.version = version
-        free, self._web, listen, upstream = free_ports(4)
-        self._port = port or free
+        free, web, listen, upstream = free_ports(4)
+        self._ports, self._webs = {1: port or free}, {1: web}
         self.routes = (Route(listen, upstream),)
-        own = _pulsar.addresses(ANYWHERE, self._port, self._web, self.routes[0])
+        own = _pulsar.addresses(ANYWHERE, self._ports[1], web, self.routes[0])
         given = {**_pulsar.common_settings(store, delete_unused), **own, **(settings or {})}
         super().__init__(
             f"apachepulsar/pulsar:{version}",
@@ -201,13 +200,13 @@ class PulsarContainer(_pulsar.Pulsar, ContainerBroker):
                 "PULSAR_STANDALONE_USE_ZOOKEEPER": "1" if store == "zookeeper" else "0",
                 **{f"PULSAR_PREFIX_{name}": value for name, value in given.items()},
             },
-            ports=(self._port, upstream, self._web),
+            ports=(self._ports[1], upstream, web),
             start_timeout=start_timeout,
             command=_PULSAR_COMMAND,
         )
 
     def _answers(self) -> bool:
         try:
-            return _pulsar.is_ready(self._port, self._web)
+            return _pulsar.is_ready(self._ports[1], self._webs[1])
         except OSError:
             return False

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
+
+from txnbridge_pulsar.client import PulsarClient, PulsarError
 
 from txnbridge.errors import InvalidOption
 from txnbridge_conformance.brokers._broker import Broker, ProcessBroker, check_known, succeeds
@@ -17,7 +22,6 @@ from txnbridge_conformance.brokers._jars import (
     properties,
 )
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, loopback_interface
-from txnbridge_conformance.brokers._pulsar_wire import load_coordinator, rest
 
 # The versions that the project tests with; the first is the default.
 VERSIONS = ("4.2.4", "4.0.8")
@@ -27,6 +31,7 @@ STORES = ("zookeeper", "rocksdb")
 NODES = (1, 2)
 
 GROUP = "org.apache.pulsar"
+_ANSWER_SECONDS = 5.0
 # The versions whose distribution Maven has; for the others Maven has only the jars.
 _DISTRIBUTIONS = ("4.0.8",)
 
@@ -119,26 +124,36 @@ def java_with_pulsar() -> list[str]:
 class Pulsar(Broker):
     """A real Pulsar for tests, which has started when its transaction coordinators are loaded and answer."""
 
-    _port: int
-    _web: int
+    _ports: dict[int, int]
+    _webs: dict[int, int]
 
     @property
     def url(self) -> str:
-        return f"pulsar://{HOST}:{self._port}/public/default"
+        return f"pulsar://{','.join(f'{HOST}:{port}' for port in self._ports.values())}/public/default"
 
     @property
     def admin_url(self) -> str:
-        return f"http://{HOST}:{self._web}"
+        """Return the URL of the first node's administration."""
+        return f"http://{self.web_address(1)}"
+
+    def address(self, node: int) -> str:
+        """Return a node's address of the binary protocol, as "host:port"."""
+        return f"{HOST}:{self._ports[node]}"
+
+    def web_address(self, node: int) -> str:
+        """Return a node's HTTP address as "host:port", which is also the broker's id in Pulsar."""
+        return f"{HOST}:{self._webs[node]}"
 
 
 class PulsarProcess(Pulsar, ProcessBroker):
     """Pulsar standalone as a Java process of this machine. `brokers.pulsar` describes the options."""
 
-    nodes = (1,)
+    own_settings: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
         *,
+        nodes: int = 1,
         version: str = VERSIONS[0],
         store: str = STORES[0],
         delete_unused: bool = False,
@@ -150,72 +165,68 @@ class PulsarProcess(Pulsar, ProcessBroker):
         self._java = java()
         self._jars = fetch_pulsar(version)
         self.version = version
+        self.nodes = tuple(range(1, nodes + 1))
         self._store = store
-        free, self._web, listen, upstream, self._bookie, self._zookeeper = free_ports(6)
-        self._port = port or free
-        self.routes = (Route(listen, upstream),)
-        self._settings = {**common_settings(store, delete_unused), **(settings or {})}
+        self._zookeeper, self._bookie, *ports = free_ports(2 + 4 * nodes)
+        rest = iter(ports)
+        self._ports = {node: port + node - 1 if port else next(rest) for node in self.nodes}
+        self._webs = {node: next(rest) for node in self.nodes}
+        self.routes = tuple(Route(next(rest), next(rest)) for node in self.nodes)
+        self._settings = {**common_settings(store, delete_unused), **self.own_settings, **(settings or {})}
         super().__init__(folder, start_timeout)
         self._open()
 
     def _prepare(self) -> None:
-        own = {
-            **addresses(HOST, self._port, self._web, self.routes[0]),
-            # The bookie's interface.
-            "listeningInterface": loopback_interface(),
-            # The path of the status file shows later that the broker that answers is this one.
-            "statusFilePath": str(self.folder / "status"),
-        }
-        self._configuration.write_text(properties({**own, **self._settings}))
+        own = {**self._addresses(1), "listeningInterface": loopback_interface()}  # the bookie's interface
+        self._file("standalone").write_text(properties({**own, **self._settings}))
         if self._store == "zookeeper":
             self._zookeeper_folder.mkdir(parents=True)  # Pulsar uses ZooKeeper if this folder exists
 
     def _command(self, node: int) -> list[str]:
         data = self.folder / "data"
         options = {
-            "--config": self._configuration,
+            "--config": self._file("standalone"),
             "--bookkeeper-port": self._bookie,
             "--bookkeeper-dir": data / "bookkeeper",
             "--metadata-dir": data / "metadata",
             "--zookeeper-port": self._zookeeper,
             "--zookeeper-dir": self._zookeeper_folder,
         }
-        return java_command(
-            self._java,
-            self._jars,
-            self.folder,
-            _MEMORY,
-            f"{GROUP}.PulsarStandaloneStarter",
-            "--no-functions-worker",
-            "--no-stream-storage",
-            *(str(part) for option in options.items() for part in option),
-        )
+        main = f"{GROUP}.PulsarStandaloneStarter"
+        return self._main(_MEMORY, main, options, "--no-functions-worker", "--no-stream-storage")
 
     def _answers(self, node: int) -> bool:
         try:
-            return is_own(self._web, self.folder / "status") and is_ready(self._port, self._web)
+            return self._is_own(node) and is_ready(self._ports[node], self._webs[node])
         except OSError:
             return False
 
-    @property
-    def _configuration(self) -> Path:
-        return self.folder / "standalone.conf"
+    def _main(self, memory: Sequence[str], main: str, options: Mapping[str, object], *arguments: str) -> list[str]:
+        """Return the command that runs the class `main` of Pulsar's jars, with the Java options in `memory`."""
+        unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
+        java_options = [*memory, *_JAVA_OPTIONS, *unsafe, log4j_option(self.folder), "-cp", f"{self._jars}/*"]
+        named = [str(part) for option in options.items() for part in option]
+        return [self._java, *java_options, main, *arguments, *named]
+
+    def _addresses(self, node: int) -> dict[str, str]:
+        """Return a node's settings that say where it listens, and those by which `_is_own` knows it again."""
+        own = addresses(HOST, self._ports[node], self._webs[node], self.routes[node - 1])
+        return {**own, "statusFilePath": str(self._status(node))}
+
+    def _is_own(self, node: int) -> bool:
+        """Return whether the broker at a node's port is ours, by its status file. Raise `OSError` if none answers."""
+        configuration = rest(self._webs[node], "/admin/v2/brokers/configuration/runtime")
+        return bool(configuration.get("statusFilePath") == str(self._status(node)))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.conf"
+
+    def _status(self, node: int) -> Path:
+        return self.folder / f"node-{node}.status"
 
     @property
     def _zookeeper_folder(self) -> Path:
         return self.folder / "data" / "zookeeper"
-
-
-def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], main: str, *arguments: str) -> list[str]:
-    """Return the command that runs the class `main` of Pulsar's jars, with the Java options in `memory`."""
-    unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
-    return [*(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)), *("-cp", f"{jars}/*", main, *arguments)]
-
-
-def is_own(web: int, status: Path) -> bool:
-    """Return whether the broker at a web port is ours, set to this status file. Raise `OSError` without an answer."""
-    configuration = rest(web, "/admin/v2/brokers/configuration/runtime")
-    return bool(configuration.get("statusFilePath") == str(status))
 
 
 def is_ready(port: int, web: int) -> bool:
@@ -272,3 +283,31 @@ def answering(url: str) -> int:
     """Return how many nodes of the cluster at a URL answer a request."""
     ports = (int(address.rpartition(":")[2]) for address in url.split("/")[2].split(","))
     return sum(succeeds(load_coordinator, port) for port in ports)
+
+
+def load_coordinator(port: int, number: int = 0) -> None:
+    """Make a broker of the cluster load the transaction coordinator `number`, and wait until it is loaded.
+
+    `port` is the port of any broker of the cluster. Raise `OSError` if the coordinator is not ready.
+    """
+    # Only a lookup makes a broker load the topic, and the coordinator with it.
+    try:
+        with PulsarClient(f"pulsar://{HOST}:{port}") as client:
+            client.transactions.connect_to(number, _ANSWER_SECONDS)
+    except PulsarError as error:
+        raise OSError(f"port {port}: {error}") from error
+
+
+def rest(port: int, path: str) -> Any:
+    """Return the JSON document at a path of the broker's HTTP administration. Raise `OSError` for any other answer."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=_ANSWER_SECONDS)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise OSError(f"{path}: {answer.status}")
+        return json.loads(answer.read())
+    except (http.client.HTTPException, ValueError):
+        raise OSError(f"port {port} does not speak HTTP as Pulsar does") from None
+    finally:
+        connection.close()

@@ -6,6 +6,7 @@ import json
 import signal
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -141,10 +142,8 @@ class RocketMQ(ProcessBroker):
 
     def start_name_server(self) -> None:
         """Start the name server if it does not run. Brokers register with it within half a minute."""
-        log = self.folder / f"{_NAME_SERVER}.log"
-        if self._processes.pid(_NAME_SERVER) is None:
-            self._processes.start(_NAME_SERVER, self._name_server_command(), log)
-        self._wait_for("the name server", _NAME_SERVER, log, lambda: succeeds(ask, self._name_server, routes.masters()))
+        answers = partial(succeeds, ask, self._name_server, routes.masters())
+        self._start_server(_NAME_SERVER, self._name_server_command(), answers)
 
     def kill_name_server(self) -> None:
         """Kill the name server with SIGKILL, and wait until its process has ended."""

@@ -34,26 +34,21 @@ StartPulsar = Callable[..., brokers.Pulsar]
 StartRocketMQ = Callable[..., brokers.RocketMQ]
 
 
-def kafka_or_skip(**options: Any) -> brokers.Broker:
-    """Call `brokers.kafka` in a fixture. Skip the test, with the reason, if a tool is not installed."""
-    return _or_skip("Kafka", brokers.kafka, options)
+def _or_skip(name: str, start: Callable[..., _Broker]) -> Callable[..., _Broker]:
+    """Return `start` for a fixture: the test is skipped, with the reason, if a tool is not installed."""
+
+    def start_or_skip(**options: Any) -> _Broker:
+        try:
+            return start(**options)
+        except brokers.ToolMissing as error:
+            pytest.skip(f"needs a {name} broker: {error}")
+
+    return start_or_skip
 
 
-def pulsar_or_skip(**options: Any) -> brokers.Pulsar:
-    """Call `brokers.pulsar` in a fixture. Skip the test, with the reason, if a tool is not installed."""
-    return _or_skip("Pulsar", brokers.pulsar, options)
-
-
-def rocketmq_or_skip(**options: Any) -> brokers.RocketMQ:
-    """Call `brokers.rocketmq` in a fixture. Skip the test, with the reason, if a tool is not installed."""
-    return _or_skip("RocketMQ", brokers.rocketmq, options)
-
-
-def _or_skip(name: str, start: Callable[..., _Broker], options: dict[str, Any]) -> _Broker:
-    try:
-        return start(**options)
-    except brokers.ToolMissing as error:
-        pytest.skip(f"needs a {name} broker: {error}")
+kafka_or_skip = _or_skip("Kafka", brokers.kafka)
+pulsar_or_skip = _or_skip("Pulsar", brokers.pulsar)
+rocketmq_or_skip = _or_skip("RocketMQ", brokers.rocketmq)
 
 
 @pytest.fixture(scope="session")
@@ -83,22 +78,16 @@ def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
         yield broker
 
 
-@pytest.fixture
-def start_kafka() -> Iterator[StartKafka]:
-    """Return a function that starts Kafka with the test's own options; the broker ends with the test."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(kafka_or_skip(**options))
+def _starter(start: Callable[..., _Broker]) -> Any:
+    @pytest.fixture
+    def fixture() -> Iterator[Callable[..., _Broker]]:
+        """Return a function that starts a broker with the test's own options; the broker ends with the test."""
+        with contextlib.ExitStack() as stack:
+            yield lambda **options: stack.enter_context(start(**options))
+
+    return fixture
 
 
-@pytest.fixture
-def start_pulsar() -> Iterator[StartPulsar]:
-    """Return a function that starts Pulsar with the test's own options; the broker ends with the test."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(pulsar_or_skip(**options))
-
-
-@pytest.fixture
-def start_rocketmq() -> Iterator[StartRocketMQ]:
-    """Return a function that starts RocketMQ with the test's own options; the broker ends with the test."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(rocketmq_or_skip(**options))
+start_kafka = _starter(kafka_or_skip)
+start_pulsar = _starter(pulsar_or_skip)
+start_rocketmq = _starter(rocketmq_or_skip)
