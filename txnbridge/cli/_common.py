@@ -5,10 +5,7 @@
     def list_topics(cli: Cli, internal: bool) -> None:
         with cli.connect() as bridge:
             topics = bridge.admin.topics(internal)
-        if cli.json:
-            cli.document([...])
-        else:
-            cli.table(["topic", "partitions"], [...])
+        cli.listing([...], "no topics", ["topic", "partitions"], [...])
 
 A command's function may return an `ExitCode`; None is OK. It raises errors; `guarded` reports them as one line and an
 exit code.
@@ -31,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 
 import txnbridge
-from txnbridge import errors
+from txnbridge import Decision, Outcome, errors
 from txnbridge._base.url import find_backend, nearest, parse_url, plugin_failures
 from txnbridge.commands import asked_for, json_and_debug
 
@@ -81,13 +78,13 @@ def exit_code(error: errors.TxnBridgeError) -> ExitCode:
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 
-def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitCode:
-    """Return the exit code of a command that wanted the outcome `wanted` and got `outcome`."""
-    if outcome is wanted:
+def outcome_code(outcome: Outcome, decision: Decision) -> ExitCode:
+    """Return the exit code of a command that was to end a transaction by `decision`, and got `outcome`."""
+    if outcome is (Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED):
         return ExitCode.OK
-    if outcome is txnbridge.Outcome.UNKNOWN:
+    if outcome is Outcome.UNKNOWN:
         return ExitCode.UNKNOWN
-    return ExitCode.ABORTED if outcome is txnbridge.Outcome.ABORTED else ExitCode.FAILED
+    return ExitCode.ABORTED if outcome is Outcome.ABORTED else ExitCode.FAILED
 
 
 def printable(text: str) -> str:
@@ -127,6 +124,27 @@ class Cli:
         """Write one line of text to stdout; with --json write nothing."""
         if not self.json:
             click.echo(text)
+
+    def answer(self, document: Any, *lines: str) -> None:
+        """Write a command's answer to stdout: with --json the document, otherwise the lines."""
+        if self.json:
+            self.document(document)
+        for line in lines:
+            self.say(line)
+
+    def would(self, document: Any, text: str, needed: str = "--yes and --reason TEXT") -> ExitCode:
+        """Say what a command would do with the options `needed`, without which it was called; return its exit code."""
+        self.answer(document, text, f"do it with {needed}")
+        return ExitCode.USAGE
+
+    def listing(self, documents: Any, none: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Write a list to stdout: with --json the documents, otherwise a table, or the text `none` for an empty one."""
+        if self.json:
+            self.document(documents)
+        elif rows:
+            self.table(columns, rows)
+        else:
+            self.say(none)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         from rich.table import Table
@@ -190,11 +208,12 @@ class Group(click.Group):
 
 
 def command(
-    name: str, *, broker: bool = True, **attributes: Any
+    name: str, group: click.Group | None = None, *, broker: bool = True, **attributes: Any
 ) -> Callable[[Callable[..., int | None]], click.Command]:
     """Decorate a function as a command with the common options; the function's first argument is a `Cli`.
 
-    `broker=False` leaves out --url and --timeout. `attributes` are those of `click.Command`.
+    The command is added to `group`. `broker=False` leaves out --url and --timeout. `attributes` are those of
+    `click.Command`.
     """
 
     def decorate(function: Callable[..., int | None]) -> click.Command:
@@ -206,7 +225,10 @@ def command(
         decorated: Callable[..., None] = json_and_debug(run)
         for option in reversed(_BROKER_OPTIONS if broker else ()):
             decorated = option(decorated)
-        return click.command(name, cls=click.Command, **attributes)(decorated)
+        made = click.command(name, cls=click.Command, **attributes)(decorated)
+        if group is not None:
+            group.add_command(made)
+        return made
 
     return decorate
 
@@ -221,6 +243,11 @@ _BROKER_OPTIONS = (
         metavar="SECONDS",
         help="The deadline of each call to the broker.",
     ),
+)
+
+
+reason_option = click.option(
+    "--reason", metavar="TEXT", help="The reason for overriding the application; it is logged."
 )
 
 

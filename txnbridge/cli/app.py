@@ -14,7 +14,7 @@ from txnbridge.cli._object_loading import load
 command: _common.Group = _common.Group("app", help="Describe an application.")
 
 
-@_common.command("describe", broker=False)
+@_common.command("describe", command, broker=False)
 @click.argument("target", metavar="MODULE:NAME")
 def describe(cli: Cli, target: str) -> None:
     """Describe the application NAME of MODULE, found from the current folder, as a document of AsyncAPI 3.
@@ -23,9 +23,4 @@ def describe(cli: Cli, target: str) -> None:
     the values as far as they are known: those of dataclasses and pydantic models. Nothing is sent to a broker.
     """
     app = load(target, lambda found: isinstance(found, App), "not an App")
-    if cli.json:
-        cli.document(app.describe())
-    cli.say(json.dumps(app.describe(), indent=2))
-
-
-command.add_command(describe)
+    cli.answer(app.describe(), json.dumps(app.describe(), indent=2))

@@ -79,9 +79,7 @@ def command(
             except txnbridge.Poison as error:
                 text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
                 raise txnbridge.DeliveryFailed(text) from error
-    if cli.json:
-        cli.document({"copied": processor.stats.messages})
-    cli.say(f"copied: {processor.stats.messages} messages")
+    cli.answer({"copied": processor.stats.messages}, f"copied: {processor.stats.messages} messages")
 
 
 def _made_ready(

@@ -19,19 +19,15 @@ command: _common.Group = _common.Group(
 )
 
 
-@_common.command("list", help="List groups.")
+@_common.command("list", command, help="List groups.")
 def list_(cli: Cli) -> None:
     with cli.look() as bridge:
         found = bridge.admin.groups()
-    if cli.json:
-        cli.document([{"group": name, "members": members} for name, members in found.items()])
-    elif not found:
-        cli.say("no groups")
-    else:
-        cli.table(["group", "members"], list(found.items()))
+    documents = [{"group": name, "members": members} for name, members in found.items()]
+    cli.listing(documents, "no groups", ["group", "members"], list(found.items()))
 
 
-@_common.command("show", help="Show a group's members, and its position in each partition.")
+@_common.command("show", command, help="Show a group's members, and its position in each partition.")
 @click.argument("group")
 def show(cli: Cli, group: str) -> None:
     with cli.look() as bridge:
@@ -55,7 +51,7 @@ def show(cli: Cli, group: str) -> None:
     )
 
 
-@_common.command("reset", help="Set the positions of a group without members.")
+@_common.command("reset", command, help="Set the positions of a group without members.")
 @click.argument("group")
 @click.option("--to", default="earliest", callback=place, help="earliest, latest or milliseconds since 1970.")
 @click.option("--topic", "topics", multiple=True, help="Only in this topic; may be given more than once.")
@@ -64,16 +60,11 @@ def reset(cli: Cli, group: str, to: str | int, topics: tuple[str, ...], yes: boo
     with cli.look() as bridge:
         if not yes:
             lag = sum(bridge.admin.group(group).lag.values())
-            if cli.json:
-                cli.document({"group": group, "lag": lag, "would": "reset"})
-            cli.say(f"would set group {group} to {to} in {', '.join(topics) or 'all its topics'}; its lag is {lag} now")
-            cli.say("do it with --yes")
-            return ExitCode.USAGE
+            text = f"would set group {group} to {to} in {', '.join(topics) or 'all its topics'}; its lag is {lag} now"
+            return cli.would({"group": group, "lag": lag, "would": "reset"}, text, "--yes")
         reached = bridge.admin.reset_group(group, to, topics or None)
-    if cli.json:
-        cli.document({"group": group, "positions": _by_name(reached)})
-    for partition, position in sorted(reached.items()):
-        cli.say(f"{_named([partition])} goes on at {':'.join(map(str, position))}")
+    lines = [f"{_named([p])} goes on at {':'.join(map(str, position))}" for p, position in sorted(reached.items())]
+    cli.answer({"group": group, "positions": _by_name(reached)}, *lines)
     return ExitCode.OK
 
 
@@ -92,7 +83,3 @@ def _named(partitions: Iterable[Partition]) -> str:
 
 def _by_name(found: Mapping[Partition, T]) -> dict[str, T]:
     return {_named([partition]): value for partition, value in sorted(found.items())}
-
-
-for _each in (list_, show, reset):
-    command.add_command(_each)

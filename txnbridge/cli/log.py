@@ -13,7 +13,7 @@ command: _common.Group = _common.Group("log", help="Renew a decision log that ha
 _AT_MOST = 20  # the largest number of ids, and of positions, that are shown
 
 
-@_common.command("renew")
+@_common.command("renew", command)
 @click.option("--application", required=True, help="Whose decision log.")
 @click.option("--decision-log", help="The log's store, if it is not the broker: as in connect().")
 @click.option("--yes", is_flag=True, help="Really do it.")
@@ -36,10 +36,7 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
             position = decisions.renew() if yes else None
         finally:
             decisions.close()
-    if cli.json:
-        cli.document({**_as_json(lost), "renewed_at": position and list(position)})
-    for line in _in_words(lost):
-        cli.say(line)
+    cli.answer({**_as_json(lost), "renewed_at": position and list(position)}, *_in_words(lost))
     if position is None:
         cli.say("renew the log with --yes, which forgets all of that, once no process of the application runs")
         return ExitCode.USAGE
@@ -70,6 +67,3 @@ def _in_words(lost: IncompleteLog) -> list[str]:
 def _some(names: list[str]) -> str:
     more = len(names) - _AT_MOST
     return (", ".join(names[:_AT_MOST]) or "none is left") + (f" and {more} more" if more > 0 else "")
-
-
-command.add_command(renew)

@@ -47,6 +47,4 @@ def command(cli: Cli, name: str) -> None:
         target.write_text(Template(text).substitute(name=name), "utf-8")
     (folder / "wheels").mkdir()
     (folder / "wheels" / ".gitkeep").touch()
-    if cli.json:
-        cli.document({"folder": name, "files": sorted(_FILES)})
-    cli.say(f"{name} is there. Next: cd {name} && pytest")
+    cli.answer({"folder": name, "files": sorted(_FILES)}, f"{name} is there. Next: cd {name} && pytest")

@@ -33,9 +33,7 @@ def command(cli: Cli, topic: str, limit: int | None, reason: str | None, group: 
             return
         with cli.progress("sending back", limit) as advance:
             done = redrive.run(advance)
-    if cli.json:
-        cli.document(done._asdict())
-    cli.say(f"sent back: {done.sent}" + (f", to {redrive.retry_topic}" if redrive.retry_topic else ""))
+    cli.answer(done._asdict(), f"sent back: {done.sent}" + f", to {redrive.retry_topic}" * bool(redrive.retry_topic))
     if done.left:
         cli.say(f"left, for another reason{' or group' * bool(group)}: {done.left}")
     if done.gone:

@@ -65,7 +65,7 @@ def _store(name: str, schema: str | None, database: str) -> Iterator[OutboxStore
         store.close()
 
 
-@_common.command("run")
+@_common.command("run", command)
 @_outbox_options
 @click.option("--batch", metavar="N", type=click.IntRange(1), default=10_000, show_default=True, help="Rows at once.")
 @click.option("--unordered", is_flag=True, help="Let a parked row hold back no later rows of its key.")
@@ -80,38 +80,37 @@ def run(
     with telling(), cli.look() as bridge:
         relay = bridge.relay(_outbox(name, schema), database, ordered=not unordered, batch=batch, keep=keep)
         relay.run()
-    if cli.json:
-        cli.document(relay.stats._asdict())
-    cli.say(f"{relay.stats.published} published in {relay.stats.batches} batches, {relay.stats.parked} parked")
+    stats = relay.stats
+    cli.answer(stats._asdict(), f"{stats.published} published in {stats.batches} batches, {stats.parked} parked")
 
 
-@_common.command("status", broker=False, help="Say how many rows wait, and whether a batch is being published.")
+@_common.command(
+    "status", command, broker=False, help="Say how many rows wait, and whether a batch is being published."
+)
 @_outbox_options
 def status(cli: Cli, database: str, name: str, schema: str | None) -> None:
     with _store(name, schema, database) as store:
         state, waiting = store.state(Deadline(30)), store.count(Deadline(30))
-    if cli.json:
-        cli.document({"waiting": waiting, "parked": state.parked, "token": state.token, "relay": state.relay})
-    cli.say(f"{waiting} rows wait, {state.parked} are parked; the last relay is {state.relay or 'none'}")
+    cli.answer(
+        {"waiting": waiting, "parked": state.parked, "token": state.token, "relay": state.relay},
+        f"{waiting} rows wait, {state.parked} are parked; the last relay is {state.relay or 'none'}",
+    )
     if state.token is not None:
         cli.say(f"a batch is being published (token: {state.token})")
 
 
-@_common.command("parked", broker=False, help="List parked rows, which the broker refused.")
+@_common.command("parked", command, broker=False, help="List parked rows, which the broker refused.")
 @_outbox_options
 def parked(cli: Cli, database: str, name: str, schema: str | None) -> None:
     with _store(name, schema, database) as store:
         found = store.parked(Deadline(30))
-    if cli.json:
-        cli.document([{"id": r.id, "topic": r.topic, "parked_at": r.changed_at, "reason": r.reason} for r in found])
-    elif not found:
-        cli.say(f"nothing is parked in outbox {name}")
-    else:
-        cli.table(["row", "topic", "since", "reason"], [(r.id, r.topic, when(r.changed_at), r.reason) for r in found])
+    documents = [{"id": r.id, "topic": r.topic, "parked_at": r.changed_at, "reason": r.reason} for r in found]
+    rows = [(r.id, r.topic, when(r.changed_at), r.reason) for r in found]
+    cli.listing(documents, f"nothing is parked in outbox {name}", ["row", "topic", "since", "reason"], rows)
 
 
-def _changing(verb: str, delete: bool, help: str, done: str) -> click.Command:
-    @_common.command(verb, broker=False, help=help)
+def _add_changing(verb: str, delete: bool, help: str, done: str) -> None:
+    @_common.command(verb, command, broker=False, help=help)
     @_outbox_options
     @click.argument("rows", nargs=-1, type=int)
     @click.option("--all", "every", is_flag=True, help="All parked rows.")
@@ -128,15 +127,15 @@ def _changing(verb: str, delete: bool, help: str, done: str) -> click.Command:
                 return ExitCode.USAGE
             changed = store.unpark(None if every else rows, delete, Deadline(30))
         _log.warning("outbox %s: %d rows were %s by hand", name, changed, done)
-        if cli.json:
-            cli.document({"rows": changed})
-        cli.say(f"{changed} rows were {done}")
+        cli.answer({"rows": changed}, f"{changed} rows were {done}")
         return ExitCode.OK if changed else ExitCode.FAILED
 
-    return change
+
+_add_changing("resume", False, "Let parked rows be published again, in their order.", "resumed")
+_add_changing("drop", True, "Delete parked rows, which are then never published.", "deleted")
 
 
-@_common.command("end-batch", broker=False)
+@_common.command("end-batch", command, broker=False)
 @_outbox_options
 @click.argument("token")
 @click.option("--published/--again", required=True, help="Its messages are in their topics: yes, or no.")
@@ -162,14 +161,3 @@ def end_batch(
     _log.warning("outbox %s: a batch was ended by hand as %s", name, "published" if published else "not published")
     cli.say("done")
     return ExitCode.OK
-
-
-for _each in (
-    run,
-    status,
-    parked,
-    _changing("resume", False, "Let parked rows be published again, in their order.", "resumed"),
-    _changing("drop", True, "Delete parked rows, which are then never published.", "deleted"),
-    end_batch,
-):
-    command.add_command(_each)

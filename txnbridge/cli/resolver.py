@@ -8,14 +8,13 @@ from contextlib import ExitStack
 
 import click
 
-from txnbridge import Decision, Outcome
+from txnbridge import Decision
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
+from txnbridge.cli._common import Cli, ExitCode, outcome_code, reason_option, when
 from txnbridge.cli._object_loading import load, telling
 from txnbridge.spi import Half
 
 _log = logging.getLogger("txnbridge")
-_WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 
 command: _common.Group = _common.Group(
     "resolver", help="Answer check-backs of half messages, and list and end parked ones."
@@ -27,7 +26,7 @@ _application_option = click.option(
 )
 
 
-@_common.command("run")
+@_common.command("run", command)
 @_group_option
 @click.option("--check", metavar="MODULE:NAME", help="check(transaction_id, messages) -> Decision")
 @click.option("--database", metavar="URL", help="The database of transaction(db=…), for SQLAlchemy.")
@@ -52,24 +51,19 @@ def run(cli: Cli, group: str, check: str | None, database: str | None, parallel:
         resolver = bridge.resolver(group, check=found, db=database, parallel=parallel)
         resolver.run()
     stats = resolver.stats
-    if cli.json:
-        cli.document(stats._asdict())
-    cli.say(f"{stats.checks} checks: {stats.committed} committed, {stats.aborted} aborted, {stats.failed} failed")
+    text = f"{stats.checks} checks: {stats.committed} committed, {stats.aborted} aborted, {stats.failed} failed"
+    cli.answer(stats._asdict(), text)
 
 
-@_common.command("parked", help="List parked half messages: they had too many check-backs without a decision.")
+@_common.command("parked", command, help="List parked half messages: they had too many check-backs without a decision.")
 @_group_option
 @_application_option
 def parked(cli: Cli, group: str, application: str | None) -> None:
     with cli.look(application=application) as bridge:
         found = bridge.admin.parked(group)
-    if cli.json:
-        cli.document([_as_json(half) for half in found])
-    elif not found:
-        cli.say(f"nothing is parked in group {group}")
-    else:
-        rows = [(h.transaction, len(h.messages), ", ".join(_topics(h)), h.checks, when(h.deadline_at)) for h in found]
-        cli.table(["transaction", "messages", "topics", "asked", "since"], rows)
+    rows = [(h.transaction, len(h.messages), ", ".join(_topics(h)), h.checks, when(h.deadline_at)) for h in found]
+    columns = ["transaction", "messages", "topics", "asked", "since"]
+    cli.listing([_as_json(half) for half in found], f"nothing is parked in group {group}", columns, rows)
 
 
 def _topics(half: Half) -> list[str]:
@@ -87,32 +81,27 @@ def _as_json(half: Half) -> dict[str, object]:
     }
 
 
-@_common.command("resume", help="Start the check-backs of a parked half message again.")
+@_common.command("resume", command, help="Start the check-backs of a parked half message again.")
 @_group_option
 @_application_option
 @click.argument("transaction")
 def resume(cli: Cli, group: str, application: str | None, transaction: str) -> None:
     with cli.look(application=application) as bridge:
         bridge.admin.resume(group, transaction)
-    if cli.json:
-        cli.document({"transaction": transaction, "resumed": True})
-    cli.say(f"{transaction} is asked about again")
+    cli.answer({"transaction": transaction, "resumed": True}, f"{transaction} is asked about again")
 
 
-def _ending(decision: Decision, help: str) -> click.Command:
-    @_common.command(decision.value, help=help)
+def _add_ending(decision: Decision, help: str) -> None:
+    @_common.command(decision.value, command, help=help)
     @_group_option
     @_application_option
     @click.argument("transaction")
     @click.option("--yes", is_flag=True, help="Really do it.")
-    @click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
+    @reason_option
     def end(cli: Cli, group: str, application: str | None, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         if not (yes and reason):
-            if cli.json:
-                cli.document({"transaction": transaction, "would": decision.value})
-            cli.say(f"would {decision.value} half-message transaction {transaction} of group {group}")
-            cli.say("do it with --yes and --reason TEXT")
-            return ExitCode.USAGE
+            text = f"would {decision.value} half-message transaction {transaction} of group {group}"
+            return cli.would({"transaction": transaction, "would": decision.value}, text)
         with cli.look(application=application) as bridge:
             outcome = bridge.admin.end_parked(group, transaction, decision, reason=reason)
         _log.warning(
@@ -122,19 +111,9 @@ def _ending(decision: Decision, help: str) -> click.Command:
             outcome.value,
             reason,
         )
-        if cli.json:
-            cli.document({"transaction": transaction, "outcome": outcome.value, "reason": reason})
-        cli.say(outcome.value)
-        return outcome_code(outcome, _WANTED[decision])
-
-    return end
+        cli.answer({"transaction": transaction, "outcome": outcome.value, "reason": reason}, outcome.value)
+        return outcome_code(outcome, decision)
 
 
-for _each in (
-    run,
-    parked,
-    resume,
-    _ending(Decision.COMMIT, "Publish a parked half message, overriding the application's decision."),
-    _ending(Decision.ABORT, "Drop a parked half message, overriding the application's decision."),
-):
-    command.add_command(_each)
+_add_ending(Decision.COMMIT, "Publish a parked half message, overriding the application's decision.")
+_add_ending(Decision.ABORT, "Drop a parked half message, overriding the application's decision.")

@@ -11,7 +11,7 @@ from txnbridge.cli._common import Cli, when
 command: _common.Group = _common.Group("retries", help="List messages that wait for a retry.")
 
 
-@_common.command("list")
+@_common.command("list", command)
 @click.option("--group", help="Only those of this group.")
 def list_(cli: Cli, group: str | None) -> None:
     """List the retry topics, with the messages that wait there for another attempt of their processor.
@@ -21,15 +21,10 @@ def list_(cli: Cli, group: str | None) -> None:
     """
     with cli.look() as bridge:
         found = waiting_topics(bridge, group)
-    if cli.json:
-        cli.document([vars(each) for each in found])
-    elif not found:
-        cli.say("no retry topics")
-    else:
-        columns = ["topic", "waiting", "due", "next due", "attempts", "reason"]
-        cli.table(columns, [_as_row(each) for each in found])
-        if any(each.due is None for each in found):
-            cli.say("messages that are due are left out: this broker does not tell which of them are processed")
+    columns = ["topic", "waiting", "due", "next due", "attempts", "reason"]
+    cli.listing([vars(each) for each in found], "no retry topics", columns, [_as_row(each) for each in found])
+    if any(each.due is None for each in found):
+        cli.say("messages that are due are left out: this broker does not tell which of them are processed")
 
 
 def _as_row(found: WaitingTopic) -> tuple[object, ...]:
@@ -37,6 +32,3 @@ def _as_row(found: WaitingTopic) -> tuple[object, ...]:
     if found.next_due is None:
         return found.topic, found.waiting, due, "-", "-", "-"
     return found.topic, found.waiting, due, when(found.next_due), found.attempts, found.reason
-
-
-command.add_command(list_)

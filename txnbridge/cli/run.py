@@ -94,10 +94,8 @@ def _run_until_idle(cli: Cli, app: App) -> int | None:
     except Poison as error:
         raise TxnBridgeError(str(error)) from error
     finally:
-        if cli.json:
-            cli.document({name: stats._asdict() for name, stats in app.stats.items()})
-        for name, stats in app.stats.items():
-            cli.say(f"{name}: {_summary(stats)}")
+        lines = [f"{name}: {_summary(stats)}" for name, stats in app.stats.items()]
+        cli.answer({name: stats._asdict() for name, stats in app.stats.items()}, *lines)
     return None
 
 
@@ -139,9 +137,7 @@ def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> None:
         except Poison as error:
             raise TxnBridgeError(str(error)) from error
         finally:
-            if cli.json:
-                cli.document(found.stats._asdict())
-            cli.say(_summary(found.stats))
+            cli.answer(found.stats._asdict(), _summary(found.stats))
 
 
 def _summary(stats: ProcessorStats) -> str:

@@ -49,9 +49,8 @@ def command(
             for body in bodies:
                 txn.send(topic, body, key=key, headers=headers or None, partition=partition)
                 count += 1
-    if cli.json:
-        cli.document({"outcome": "committed", "transaction": txn.id, "topic": topic, "messages": count})
-    cli.say(f"committed: {count} {'message' if count == 1 else 'messages'} to {topic}")
+    document = {"outcome": "committed", "transaction": txn.id, "topic": topic, "messages": count}
+    cli.answer(document, f"committed: {count} {'message' if count == 1 else 'messages'} to {topic}")
 
 
 def _bodies(cli: Cli, value: str | None, file: Path | None) -> Iterable[bytes]:

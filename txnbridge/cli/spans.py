@@ -27,7 +27,7 @@ def _bridges(cli: Cli, others: Sequence[str], application: str | None) -> Iterat
         yield [stack.enter_context(cli.look(url, application=application)) for url in urls]
 
 
-@_common.command("run")
+@_common.command("run", command)
 @_others
 @_application
 @click.option("--database", metavar="URL", envvar="TXNBRIDGE_DATABASE", help="That of spanning(db=…), for SQLAlchemy.")
@@ -41,7 +41,7 @@ def run(cli: Cli, others: Sequence[str], application: str | None, database: str 
         sweep_of(bridges).run()
 
 
-@_common.command("list")
+@_common.command("list", command)
 @_others
 @_application
 def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None:
@@ -59,7 +59,3 @@ def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None
     cli.table(columns, [(*row, when(until * 1000), at) for (*row, until), at in zip(rows, expiries, strict=True)])
     late = sum(part.until < time.time() for part in parts)
     cli.say(f"{len(parts)} parts, {late} of them of processes that can decide no more")
-
-
-command.add_command(run)
-command.add_command(list_parts)

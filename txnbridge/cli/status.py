@@ -26,17 +26,14 @@ def command(cli: Cli, token: str) -> ExitCode:
     parsed = Token.parse(token)
     with cli.look() as bridge:
         status = bridge.status(parsed)
-    if cli.json:
-        cli.document(
-            {
-                "transaction": parsed.transaction,
-                "state": status.state.value,
-                "expires_at": status.expires_at,
-                "reason": status.reason,
-                "permanent": status.permanent,
-            }
-        )
-    cli.say(in_words(status))
+    document = {
+        "transaction": parsed.transaction,
+        "state": status.state.value,
+        "expires_at": status.expires_at,
+        "reason": status.reason,
+        "permanent": status.permanent,
+    }
+    cli.answer(document, in_words(status))
     return CODES[status.state]
 
 

@@ -13,18 +13,13 @@ from txnbridge.cli._common import Cli, ExitCode
 command: _common.Group = _common.Group("topics", help="List, create, delete and grow topics.")
 
 
-@_common.command("list", help="List topics.")
+@_common.command("list", command, help="List topics.")
 @click.option("--internal", is_flag=True, help="Also list topics that txnbridge created for itself.")
 def list_(cli: Cli, internal: bool) -> None:
     with cli.look() as bridge:
         topics = bridge.admin.topics(internal)
-    if cli.json:
-        cli.document([asdict(topic) for topic in topics])
-    elif not topics:
-        cli.say("no topics")
-    else:
-        rows = [(t.name, t.partitions, _retention(t.retention_seconds, t.retention_bytes)) for t in topics]
-        cli.table(["topic", "partitions", "retention"], rows)
+    rows = [(t.name, t.partitions, _retention(t.retention_seconds, t.retention_bytes)) for t in topics]
+    cli.listing([asdict(topic) for topic in topics], "no topics", ["topic", "partitions", "retention"], rows)
 
 
 def _retention(seconds: float | None, size: int | None) -> str:
@@ -32,7 +27,7 @@ def _retention(seconds: float | None, size: int | None) -> str:
     return ", ".join(bound for bound in bounds if bound) or "forever"
 
 
-@_common.command("create", help="Create topics. An existing topic with as many partitions is not changed.")
+@_common.command("create", command, help="Create topics. An existing topic with as many partitions is not changed.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--partitions", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--retention-seconds", type=click.FloatRange(min=0, min_open=True), help="Older messages may be deleted.")
@@ -47,12 +42,11 @@ def create(
             created = bridge.admin.create_topic(
                 name, partitions, retention_seconds=retention_seconds, retention_bytes=retention_bytes
             )
-            if cli.json:
-                cli.document({"topic": name, "created": created})
-            cli.say(f"created {name}" if created else f"{name} is there already")
+            text = f"created {name}" if created else f"{name} is there already"
+            cli.answer({"topic": name, "created": created}, text)
 
 
-@_common.command("delete", help="Delete a topic and its messages.")
+@_common.command("delete", command, help="Delete a topic and its messages.")
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Really do it.")
 def delete(cli: Cli, name: str, yes: bool) -> ExitCode:
@@ -60,25 +54,15 @@ def delete(cli: Cli, name: str, yes: bool) -> ExitCode:
         topic = bridge.admin.topic(name)
         if yes:
             bridge.admin.delete_topic(name)
-    if cli.json:
-        cli.document({"topic": name, "deleted": yes})
-    if not yes:
-        cli.say(f"would delete {name} with its {topic.partitions} partitions and all messages; do it with --yes")
-        return ExitCode.USAGE
-    cli.say(f"deleted {name}")
-    return ExitCode.OK
+    text = f"would delete {name} with its {topic.partitions} partitions and all messages; do it with --yes"
+    cli.answer({"topic": name, "deleted": yes}, f"deleted {name}" if yes else text)
+    return ExitCode.OK if yes else ExitCode.USAGE
 
 
-@_common.command("grow", help="Add partitions to a topic. From then on keys are spread over all of them.")
+@_common.command("grow", command, help="Add partitions to a topic. From then on keys are spread over all of them.")
 @click.argument("name")
 @click.argument("partitions", type=click.IntRange(min=1))
 def grow(cli: Cli, name: str, partitions: int) -> None:
     with cli.look() as bridge:
         bridge.admin.grow_topic(name, partitions)
-    if cli.json:
-        cli.document({"topic": name, "partitions": partitions})
-    cli.say(f"{name} has {partitions} partitions")
-
-
-for _each in (list_, create, delete, grow):
-    command.add_command(_each)
+    cli.answer({"topic": name, "partitions": partitions}, f"{name} has {partitions} partitions")

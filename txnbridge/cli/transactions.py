@@ -10,49 +10,44 @@ import click
 from txnbridge import Bridge, Decision, Outcome, Token
 from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
 from txnbridge.cli import _common, status
-from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
+from txnbridge.cli._common import Cli, ExitCode, outcome_code, reason_option, when
 from txnbridge.errors import UsageError
 from txnbridge.spi import OpenTransaction
 
 _log = logging.getLogger("txnbridge")
-_WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 
 command: _common.Group = _common.Group("transactions", help="List and end open and prepared transactions.")
 
 
-@_common.command("list", help="List open and prepared transactions, the oldest first.")
+@_common.command("list", command, help="List open and prepared transactions, the oldest first.")
 def list_(cli: Cli) -> None:
     with cli.look() as bridge:
         found = bridge.admin.transactions()
-    if cli.json:
-        cli.document([_as_json(transaction) for transaction in found])
-    elif not found:
-        cli.say("no open transactions")
-    else:
-        rows = [
-            (t.transaction, _state(t).partition(":")[0], t.owner, _when(t.since), _when(t.expires_at), _count(t))
-            for t in found
-        ]
-        cli.table(["transaction", "state", "owner", "since", "expires", "messages"], rows)
+    rows = [
+        (t.transaction, _state(t).partition(":")[0], t.owner, _when(t.since), _when(t.expires_at), _count(t))
+        for t in found
+    ]
+    columns = ["transaction", "state", "owner", "since", "expires", "messages"]
+    cli.listing([_as_json(transaction) for transaction in found], "no open transactions", columns, rows)
 
 
-@_common.command("describe", help="Show all that is known of one open or prepared transaction.")
+@_common.command("describe", command, help="Show all that is known of one open or prepared transaction.")
 @click.argument("transaction")
 def describe(cli: Cli, transaction: str) -> None:
     with cli.look() as bridge:
         found = bridge.admin.transaction(transaction)
-    if cli.json:
-        cli.document(_as_json(found))
-        return
-    cli.say(f"transaction  {found.transaction}")
-    cli.say(f"state        {_state(found)}")
-    cli.say(f"owner        {found.owner or '-'}")
-    cli.say(f"since        {_when(found.since)}")
-    cli.say(f"expires      {_when(found.expires_at)}")
-    cli.say(f"messages     {_count(found)}")
-    cli.say(f"partitions   {', '.join(f'{topic}[{number}]' for topic, number in found.partitions) or '-'}")
-    cli.say(f"groups       {', '.join(found.groups) or '-'}")
-    cli.say(f"token        {found.token or '-'}")
+    cli.answer(
+        _as_json(found),
+        f"transaction  {found.transaction}",
+        f"state        {_state(found)}",
+        f"owner        {found.owner or '-'}",
+        f"since        {_when(found.since)}",
+        f"expires      {_when(found.expires_at)}",
+        f"messages     {_count(found)}",
+        f"partitions   {', '.join(f'{topic}[{number}]' for topic, number in found.partitions) or '-'}",
+        f"groups       {', '.join(found.groups) or '-'}",
+        f"token        {found.token or '-'}",
+    )
 
 
 def _as_json(transaction: OpenTransaction) -> dict[str, Any]:
@@ -72,11 +67,11 @@ def _count(transaction: OpenTransaction) -> str:
     return "-" if transaction.messages is None else str(transaction.messages)
 
 
-def _ending(decision: Decision, help: str) -> click.Command:
-    @_common.command(decision.value, help=help)
+def _add_ending(decision: Decision, help: str) -> None:
+    @_common.command(decision.value, command, help=help)
     @click.argument("transaction", metavar="TRANSACTION_OR_TOKEN")
     @click.option("--yes", is_flag=True, help="Really do it.")
-    @click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
+    @reason_option
     def end(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         token = Token.parse(transaction) if transaction.startswith("txb") else None
         with cli.look() as bridge:
@@ -84,13 +79,13 @@ def _ending(decision: Decision, help: str) -> click.Command:
             if not (yes and reason):
                 return _say_what_would_happen(cli, bridge, token or transaction, decision)
             outcome = _end(bridge, token or transaction, decision, reason)
-        if cli.json:
-            name = transaction if token is None else token.transaction
-            cli.document({"transaction": name, "outcome": outcome.value, "reason": reason})
-        cli.say(outcome.value)
-        return outcome_code(outcome, _WANTED[decision])
+        name = transaction if token is None else token.transaction
+        cli.answer({"transaction": name, "outcome": outcome.value, "reason": reason}, outcome.value)
+        return outcome_code(outcome, decision)
 
-    return end
+
+_add_ending(Decision.COMMIT, "Commit a prepared transaction, overriding the application's decision.")
+_add_ending(Decision.ABORT, "Abort an open or prepared transaction.")
 
 
 def _refuse_part(bridge: Bridge, what: Token | str) -> None:
@@ -107,11 +102,8 @@ def _say_what_would_happen(cli: Cli, bridge: Bridge, what: Token | str, decision
         name, state = what.transaction, status.in_words(bridge.status(what))
     else:
         name, state = what, bridge.admin.transaction(what).state
-    if cli.json:
-        cli.document({"transaction": name, "state": state, "would": decision.value})
-    cli.say(f"would {decision.value} transaction {name}, now {state}")
-    cli.say("do it with --yes and --reason TEXT")
-    return ExitCode.USAGE
+    document = {"transaction": name, "state": state, "would": decision.value}
+    return cli.would(document, f"would {decision.value} transaction {name}, now {state}")
 
 
 def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> Outcome:
@@ -127,31 +119,16 @@ def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> 
     return outcome
 
 
-@_common.command("repair", help="Complete a transaction that the broker ended only in part.")
+@_common.command("repair", command, help="Complete a transaction that the broker ended only in part.")
 @click.argument("transaction")
 @click.option("--yes", is_flag=True, help="Do it. Stop the transaction's writer first.")
-@click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
+@reason_option
 def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
     with cli.look() as bridge:
         if not (yes and reason):
-            if cli.json:
-                cli.document({"transaction": transaction, "would": "repair"})
-            cli.say(f"would complete the end of transaction {transaction}; its writer must be stopped first")
-            cli.say("do it with --yes and --reason TEXT")
-            return ExitCode.USAGE
+            text = f"would complete the end of transaction {transaction}; its writer must be stopped first"
+            return cli.would({"transaction": transaction, "would": "repair"}, text)
         done = bridge.admin.repair(transaction)
     _log.warning("transaction %s: repaired by hand: %s; reason: %s", transaction, done, reason)
-    if cli.json:
-        cli.document({"transaction": transaction, "done": done, "reason": reason})
-    cli.say(done)
+    cli.answer({"transaction": transaction, "done": done, "reason": reason}, done)
     return ExitCode.OK
-
-
-for _each in (
-    list_,
-    describe,
-    repair,
-    _ending(Decision.COMMIT, "Commit a prepared transaction, overriding the application's decision."),
-    _ending(Decision.ABORT, "Abort an open or prepared transaction."),
-):
-    command.add_command(_each)
