@@ -24,6 +24,17 @@ class StopNow(BaseException):
     """Raised to end the loop at once, also inside a handler, which cannot catch it as an `Exception`."""
 
 
+@contextmanager
+def signals_handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Let a function handle these signals during the block; call this on the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 class Shutdown:
     """The request to stop a loop, which checks `asked` between its steps.
 
@@ -105,13 +116,9 @@ class Shutdown:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._catches_signals = True
-        try:
+        with signals_handled(self._on_signal, signal.SIGTERM, signal.SIGINT):
+            self._catches_signals = True
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._ended.is_set():

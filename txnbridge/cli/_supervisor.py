@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from txnbridge._base.service_stop import signals_handled
 from txnbridge.cli._common import ExitCode
 from txnbridge.cli._health import Answer, health
 from txnbridge.cli._worker import ABORT, STOP
@@ -58,7 +58,7 @@ class WorkerSupervisor:
     def run(self) -> int:
         """Run the workers; return the exit code of the service."""
         files, looked = _mtimes() if self._reload else {}, time.monotonic()
-        with self._catching_signals():
+        with signals_handled(lambda number, _: self._signals.append(number), signal.SIGTERM, signal.SIGINT):
             try:
                 for worker in self._workers:
                     worker.start()
@@ -172,18 +172,6 @@ class WorkerSupervisor:
                 worker.stop(self._stop_timeout + _CLOSING_SECONDS)
             else:
                 self._start_again(worker)
-
-    @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class Worker:

@@ -17,6 +17,7 @@ import click
 
 import txnbridge
 from txnbridge import Bridge, InvalidOption, TxnBridgeError, plugins
+from txnbridge._base.service_stop import signals_handled
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 
@@ -94,25 +95,17 @@ def _console(json: bool) -> Console:
     return found
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _ended_by_signals() -> AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP end the demonstration and its processes, as Ctrl-C does; ignore a second signal."""
+    # A signal that is ignored, as under nohup, stays ignored.
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
 
     def end(number: int, frame: object) -> None:
-        for each in before:
+        for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    before = {
-        number: signal.signal(number, end)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is signal.SIG_DFL  # a signal that is ignored, as under nohup, stays ignored
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signals_handled(end, *numbers)
 
 
 def _play(stage: Stage, clean: bool) -> str | None:

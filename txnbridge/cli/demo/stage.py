@@ -19,6 +19,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from txnbridge._base.service_stop import signals_handled
 from txnbridge.cli.demo.actors import Shop
 from txnbridge.testing.child_processes import Child
 
@@ -146,16 +147,11 @@ def _interrupted_later() -> Iterator[None]:
     resource_tracker.ensure_running()  # its own start would unblock the signals during the other process's start
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     interrupts: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: interrupts.append(number))  # signals to other threads
-        for number in _ENDING
-        if callable(signal.getsignal(number))
-    }
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    caught = [number for number in _ENDING if callable(signal.getsignal(number))]
+    with signals_handled(lambda number, frame: interrupts.append(number), *caught):  # those to other threads
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if interrupts:
         signal.raise_signal(interrupts[0])
