@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
@@ -35,12 +35,14 @@ class Injected(NamedTuple):
 
     kind: str
     target: str
-    seconds: float
-    heal: Callable[[], object]
+    seconds: float = 0
+    heal: Callable[[], object] = lambda: None
 
 
 class Faults(ABC):
     """A source of random faults in one part of the system, such as the network."""
+
+    one_at_a_time: ClassVar = True  # whether a fault has to be healed before the next one begins
 
     @abstractmethod
     def inject(self, chance: random.Random) -> Injected | None:
@@ -49,6 +51,8 @@ class Faults(ABC):
 
 class ClientFaults(Faults):
     """Kills, pauses and restarts processes of the run."""
+
+    one_at_a_time = False
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes
@@ -60,7 +64,7 @@ class ClientFaults(Faults):
         match chance.choice(("kill", "pause", "pause", "restart")):
             case "kill":
                 process.kill()
-                return Injected("kill", process.name, 0, lambda: None)
+                return Injected("kill", process.name)
             case "pause":
                 process.pause()
                 # Some pauses are longer than the deadline of the process's transactions, which then expire.
@@ -70,7 +74,7 @@ class ClientFaults(Faults):
                 name = process.name
                 process.stop()
                 process.start()
-                return Injected("restart", name, 0, lambda: None)
+                return Injected("restart", name)
         return None
 
 
@@ -93,7 +97,7 @@ class AdminFaults(Faults):
             if found:
                 transaction = chance.choice(found)
                 self._admin.abort(transaction, reason="conformance run")
-                return Injected("administrator's abort", transaction, 0, lambda: None)
+                return Injected("administrator's abort", transaction)
         return None
 
 
@@ -103,12 +107,8 @@ class NetworkFaults(Faults):
     def __init__(self, proxy: Proxy, scheme: str) -> None:
         self._proxy = proxy
         self._requests = _REQUESTS[scheme].split()
-        self._busy = False
 
-    def inject(self, chance: random.Random) -> Injected | None:
-        if self._busy:
-            return None
-        self._busy = True
+    def inject(self, chance: random.Random) -> Injected:
         kind = chance.choice(self._requests)
         name = chance.choice(("cut", "cut after", "delay", "hold requests", "hold answers", "hold and cut"))
         seconds = chance.uniform(0, 5)
@@ -137,7 +137,6 @@ class NetworkFaults(Faults):
         self._proxy.delay(0)
         self._proxy.cut_after()
         self._proxy.release()
-        self._busy = False
 
 
 class BrokerFaults(Faults):
@@ -145,13 +144,11 @@ class BrokerFaults(Faults):
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._busy = False
 
     def inject(self, chance: random.Random) -> Injected | None:
         # A broker takes seconds to start, so it is attacked less often than processes.
-        if self._busy or chance.random() < 0.8:
+        if chance.random() < 0.8:
             return None
-        self._busy = True
         node = chance.choice(self._broker.nodes)
         verb, longest = chance.choice((("kill", 3), ("kill", 3), ("stop", 3), ("pause", 8)))
         getattr(self._broker, verb)(node)
@@ -164,36 +161,27 @@ class BrokerFaults(Faults):
                 self._broker.resume(node)
             else:
                 self._broker.start(node)
-        self._busy = False
 
 
 class HookFaults(Faults):
     """Calls a command of the user's, which begins and heals faults of a system that the run did not start.
 
     It is called as `COMMAND inject KIND TARGET`, and later as `COMMAND heal KIND TARGET`. `targets` are the pairs of
-    kind and target that the command knows. One fault lasts at a time.
+    kind and target that the command knows.
     """
 
     def __init__(self, command: str, targets: Sequence[tuple[str, str]]) -> None:
         self._command = shlex.split(command)
         self._targets = targets
-        self._busy = False
 
-    def inject(self, chance: random.Random) -> Injected | None:
-        if self._busy:
-            return None
-        self._busy = True
+    def inject(self, chance: random.Random) -> Injected:
         kind, target = chance.choice(self._targets)
         try:
             self._call("inject", kind, target)
         except RunFailed:
             self._call("heal", kind, target)  # the command may have done a part
             raise
-        return Injected(kind, target, chance.uniform(0, 8), lambda: self._heal(kind, target))
-
-    def _heal(self, kind: str, target: str) -> None:
-        self._call("heal", kind, target)
-        self._busy = False
+        return Injected(kind, target, chance.uniform(0, 8), lambda: self._call("heal", kind, target))
 
     def _call(self, what: str, kind: str, target: str) -> None:
         command = [*self._command, what, kind, target]

@@ -77,7 +77,8 @@ class Hunt:
         if broker:
             self._faults.append(BrokerFaults(broker))
         self._faults.extend(more)
-        self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
+        # With the time at which each is healed, and its source.
+        self._injected: list[tuple[float, Faults, Injected]] = []
         self.deeds: Counter[str] = Counter()
         self._attacking = clients  # whether new processes may kill themselves
         self._roles: dict[str, int] = {}  # with the number of processes
@@ -159,16 +160,19 @@ class Hunt:
         if not self._faults:
             return
         self._faults.append(self._faults.pop(0))  # each source of faults has its turn
-        if injected := self._faults[0].inject(self._random):
+        source = self._faults[0]
+        lasts = source.one_at_a_time and any(each is source for _, each, _ in self._injected)
+        if not lasts and (injected := source.inject(self._random)):
             self._recorder.fault(injected.kind, injected.target, "begin")
             self.deeds[injected.kind] += 1
-            self._injected.append((now + injected.seconds, injected))
+            self._injected.append((now + injected.seconds, source, injected))
 
     def _heal(self, now: float) -> None:
         """End the faults that are due at the time `now`, and record their ends."""
-        for until, injected in list(self._injected):
+        for each in list(self._injected):
+            until, _, injected = each
             if until <= now:
-                self._injected.remove((until, injected))
+                self._injected.remove(each)
                 injected.heal()
                 self._recorder.fault(injected.kind, injected.target, "end")
 
