@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import txnbridge
-from txnbridge.cli import _plugin_commands, main
+from txnbridge.cli import main, plugin_commands
 
 Invoke = Callable[..., Result]
 
@@ -18,9 +18,9 @@ Invoke = Callable[..., Result]
 @pytest.fixture(autouse=True)
 def _no_broker_by_accident(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
-    _plugin_commands.plugin_commands.cache_clear()
+    plugin_commands.cache_clear()
     yield
-    _plugin_commands.plugin_commands.cache_clear()
+    plugin_commands.cache_clear()
 
 
 @pytest.fixture

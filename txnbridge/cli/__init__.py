@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import sys
@@ -9,8 +10,8 @@ import sys
 import click
 
 import txnbridge
+from txnbridge import plugins
 from txnbridge.cli._common import EXIT_CODES_HELP, Group, guarded
-from txnbridge.cli._plugin_commands import plugin_commands
 
 # Each command with its line in `txnbridge --help`. Its function is `command` in the module of the same name.
 COMMANDS = {
@@ -35,6 +36,12 @@ COMMANDS = {
     "doctor": "Find settings and states that weaken a guarantee or hold readers back.",
     "capabilities": "Say what brokers promise.",
 }
+
+
+@functools.cache
+def plugin_commands() -> dict[str, click.Command]:
+    """Return the commands of all plug-ins, by name; `plugins.failed` has the plug-ins that raised an error."""
+    return {command.name: command for command in plugins.commands() if command.name}
 
 
 class Main(Group):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from txnbridge.cli import _common
+from txnbridge import plugins
+from txnbridge.cli import _common, plugin_commands
 from txnbridge.cli._common import Cli, ExitCode, exit_code
-from txnbridge.cli._plugin_commands import failed_plugins
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Advice
 
@@ -33,6 +33,13 @@ def _of_plugin(name: str, error: BaseException) -> Advice:
         return Advice("ok", f"plug-in {name}", f"is not used, because an extra is not installed: {error}")
     text = f"could not be loaded: {type(error).__name__}: {error}"
     return Advice("problem", f"plug-in {name}", text, "repair it, or uninstall it")
+
+
+def failed_plugins() -> dict[str, BaseException]:
+    """Load all plug-ins; return the errors of those that could not be loaded, by the plug-in's name."""
+    plugins.backends()
+    plugin_commands()
+    return dict(sorted(plugins.failed.items()))
 
 
 def _look(cli: Cli) -> tuple[list[Advice], ExitCode]:
