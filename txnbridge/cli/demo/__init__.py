@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
 
 import click
@@ -134,9 +134,11 @@ def _play(stage: Stage, clean: bool) -> str | None:
 
 def _clean(shop: Shop, bridge: Bridge) -> None:
     """Delete the demo's topics, also those that hold half messages on a broker that has none."""
-    try:
-        for topic in bridge.admin.topics():
-            if topic.name in shop.topics or f".{shop.desk}." in topic.name:
-                bridge.admin.delete_topic(topic.name)
-    except TxnBridgeError as error:
-        _log.warning("topics of the demo are left: %s", error)
+    names = list(shop.topics)
+    with suppress(TxnBridgeError):
+        names += [topic.name for topic in bridge.admin.topics() if f".{shop.desk}." in topic.name]
+    for name in names:
+        try:
+            bridge.admin.delete_topic(name)
+        except TxnBridgeError as error:
+            _log.warning("the demo's topic %s is left: %s", name, error)
