@@ -92,9 +92,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def when(milliseconds: int) -> str:
-    """Return a time (milliseconds since 1970) as text in the local time zone."""
+def when(milliseconds: int | None) -> str:
+    """Return a time (milliseconds since 1970) as text in the local time zone; "-" for None."""
+    if milliseconds is None:
+        return "-"
     return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
+
+
+def dash(value: object, form: str = "{}") -> str:
+    """Return a value as text of this form; "-" for None."""
+    return "-" if value is None else form.format(value)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def show(cli: Cli, group: str) -> None:
         cli.document(_as_json(found))
         return
     if found.members:
-        rows = [(m.host, _named(m.partitions), "-" if m.until is None else when(m.until)) for m in found.members]
+        rows = [(m.host, _named(m.partitions), when(m.until)) for m in found.members]
         cli.table(["member", "has", "gone unless heard of by"], rows)
     else:
         cli.say("no members")

@@ -6,7 +6,7 @@ import click
 
 from txnbridge._process.retry_overview import WaitingTopic, waiting_topics
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli, when
+from txnbridge.cli._common import Cli, dash, when
 
 command: _common.Group = _common.Group("retries", help="List messages that wait for a retry.")
 
@@ -28,7 +28,5 @@ def list_(cli: Cli, group: str | None) -> None:
 
 
 def _as_row(found: WaitingTopic) -> tuple[object, ...]:
-    due = "-" if found.due is None else found.due
-    if found.next_due is None:
-        return found.topic, found.waiting, due, "-", "-", "-"
-    return found.topic, found.waiting, due, when(found.next_due), found.attempts, found.reason
+    first = when(found.next_due), dash(found.attempts), dash(found.reason)
+    return found.topic, found.waiting, dash(found.due), *first

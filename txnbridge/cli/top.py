@@ -12,7 +12,7 @@ import click
 
 from txnbridge import Bridge, NotFound, NotSupported, TxnBridgeError
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli, printable
+from txnbridge.cli._common import Cli, dash, printable
 from txnbridge.spi import Advice, GroupInfo, OpenTransaction
 
 if TYPE_CHECKING:
@@ -153,12 +153,12 @@ def _screen(url: str, state: BrokerState) -> RenderableType:
     parts += _table(
         "groups, by lag",
         ["group", "members", "lag", "a second"],
-        [(g.name, len(g.members), sum(g.lag.values()), _rate(state, g.name)) for g in groups],
+        [(g.name, len(g.members), sum(g.lag.values()), dash(state.rates.get(g.name), "{:.1f}")) for g in groups],
     )
     parts += _table(
         "open transactions, oldest first",
         ["transaction", "state", "age", "owner", "messages"],
-        [(t.transaction, t.state, _seconds(t), t.owner, _or_dash(t.messages)) for t in state.transactions],
+        [(t.transaction, t.state, dash(_age(t), "{:.0f} s"), t.owner, dash(t.messages)) for t in state.transactions],
     )
     if state.parked:
         parts += _table("parked half messages", ["group", "parked"], list(state.parked.items()))
@@ -181,17 +181,3 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]])
         table.add_row(*(Text(printable(str(cell))) for cell in row))
     left = len(rows) - _MOST_ROWS
     return [heading, table, *([Text(f"and {left} more", style="dim")] if left > 0 else [])]
-
-
-def _rate(state: BrokerState, group: str) -> str:
-    rate = state.rates.get(group)
-    return "-" if rate is None else f"{rate:.1f}"
-
-
-def _seconds(transaction: OpenTransaction) -> str:
-    age = _age(transaction)
-    return "-" if age is None else f"{age:.0f} s"
-
-
-def _or_dash(value: object) -> object:
-    return "-" if value is None else value

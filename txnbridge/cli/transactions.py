@@ -10,7 +10,7 @@ import click
 from txnbridge import Bridge, Decision, Outcome, Token
 from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
 from txnbridge.cli import _common, status
-from txnbridge.cli._common import Cli, ExitCode, outcome_code, reason_option, when
+from txnbridge.cli._common import Cli, ExitCode, dash, outcome_code, reason_option, when
 from txnbridge.errors import UsageError
 from txnbridge.spi import OpenTransaction
 
@@ -24,7 +24,7 @@ def list_(cli: Cli) -> None:
     with cli.look() as bridge:
         found = bridge.admin.transactions()
     rows = [
-        (t.transaction, _state(t).partition(":")[0], t.owner, _when(t.since), _when(t.expires_at), _count(t))
+        (t.transaction, _state(t).partition(":")[0], t.owner, when(t.since), when(t.expires_at), dash(t.messages))
         for t in found
     ]
     columns = ["transaction", "state", "owner", "since", "expires", "messages"]
@@ -41,9 +41,9 @@ def describe(cli: Cli, transaction: str) -> None:
         f"transaction  {found.transaction}",
         f"state        {_state(found)}",
         f"owner        {found.owner or '-'}",
-        f"since        {_when(found.since)}",
-        f"expires      {_when(found.expires_at)}",
-        f"messages     {_count(found)}",
+        f"since        {when(found.since)}",
+        f"expires      {when(found.expires_at)}",
+        f"messages     {dash(found.messages)}",
         f"partitions   {', '.join(f'{topic}[{number}]' for topic, number in found.partitions) or '-'}",
         f"groups       {', '.join(found.groups) or '-'}",
         f"token        {found.token or '-'}",
@@ -57,14 +57,6 @@ def _as_json(transaction: OpenTransaction) -> dict[str, Any]:
 
 def _state(transaction: OpenTransaction) -> str:
     return f"{transaction.state}, {PART_OF_SPAN}" if is_part(transaction) else transaction.state
-
-
-def _when(time: int | None) -> str:
-    return "-" if time is None else when(time)
-
-
-def _count(transaction: OpenTransaction) -> str:
-    return "-" if transaction.messages is None else str(transaction.messages)
 
 
 def _add_ending(decision: Decision, help: str) -> None:
