@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import signal
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +51,7 @@ class Stage:
         self._heading(title)
         self._show(Padding(Text(text), (0, 0, 1, 2), expand=False), _READING)
         for function in functions:
-            source = textwrap.dedent(inspect.getsource(function)).rstrip()
+            source = inspect.getsource(function).rstrip()
             code = Syntax(source, "python", theme="ansi_dark", background_color="default")
             self._show(Padding(code, (0, 0, 1, 6), expand=False), _READING)
 
