@@ -13,6 +13,7 @@ from tests.in_time import wait_until
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter, Event
 from txnbridge._base.messages import Position
+from txnbridge._base.timing import Timing
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, BodyPart, Claimed, Snapshot, encode
@@ -788,27 +789,27 @@ def test_a_follower_of_the_log_reads_only_new_records(join, log):
 
 def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log):
     log.archive = _Nowhere()
-    decisions = join(lifetime=30, tidy_after=500)
+    decisions = join(lifetime=30, tidy_after=500, timing=Timing(forget_after=500))
     opening = decisions.open("X")
     lengths, known = [], []
-    for number in range(1, 10_001):
+    for number in range(1, 3_001):
         begin = decisions.begin(opening=opening)
         decisions.claim(f"t{number}", COMMIT, begin=begin, opening=opening)
         if number % 10 == 0:
             decisions.claim(("q", number), COMMIT)
             decisions.done("q", number)
         clock.now += 1
-        if number % 1_000 == 0:
+        if number % 500 == 0:
             lengths.append(len(log.records))
             tokens = decisions._engine.follower._state.tokens
             known.append(len(tokens.claims) + len(tokens.presences))
     assert max(lengths[1:]) < 1.5 * lengths[1]
-    assert max(known) < 11_000
+    assert max(known) < 1_500
     log.reads = 0
     newcomer = join()
-    assert newcomer.claim(("q", 10_001), COMMIT).mine
-    assert newcomer.read("q").done_up_to == 10_000
-    assert newcomer.claim("t10000", ABORT, begin=begin).decision is COMMIT
+    assert newcomer.claim(("q", 3_001), COMMIT).mine
+    assert newcomer.read("q").done_up_to == 3_000
+    assert newcomer.claim("t3000", ABORT, begin=begin).decision is COMMIT
     assert log.reads < 1_500
 
 

@@ -53,7 +53,7 @@ def openings(log: MemoryLog) -> list[str]:
     return [under["id"][0] for under, *_ in newest.body["opened"]]
 
 
-@pytest.mark.parametrize("ids", [400, pytest.param(4_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ids", [240, pytest.param(4_000, marks=pytest.mark.full)])
 def test_ids_that_come_and_go_leave_nothing_in_snapshots_for_ever(log, ids):
     sizes = []
     for number in range(ids):
@@ -69,13 +69,13 @@ def test_ids_that_come_and_go_leave_nothing_in_snapshots_for_ever(log, ids):
 
 
 def test_a_process_that_lives_on_keeps_no_ids_that_come_and_go_in_memory(log):
-    onlooker = Process(log, timing=Timing(forget_after=100))
-    for number in range(200):
+    onlooker = Process(log, timing=Timing(forget_after=60))
+    for number in range(120):
         Process(log, f"made-up-{number}").open().prepare(f"t{number}")
         Process.now += 60
     onlooker.decisions.begin()
     known = onlooker.decisions._engine.follower._state
-    assert max(len(known.ids.openings), len(known.tokens.openings)) < 100
+    assert max(len(known.ids.openings), len(known.tokens.openings)) < 60
 
 
 def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):

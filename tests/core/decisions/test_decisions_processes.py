@@ -28,9 +28,9 @@ class OwnLog(Through):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("races", [300, pytest.param(1_000, marks=pytest.mark.full)])
-def test_four_processes_race_and_nobody_disagrees(tmp_path, races):
-    log = race(OwnLog, str(tmp_path / "broker.db"), tmp_path, races, 0.004, 30)
+@pytest.mark.parametrize(("races", "dying"), [(200, 0.006), pytest.param(1_000, 0.004, marks=pytest.mark.full)])
+def test_four_processes_race_and_nobody_disagrees(tmp_path, races, dying):
+    log = race(OwnLog, str(tmp_path / "broker.db"), tmp_path, races, dying, 30)
     begin = log.begin(Deadline(10))
     assert begin is not None and begin[0] > races / 2
     log.close()
@@ -84,7 +84,7 @@ class Counting(Through):
             yield found
 
 
-@pytest.mark.parametrize("count", [5_000, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [1_000, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_reads_stay_short_however_many_decisions_the_log_has_seen(tmp_path, count):
     now = 1_700_000_000.0
 

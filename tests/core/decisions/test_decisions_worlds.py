@@ -42,8 +42,9 @@ RENEWED = Chances(retention=0.01, renewed=0.1)
 MADE_UP = Chances(clock=0.1, made_up=0.5)
 ORIGIN = (0,)
 MANY = 3_000
-# As few as show what each rule is there for: without it, one of these worlds goes wrong.
-FEW = [*range(16), 92, 224, 320, 834]
+# As few as show what each rule is there for: without it, one of these worlds goes wrong. In the last five more callers
+# get the rarest answers.
+FEW = [15, 224, 834, 10, 14, 3, 5, 92, 320, 0, 1, 2, 7, 12]
 SEEDS = pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(range(MANY), marks=[pytest.mark.full, pytest.mark.timeout(1800)])], ids=["few", "many"]
 )
@@ -121,16 +122,16 @@ def test_processes_that_make_up_forgotten_ids_give_no_answer_that_does_not_count
 
 def test_no_process_is_left_without_an_answer_in_a_world_without_faults():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
-    findings, told = explore(range(30), peace)
+    findings, told = explore(range(10), peace)
     assert findings == []
-    assert told["COMMIT"] > 30
+    assert told["COMMIT"] > 10
     assert told["EvidenceLost"] == told["OutcomeUnknown"] == told["BrokerUnavailable"] == 0
 
 
 def test_a_snapshot_says_the_same_as_all_that_it_covers():
     """A reader that begins at or in front of the record that a snapshot covers ends up knowing the same ids."""
     compared = 0
-    for seed in range(20):
+    for seed in range(8):
         archive = World(seed, CALM).run().log.archive
         whole = fold(archive)
         covered = {record.covers for _, record in decoded(archive) if isinstance(record, Snapshot)}
@@ -192,7 +193,7 @@ def test_a_claim_void_by_an_unseen_snapshot_does_not_stand_before_its_authors_ne
 def test_a_commit_that_somebody_may_have_to_carry_out_is_not_forgotten():
     """A reader that begins at a snapshot knows the last commits as one that has read all, while they matter."""
     compared = 0
-    for seed in range(20):
+    for seed in range(8):
         archive = World(seed, CALM).run().log.archive
         whole = last_commits(fold(archive))
         for number, (_, record) in enumerate(decoded(archive)):
