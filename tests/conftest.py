@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from txnbridge.testing.child_processes import _IMPORTED_LATE
+
 # Without its bytecode each child process would compile the project anew, which takes longer than most tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -42,6 +44,11 @@ pytest.register_assert_rewrite("tests.log_contract", "tests.log_decisions")
 # How fast examples are made and run says how busy the machine is, nothing about the code.
 settings.register_profile("gate", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 settings.register_profile("full", settings.get_profile("gate"), max_examples=1000)
+
+
+_IMPORTED_LATE.append("tests.fork_server")
+
+gc.disable()  # until all is collected: nothing of what is imported until then is garbage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,6 +126,7 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector the many objects that live as long as the process, such as modules and tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 _began = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.settings import Settings, Timing
 from txnbridge_embedded.write.writer import EmbeddedWriter
 
@@ -176,3 +177,20 @@ def busy(broker: EmbeddedBroker) -> Iterator[None]:
     with broker.store.writing(connection, Deadline(10), "being busy"):
         yield
     connection.close()
+
+
+def trim(broker: EmbeddedBroker, offset: int, partition_id: int = 1) -> None:
+    """Move the start of a partition, as retention does."""
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "trimming"):
+        base = partition_id << OFFSET_BITS
+        connection.execute("DELETE FROM messages WHERE id >= ? AND id < ?", (base, base + offset))
+        connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (offset, partition_id))
+
+
+def send_stamped(broker: Broker, *timestamps: int, topic: str = "orders") -> None:
+    """Commit one message for each timestamp."""
+    writer = open_writer(broker)
+    begin(writer)
+    for timestamp in timestamps:
+        writer.send(topic, b"%d" % timestamp, None, None, None, timestamp)
+    writer.commit(Deadline(10))

@@ -5,7 +5,6 @@ import pytest
 import txnbridge
 from tests.embedded import kit
 from tests.embedded.members import GROUP, Member, settle
-from tests.embedded.test_reader import send_stamped, trim
 from txnbridge.errors import Conflict, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
 from txnbridge.spi import Deadline
 
@@ -94,7 +93,7 @@ def test_messages_skipped_by_seeking_ahead_come_to_the_next_member(broker, join)
 
 
 def test_seeking_to_a_time_leaves_acknowledged_messages_out(broker, join):
-    send_stamped(broker, *range(100, 106))
+    kit.send_stamped(broker, *range(100, 106))
     member = join()
     member.ack(member.take(6)[4])
     member.reader.seek_to_time(103, Deadline(10))
@@ -170,7 +169,7 @@ def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(brok
     first = join()
     first.ack(*first.take(2))
     first.close()
-    trim(broker, 5)
+    kit.trim(broker, 5)
     for _ in range(2):
         member = join()
         with pytest.raises(PositionLost, match=r"'shipping' is 2 in orders\[0\].*before 5"):
@@ -191,7 +190,7 @@ def test_a_message_that_was_given_back_and_is_gone_raises_position_lost(broker, 
     fill(broker, 10)
     member = join()
     member.take(6)
-    trim(broker, 5)
+    kit.trim(broker, 5)
     member.reader.nack({ORDERS: [(3,)]})
     with pytest.raises(PositionLost, match="is 3"):
         member.poll()

@@ -6,7 +6,6 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.read import base_reader
 
 import txnbridge
@@ -46,14 +45,6 @@ def take(reader, count):
 
 def take_values(reader, count):
     return [message.value for message in take(reader, count)]
-
-
-def trim(broker, offset, partition_id=1):
-    """Move the start of a partition, as retention does."""
-    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "trimming"):
-        base = partition_id << OFFSET_BITS
-        connection.execute("DELETE FROM messages WHERE id >= ? AND id < ?", (base, base + offset))
-        connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (offset, partition_id))
 
 
 texts = st.none() | st.binary(max_size=3)
@@ -126,24 +117,16 @@ def test_a_reader_that_starts_at_the_latest_sees_all_that_becomes_visible_from_t
     assert take_values(reader, 2) == [b"prepared before, committed after", b"new"]
 
 
-def send_stamped(broker, *timestamps, topic="orders"):
-    writer = kit.open_writer(broker)
-    kit.begin(writer)
-    for timestamp in timestamps:
-        writer.send(topic, b"%d" % timestamp, None, None, None, timestamp)
-    writer.commit(Deadline(10))
-
-
 def test_a_reader_that_starts_at_a_time_begins_with_the_first_message_stamped_then_or_later(broker, reading):
-    send_stamped(broker, 10, 30, 20, 40)
+    kit.send_stamped(broker, 10, 30, 20, 40)
     assert take_values(reading(start=20), 3) == [b"30", b"20", b"40"]
     late = reading(start=50)
-    send_stamped(broker, 1)
+    kit.send_stamped(broker, 1)
     assert take_values(late, 1) == [b"1"]
 
 
 def test_seeking_to_a_time_goes_to_the_first_message_stamped_then_or_later(broker, reading):
-    send_stamped(broker, *range(100, 100_000, 2))
+    kit.send_stamped(broker, *range(100, 100_000, 2))
     reader = reading()
     reader.seek_to_time(90_001, Deadline(10))
     assert take_values(reader, 1) == [b"90002"]
@@ -176,7 +159,7 @@ def test_a_reader_that_retention_overtakes_is_told_and_nothing_is_skipped(broker
     kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
     reader = reading()
     assert take_values(reader, 2) == [b"0", b"1"]
-    trim(broker, 5)
+    kit.trim(broker, 5)
     for _ in range(2):
         with pytest.raises(PositionLost, match=r"2 in orders\[0\].*before 5"):
             reader.poll(10, Deadline(10))
@@ -188,7 +171,7 @@ def test_a_reader_that_retention_overtakes_is_told_and_nothing_is_skipped(broker
 
 def test_a_reader_that_starts_at_the_earliest_starts_behind_what_retention_removed(broker, reading):
     kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
-    trim(broker, 5)
+    kit.trim(broker, 5)
     assert take_values(reading(), 5) == [b"%d" % n for n in range(5, 10)]
 
 
@@ -199,7 +182,7 @@ def test_messages_already_read_are_handed_out_before_another_partition_is_found_
     for partition in range(2):
         kit.commit(writer, "orders", *(b"%d" % partition for _ in range(5)), partition=partition)
     reader = reading()
-    trim(broker, 2, partition_id=1 + lost)
+    kit.trim(broker, 2, partition_id=1 + lost)
     found = []
     with pytest.raises(PositionLost):
         while True:

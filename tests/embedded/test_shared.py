@@ -7,7 +7,6 @@ import pytest
 from tests.embedded import kit
 from tests.embedded.members import settle
 from tests.embedded.test_ordered import fill, numbers, position
-from tests.embedded.test_reader import trim
 from txnbridge.errors import Conflict, NotSupported, PositionLost
 from txnbridge.spi import Deadline
 
@@ -119,7 +118,7 @@ def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(brok
     first.ack(*first.take(2))
     first.take(2)
     first.close()
-    trim(broker, 5)
+    kit.trim(broker, 5)
     member = join()
     for _ in range(2):
         with pytest.raises(PositionLost, match=r"is 2 in orders\[0\].*before 5"):
@@ -134,7 +133,7 @@ def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(brok
 def test_a_group_whose_messages_retention_removed_all_raises_position_lost(broker, join):
     fill(broker, 3)
     member = join()
-    trim(broker, 3)
+    kit.trim(broker, 3)
     with pytest.raises(PositionLost, match=r"is 0 in orders\[0\].*before 3"):
         member.poll()
 
@@ -143,7 +142,7 @@ def test_a_message_removed_by_retention_while_it_is_processed_can_be_acknowledge
     fill(broker, 6)
     member = join()
     messages = member.take(4)
-    trim(broker, 3)
+    kit.trim(broker, 3)
     member.ack(*messages[:3])
     assert numbers(member.take(2)) == [4, 5]
     assert position(broker) == 3
