@@ -79,11 +79,11 @@ def take(consumer: Consumer, count: int) -> list[Message]:
 
 def eventually(condition: Callable[[], object], what: str) -> None:
     """Wait until a condition is true. Raise `AssertionError` after `patience()`."""
-    deadline = time.monotonic() + patience()
+    deadline, pause = time.monotonic() + patience(), 0.005
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {patience():g} s")
-        time.sleep(0.01)
+        time.sleep(pause := min(2 * pause, 0.05))  # a condition that reads a topic takes some milliseconds
 
 
 def values(messages: Iterable[Message]) -> list[object]:

@@ -105,3 +105,4 @@ def settle(*members: Member, until: Callable[[], bool], timeout: float = 20) -> 
         assert time.monotonic() < deadline, [(member.partitions, member.told) for member in members]
         for member in members:
             member.reader.poll(0, Deadline(0.001))
+        time.sleep(0.005)

@@ -97,7 +97,7 @@ def test_a_member_that_works_for_longer_than_its_lease_keeps_its_partitions(open
     second = Member(broker)
     until = time.monotonic() + 2.5 * LEASE
     while time.monotonic() < until:
-        assert second.poll() == []
+        assert second.poll(timeout=0.05) == []
     assert first.result() == [("assigned", ("orders", 0))]
     assert numbers(second.take(1)) == [0]  # its process has ended now
     second.close()
