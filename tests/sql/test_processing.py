@@ -86,7 +86,8 @@ def fail_a_third(message: Message, db: sa.Connection) -> None:
 def process_with_retries(shop: Shop) -> None:
     """Process until all messages are done or dead, with a relay that takes those that wait to their retry topic."""
     with txnbridge.connect(shop.url) as bridge, bridge.relay(BOX, shop.database) as relay:
-        while not values(bridge, "dead"):
+        is_dead = False
+        while not is_dead:
             bridge.processor(
                 "in",
                 group="g",
@@ -98,6 +99,7 @@ def process_with_retries(shop: Shop) -> None:
                 max_messages=2,
             ).run(until_idle=True)
             eventually(lambda: relay.lag == 0, "rows wait")
+            is_dead = values(bridge, "dead") != []
 
 
 def process_plainly(shop: Shop):
@@ -183,18 +185,15 @@ def test_each_message_has_its_effect_once_wherever_its_processor_dies(fresh, kil
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("where", ["database.commit/before", "database.commit/after", "ack/before", "commit/after"])
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_message_that_waits_for_a_retry_is_in_one_place_wherever_its_processor_dies(fresh, where, nth):
-    shop = fresh(numbers(4))
-    with Child(process_with_retries, shop, kill=f"{where}/{nth}") as child:
-        child.stopped(SOON)
-    with Child(process_with_retries, shop) as child:
-        child.result(SOON)
-    assert sorted(done(shop.database)) == [b"0", b"1", b"3"]
-    with txnbridge.connect(shop.url) as bridge:
-        assert values(bridge, "g-retry-1ms") == values(bridge, "dead") == [b"2"]
-        assert bridge.read("dead", 1)[0].headers["txnbridge-dead-topic"] == "in"
+def test_a_message_that_waits_for_a_retry_is_in_one_place_wherever_its_processor_dies(fresh, kill_walk):
+    def check(shop):
+        assert sorted(done(shop.database)) == [b"0", b"1", b"3"]
+        with txnbridge.connect(shop.url) as bridge:
+            assert values(bridge, "g-retry-1ms") == values(bridge, "dead") == [b"2"]
+            assert bridge.read("dead", 1)[0].headers["txnbridge-dead-topic"] == "in"
+
+    least = {"database.commit/before", "database.commit/after", "ack/before", "commit/after"}
+    kill_walk(process_with_retries, check, lambda: fresh(numbers(4)), least)
 
 
 @pytest.mark.parametrize("where", ["reader.poll/after", "database.read/after", "database.commit/before", "ack/before"])
