@@ -115,13 +115,6 @@ def test_an_outdated_declaration_fails_and_a_test_of_an_absent_capability_is_ski
     assert "needs timestamps, which is absent: so it says" in said
 
 
-def test_a_broken_broker_fails(project):
-    url = f"{broken.scheme_of(broken.DropsTombstones)}:{project}/broker.db"
-    arguments = ["-k", "test_a_message_without_a_value_arrives_without_one or test_a_committed_message_is_read"]
-    said = run(project, f"--txnbridge-url={url}", *arguments)
-    assert "1 failed, 1 passed" in said, said
-
-
 def modules() -> list[object]:
     """Return the names of the suite's modules."""
     return [importlib.import_module(f"{suite.__name__}.{found.name}") for found in pkgutil.iter_modules(suite.__path__)]

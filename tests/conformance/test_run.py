@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from txnbridge_conformance.checker import MEANINGS, check
 from txnbridge_conformance.commands import EXIT_CODES
 from txnbridge_conformance.contract_run import ContractResult
@@ -55,8 +55,8 @@ def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def run(url: str, out: Path, *more: str, seconds: int = 4) -> subprocess.CompletedProcess[str]:
-    return conformance("run", url, "--time", str(seconds), "--seed", "1", "--out", str(out), *more)
+def here(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["conformance", *arguments])
 
 
 def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
@@ -65,7 +65,7 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     hook, calls = recording_hook(tmp_path)
     more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
     more += [f"--floor={name}={least}" for name, least in TRIED.items()]
-    done = run(url, tmp_path / "out", *more)
+    done = conformance("run", url, "--time", "3", "--seed", "1", "--out", str(tmp_path / "out"), *more)
     check_that_each_fault_was_healed(calls.read_text().splitlines())
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
     with connect(url) as bridge:
@@ -73,17 +73,17 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     broken_promises = [finding for finding in report["findings"] if finding["breaks a promise"]]
     assert (report["verdict"], broken_promises) == ("kept", [])
-    again = conformance("check", str(tmp_path / "out"), "--floor", "committed=1000000")
-    assert again.returncode == 4
+    again = here("check", str(tmp_path / "out"), "--floor", "committed=1000000")
+    assert again.exit_code == 4
     assert "instead of 1,000,000" in again.stdout
-    both = conformance("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
+    both = here("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
     assert {"what": "verdict", "runs": ["kept", "kept"]} in json.loads(both.stdout), both.stderr
     about = report["about"]
     assert (about["product"], about["txnbridge"]) == ("the embedded broker", txnbridge.__version__)
     assert f"product the embedded broker; url {url.partition('?')[0]}; " in done.stdout
     lost = cut(tmp_path / "out")
-    found = conformance("check", str(tmp_path / "out"))
-    assert found.returncode == 1
+    found = here("check", str(tmp_path / "out"))
+    assert found.exit_code == 1
     assert re.search(r"(lost-write|unseen), \d", found.stdout), found.stdout
     assert lost in found.stdout
 
@@ -246,11 +246,11 @@ def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
 
 def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
     url = f"embedded:{tmp_path / 'broker.db'}"
-    done = CliRunner().invoke(main, ["conformance", "plan", url, "--json"])
+    done = here("plan", url, "--json")
     assert (done.exit_code, len(json.loads(done.stdout)["topics"])) == (0, 9), done.stderr
     assert not list(tmp_path.iterdir())
     with connect(url) as bridge:
-        assert CliRunner().invoke(main, ["conformance", "plan", url]).exit_code == 0
+        assert here("plan", url).exit_code == 0
         assert bridge.admin.topics() == []
 
 
@@ -275,15 +275,13 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
-    done = CliRunner().invoke(
-        main, ["conformance", *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments)]
-    )
+    done = here(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert (done.exit_code, text in done.output) == (code, True), done.output
 
 
 def test_the_help_and_the_page_tell_every_exit_code():
     page = (ROOT / "docs" / "conformance.md").read_text()
-    told = CliRunner().invoke(main, ["conformance", "--help"]).stdout
+    told = here("--help").stdout
     for code, sentence in EXIT_CODES.items():
         assert (f"| {code} | {sentence} |\n" in page, f"  {code}  {sentence}\n" in told) == (True, True)
     assert {verdict.name: verdict.value for verdict in Verdict} == {"KEPT": 0, "BROKEN": 1, "THIN": 4}
