@@ -1,5 +1,7 @@
 """The places of our packages, for the tests of the house."""
 
+import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -12,3 +14,9 @@ def packages() -> list[Path]:
     for room in ("backends", "conformance", "spark"):
         found += sorted(init.parent for init in (ROOT / room).glob("*/__init__.py"))
     return found
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return the syntax tree of a module. The tests that ask for all modules run in one process (`xdist_group`)."""
+    return ast.parse(source)

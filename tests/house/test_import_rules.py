@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rooms import PUBLIC_MODULES, packages
+from tests.house.rooms import PUBLIC_MODULES, packages, parsed
+
+pytestmark = pytest.mark.xdist_group("sources")
 
 PUBLIC = {f"txnbridge.{name}" for name in PUBLIC_MODULES}
 CONTRACT = {"txnbridge.spi", "txnbridge.errors"}
@@ -40,7 +42,7 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 def imported(importer: str, source: str) -> Iterator[str]:
     """The full dotted name of everything that a module imports, also inside functions and by string."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
@@ -165,7 +167,7 @@ def test_a_room_of_the_core_imports_none_above_it():
     above = [
         f"{importer} imports {statement.module}"
         for importer, path in checked
-        for statement in ast.parse(path.read_text()).body  # not inside functions, which import late to break a circle
+        for statement in parsed(path.read_text()).body  # not inside functions, which import late to break a circle
         if isinstance(statement, ast.ImportFrom)
         and str(statement.module).startswith("txnbridge.")
         and floor.get(room(str(statement.module)), len(FLOORS)) > floor[room(importer)]

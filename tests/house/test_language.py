@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rooms import packages
+from tests.house.rooms import packages, parsed
 from tests.house.test_import_rules import imported, modules
+
+pytestmark = pytest.mark.xdist_group("sources")
 
 # First words of sentences that have no subject, or need the sentence before them.
 HEADLESS = re.compile(r"(What|Who|Whose|Of|As|Those|By|So|Behind|Also|Nothing|Nobody|That|Where|When|Whatever)\b")
@@ -38,7 +40,7 @@ CIRCULAR = {
 def docstrings(package: Path) -> Iterator[tuple[str, str]]:
     """The place and the text of every docstring of a package."""
     for name, path in modules(package):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             if text := ast.get_docstring(node):
@@ -82,7 +84,7 @@ def test_no_class_name_stands_twice(package):
     for name, path in modules(package):
         if name.startswith("txnbridge.aio."):  # its classes are named like the synchronous ones
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].add(name)
     assert classes
