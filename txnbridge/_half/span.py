@@ -127,6 +127,7 @@ class Spans:
 
     def _execute(self, half: HalfTransaction, span: Span) -> Decision:
         first, *others = span.tokens
+        span._deadline.check("the span")  # behind it a resolver may have begun to abort what it saw as open
         span.outcome = Outcome.UNKNOWN
         try:
             span.outcome = self._bridge(first).commit(first, span._deadline.left())

@@ -87,14 +87,26 @@ Settle = Callable[[str, int], Decision]
 
 
 class Part(NamedTuple):
-    """A prepared part of a span; `until` is the time in seconds until which its process may decide."""
+    """An open or prepared part of a span; `until` is the time in seconds until which its process may decide.
+
+    An open part has no token yet.
+    """
 
     bridge: SpannedBridge
-    token: Token
+    transaction: str
+    token: Token | None
+    expires_at: int | None
     key: str
     row: str | None  # the name of the row that decides, of a span with a database
     place: int
     until: int
+
+    def end(self, decision: Decision) -> Outcome:
+        """End the part, and return its true outcome."""
+        if self.token is None:
+            aborted: Outcome = self.bridge.admin.abort(self.transaction, reason=PART_OF_SPAN)
+            return aborted
+        return (self.bridge.commit if decision is Decision.COMMIT else self.bridge.abort)(self.token)
 
 
 class SpanSweep(Service):
@@ -116,7 +128,7 @@ class SpanSweep(Service):
         self._bridges = bridges
         self._settle = settle
         self._end_again = end_again
-        self._aborted: set[str] = set()  # the keys of the spans whose first part was aborted here
+        self._aborted: set[str] = set()  # the keys of the spans of which a part was aborted here
         self._denied = False
 
     def _loop(self) -> None:
@@ -128,6 +140,7 @@ class SpanSweep(Service):
     def sweep(self) -> None:
         """End the parts that their processes cannot decide any more."""
         left = self.parts()
+        firsts = {part.key for part in left if not part.place}
         now = time.time()
         settled: dict[str, Decision] = {}  # by the names of rows
         # A database that is away delays only the spans that wait for it.
@@ -135,21 +148,23 @@ class SpanSweep(Service):
             late = now >= part.until + _MARGIN_SECONDS
             with suppress(TxnBridgeError):  # the next look repeats what failed
                 if part.row is None:
-                    due = part.key in self._aborted if part.place else late
-                    if due and part.bridge.abort(part.token) is Outcome.ABORTED:
+                    # An open part, and no first one: the span was not decided, and can no longer be.
+                    alone = part.token is None and part.key not in firsts
+                    due = late if alone or not part.place else part.key in self._aborted
+                    if due and part.end(Decision.ABORT) is Outcome.ABORTED:
                         self._aborted.add(part.key)
                 elif late:
                     if part.row not in settled:
                         settled[part.row] = Decision.UNDECIDED  # if the database does not answer
                         settled[part.row] = self._settle(part.row, part.until)
                     if (decision := settled[part.row]) is not Decision.UNDECIDED:
-                        (part.bridge.commit if decision is Decision.COMMIT else part.bridge.abort)(part.token)
+                        part.end(decision)
 
     def parts(self) -> list[Part]:
-        """Return the prepared parts of spans over these clusters."""
-        return [part for bridge in self._bridges().values() for part in self._prepared(bridge)]
+        """Return the open and prepared parts of spans over these clusters."""
+        return [part for bridge in self._bridges().values() for part in self._listed(bridge)]
 
-    def _prepared(self, bridge: SpannedBridge) -> list[Part]:
+    def _listed(self, bridge: SpannedBridge) -> list[Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:
@@ -163,7 +178,9 @@ class SpanSweep(Service):
             return []
         found = []
         for each in listed:
-            if each.token is not None and (marked := self._mark.search(each.token.transaction)):
+            name = (each.token or each).transaction
+            if (each.token or each.state == "open") and (marked := self._mark.search(name)):
                 place, until = int(marked["place"]), int(marked["until"])
-                found.append(Part(bridge, each.token, marked["key"], marked["row"], place, until))
+                of_span = marked["key"], marked["row"], place, until
+                found.append(Part(bridge, name, each.token, each.expires_at, *of_span))
         return found

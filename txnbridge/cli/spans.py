@@ -45,16 +45,17 @@ def run(cli: Cli, others: Sequence[str], application: str | None, database: str 
 @_others
 @_application
 def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None:
-    """List prepared parts of spans on the brokers of --url and URL..., the oldest first."""
+    """List open and prepared parts of spans on the brokers of --url and URL..., the oldest first."""
     with _bridges(cli, others, application) as bridges:
         parts = sorted(sweep_of(bridges).parts(), key=lambda part: (part.until, part.key, part.place))
-    rows = [(part.key, part.place, part.bridge.url, part.token.transaction, part.until) for part in parts]
+    rows = [(part.key, part.place, part.bridge.url, part.transaction, part.until) for part in parts]
     if cli.json:
         for part, row in zip(parts, rows, strict=True):
             told = dict(zip(("span", "place", "broker", "transaction", "decides_until"), row, strict=True))
-            cli.document({**told, "expires_at": part.token.expires_at, "token": str(part.token)})
+            token = None if part.token is None else str(part.token)
+            cli.document({**told, "expires_at": part.expires_at, "token": token})
         return
-    expiries = ["" if part.token.expires_at is None else when(part.token.expires_at) for part in parts]
+    expiries = ["" if part.expires_at is None else when(part.expires_at) for part in parts]
     columns = ["span", "place", "broker", "transaction", "decides until", "expires"]
     cli.table(columns, [(*row, when(until * 1000), at) for (*row, until), at in zip(rows, expiries, strict=True)])
     late = sum(part.until < time.time() for part in parts)

@@ -30,7 +30,7 @@ def copy_all(pair: Pair, messages: int = 4) -> None:
     ):
         with txnbridge.spanning(first, second):
             pass  # from now on this process ends what an earlier one has left
-        until = time.monotonic() + 100
+        until = time.monotonic() + 160  # RocketMQ keeps the locks of a dead member for a minute
         while time.monotonic() < until and min(len(each.read(pair.target, 9)) for each in (first, second)) < messages:
             with suppress(TransactionAborted, Conflict, OutcomeUnknown, BrokerUnavailable):
                 copy(first, second, consumer.poll(2, 0.5), pair)

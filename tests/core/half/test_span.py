@@ -28,9 +28,12 @@ from txnbridge import (
     TransactionAborted,
     spanning,
 )
+from txnbridge._admin import Admin
 from txnbridge._base.state import State
 from txnbridge._half.half_messages import HalfMessages
-from txnbridge.spi import Deadline, Half
+from txnbridge._half.span import sweep_of
+from txnbridge._half.span_sweep import digest, mark
+from txnbridge.spi import Deadline, Half, OpenTransaction
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
 
@@ -437,6 +440,18 @@ def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair,
     with spanning(*pair):
         pass
     wait_until(lambda: open_ones(pair) == [])
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair, monkeypatch, ended):
+    clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
+    late, early = (mark(f"{clusters}-x", 1, time.time() + seconds) for seconds in (-60, 60))
+    left = OpenTransaction(f"t{late if ended else early}", "open")
+    aborted = set[str]()
+    monkeypatch.setattr(Admin, "transactions", lambda self: [left])
+    monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
+    sweep_of(pair).sweep()
+    assert aborted == ({left.transaction} if ended else set())
 
 
 def test_a_sweep_leaves_spans_over_other_brokers_to_their_own(pair, tmp_path, quick_sweep):
