@@ -124,7 +124,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the many objects that live as long as the process, such as modules and tests."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
