@@ -78,9 +78,9 @@ def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
         yield broker
 
 
-def _starter(start: Callable[..., _Broker]) -> Any:
+def _starter(start: Callable[..., brokers.Broker]) -> Any:
     @pytest.fixture
-    def fixture() -> Iterator[Callable[..., _Broker]]:
+    def fixture() -> Iterator[Callable[..., brokers.Broker]]:
         """Return a function that starts a broker with the test's own options; the broker ends with the test."""
         with contextlib.ExitStack() as stack:
             yield lambda **options: stack.enter_context(start(**options))
