@@ -619,7 +619,25 @@ def test_a_value_that_two_calls_send_is_refused_with_both_calls():
         story.history()
 
 
-WRONG = (None, 0, -1, 1 << 64, 1.5, True, "", "a", "ab", [], [0], ["a"], [[]], [[0, 0]], [["t", 0]], {}, {"a": 1})
+WRONG: tuple[Any, ...] = (
+    None,
+    0,
+    -1,
+    1 << 64,
+    1.5,
+    True,
+    "",
+    "a",
+    "ab",
+    [],
+    [0],
+    ["a"],
+    [[]],
+    [[0, 0]],
+    [["t", 0]],
+    {},
+    {"a": 1},
+)
 
 
 def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line():
