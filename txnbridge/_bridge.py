@@ -399,7 +399,7 @@ class Bridge:
                     f"timeout and hold are {timeout + (hold or 0):g} s together; this broker allows {most:g} s"
                 )
         name = f"{connection.identity.name}/{connection.name[-8:]}/{next(self._count)}{mark}"
-        return Begin(name, Deadline(timeout), prepare, hold)
+        return Begin(name, Deadline(timeout), prepare, hold, in_span=bool(mark))
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

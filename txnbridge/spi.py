@@ -316,6 +316,7 @@ class Begin:
     deadline: Deadline
     prepare: bool
     hold: float | None  # seconds for which it may stay prepared after its deadline; None: as long as the broker allows
+    in_span: bool = False  # it is a part of a span
 
 
 @dataclass(frozen=True)
@@ -599,6 +600,8 @@ class OpenTransaction:
     messages: int | None = None
     token: Token | None = None  # the token of a prepared transaction, if the broker's data suffice to make it
     transactional_id: str = ""  # empty if the broker does not know it
+    # Of an open part of a span whose name the broker does not know: the time until which its process may prepare it.
+    prepares_until: int | None = None
 
 
 @dataclass(frozen=True)

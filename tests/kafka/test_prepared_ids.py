@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_kafka.write.prepared import PreparedIdPool
+from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
 from txnbridge.spi import Begin, Deadline
@@ -67,6 +67,14 @@ def test_an_id_is_opened_ahead_with_the_time_out_that_was_last_asked_for(
         run(hold)
     assert [timeout_ms for _, timeout_ms in openings] == [LONGEST_MS if hold is None else 40_000] * 5
     assert [id for id, _ in openings[:4]] == ["shop.None.p2", "shop.None.p3", "shop.None.p0", "shop.None.p1"]
+
+
+def test_a_part_of_a_span_tells_by_its_time_out_how_long_its_process_may_prepare_it() -> None:
+    pool, told = make_pool(4), []
+    for timeout, hold in [(29.2, 600.0), (0.5, 10.0), (1200, 0), (30, 900)]:
+        begin = Begin("txn", Deadline(timeout), prepare=True, hold=hold, in_span=True)
+        told.append((pool.timeout_ms(begin), prepares_for(pool.timeout_ms(begin))))
+    assert told == [(630_030, 30), (11_001, 1), (LONGEST_MS, None), (LONGEST_MS, None)]
 
 
 def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(

@@ -29,6 +29,9 @@ _log = logging.getLogger("txnbridge")
 _EVERY_SECONDS = 5.0
 # The clocks of two machines differ by less, and a decision under way at the end of its time is over.
 _MARGIN_SECONDS = 5.0
+# The same for an open part without the one that decides, which is not protected by the abort of that one.
+_LONG_MARGIN_SECONDS = 60.0
+_UNKNOWN_PLACE = -1
 
 
 class SpannedBridge(Protocol):
@@ -140,7 +143,7 @@ class SpanSweep(Service):
     def sweep(self) -> None:
         """End the parts that their processes cannot decide any more."""
         left = self.parts()
-        firsts = {part.key for part in left if not part.place}
+        firsts = {part.key for part in left if part.place == 0}
         now = time.time()
         settled: dict[str, Decision] = {}  # by the names of rows
         # A database that is away delays only the spans that wait for it.
@@ -148,9 +151,9 @@ class SpanSweep(Service):
             late = now >= part.until + _MARGIN_SECONDS
             with suppress(TxnBridgeError):  # the next look repeats what failed
                 if part.row is None:
-                    # An open part, and no first one: the span was not decided, and can no longer be.
-                    alone = part.token is None and part.key not in firsts
-                    due = late if alone or not part.place else part.key in self._aborted
+                    due = late if part.place == 0 else part.key in self._aborted
+                    if part.token is None and part.key not in firsts:  # not decided, and it can no longer be
+                        due = now >= part.until + _LONG_MARGIN_SECONDS
                     if due and part.end(Decision.ABORT) is Outcome.ABORTED:
                         self._aborted.add(part.key)
                 elif late:
@@ -178,9 +181,13 @@ class SpanSweep(Service):
             return []
         found = []
         for each in listed:
-            name = (each.token or each).transaction
-            if (each.token or each.state == "open") and (marked := self._mark.search(name)):
+            name, expires_at = (each.token or each).transaction, each.expires_at
+            if each.token is None and each.state != "open":
+                continue
+            if marked := self._mark.search(name):
                 place, until = int(marked["place"]), int(marked["until"])
-                of_span = marked["key"], marked["row"], place, until
-                found.append(Part(bridge, name, each.token, each.expires_at, *of_span))
+                found.append(Part(bridge, name, each.token, expires_at, marked["key"], marked["row"], place, until))
+            elif each.prepares_until is not None:
+                until = each.prepares_until // 1000
+                found.append(Part(bridge, name, None, expires_at, name, None, _UNKNOWN_PLACE, until))
         return found

@@ -35,7 +35,7 @@ from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_o
 from txnbridge_kafka.outcome.outcome import end_prepared, status_from_state_log
 from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import PREPARE
-from txnbridge_kafka.write.prepared import token_of
+from txnbridge_kafka.write.prepared import prepares_for, token_of
 
 # The coordinator's states of a transaction that has begun and not ended.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
@@ -171,8 +171,12 @@ class KafkaAdmin(Admin):
         return [last for last in described.values() if last.state in _UNENDED]
 
     def _info_of(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+        until = None
         if prepared is None:
             token, transaction, messages = None, last.id, None
+            writer, seconds = _WRITER.fullmatch(last.id), prepares_for(last.timeout)
+            if writer is not None and writer["prepared"] and seconds is not None and last.start is not None:
+                until = last.start + 1000 * seconds
         else:
             token = token_of(prepared.entry, self._cluster, deadline)
             transaction, messages = token.transaction, token.messages
@@ -187,6 +191,7 @@ class KafkaAdmin(Admin):
             messages=messages,
             token=token,
             transactional_id=owner_of(last.id),
+            prepares_until=until,
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
+from math import ceil
 from typing import Any
 
 from txnbridge.errors import DeadlineExceeded, Fenced, InvalidState, TransactionTimedOut, TxnBridgeError
@@ -30,6 +31,11 @@ _CHECK_SECONDS = 0.2
 _OPEN_AHEAD_SECONDS = 30.0
 # The most ids that are opened ahead. An opening takes 25 ms, nearly all of it waiting; a short transaction takes 15 ms.
 _MOST_AHEAD = 4
+
+
+def prepares_for(timeout_ms: int) -> int | None:
+    """Return the seconds in which a part of a span has to be prepared, by its time-out; None if it does not tell."""
+    return timeout_ms % 1000 or None
 
 
 def is_pool_id(id: str, name: str) -> bool:
@@ -156,10 +162,17 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without it the pool's."""
+        """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without it the pool's.
+
+        It has whole seconds, so that an id that was opened ahead fits the next transaction, too. But the milliseconds
+        of a part of a span are the seconds in which its process may prepare it (`prepares_for`): nothing else says
+        anything about a part whose process dies before that.
+        """
         if begin.hold is None:
             return self._default_ms
-        return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
+        seconds = max(1, ceil(begin.deadline.seconds))
+        told = seconds if begin.in_span and seconds < 1000 else 0
+        return min(1000 * (seconds + ceil(begin.hold)) + told, self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
         """Return a writer with a newly opened id; wait while every id has an unresolved transaction.

@@ -442,11 +442,14 @@ def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair,
     wait_until(lambda: open_ones(pair) == [])
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("ended", [True, False])
-def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair, monkeypatch, ended):
+def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair, monkeypatch, ended, named):
     clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
-    late, early = (mark(f"{clusters}-x", 1, time.time() + seconds) for seconds in (-60, 60))
-    left = OpenTransaction(f"t{late if ended else early}", "open")
+    until = time.time() + (-90 if ended else 90)
+    left = OpenTransaction("t", "open", prepares_until=int(until * 1000))
+    if named:
+        left = OpenTransaction(f"t{mark(f'{clusters}-x', 1, until)}", "open")
     aborted = set[str]()
     monkeypatch.setattr(Admin, "transactions", lambda self: [left])
     monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
