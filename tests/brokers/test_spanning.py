@@ -1,5 +1,6 @@
 """Spans over two real brokers: everything is copied once, wherever the process dies."""
 
+import time
 import uuid
 from functools import partial
 from itertools import permutations
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import txnbridge
-from tests.core.half.span_programs import Pair, copy_all
+from tests.core.half.span_programs import Pair, copy_all, send_and_wait
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
+from txnbridge.testing.child_processes import Child
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
@@ -59,3 +61,23 @@ def test_everything_is_copied_once_wherever_its_process_dies(
                 wait_until(partial(has_all, bridge, made.target))
 
         kill_walk(copy_all, check, fresh, STEPS, at_once=4, timeout=180)
+
+
+def test_an_open_part_that_a_dead_process_left_on_kafka_is_aborted_long_before_its_hold(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    here, kafka, topic = f"embedded:{tmp_path}/a.db", url_of(request, "kafka"), uuid.uuid4().hex
+    with txnbridge.connect(here) as first, txnbridge.connect(kafka) as second:
+        second.ensure_topics(topic)
+        with Child(send_and_wait, here, kafka, topic) as child:
+            child.told()
+            wait_until(lambda: any(each.prepares_until for each in second.admin.transactions()))
+            child.kill()
+        with second.transaction() as txn:
+            txn.send(topic, b"behind")
+        with txnbridge.spanning(first, second):
+            pass
+        until = time.monotonic() + 200  # 5 s for the span, a minute for other clocks; the hold is ten minutes
+        while not (found := [message.value for message in second.read(topic, 9)]) and time.monotonic() < until:
+            time.sleep(1)
+        assert found == [b"behind"]

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import txnbridge
 from txnbridge import BrokerUnavailable, Conflict, OutcomeUnknown, TransactionAborted
+from txnbridge.testing.child_processes import tell
 
 
 class Pair(NamedTuple):
@@ -43,3 +44,12 @@ def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Bat
         span.on(first).ack(batch)
         for bridge in (first, second):
             span.on(bridge).send_many(pair.target, [message.value for message in batch])
+
+
+def send_and_wait(here: str, there: str, topic: str) -> None:
+    """Send a message in a span, and leave the span open."""
+    with txnbridge.connect(here) as first, txnbridge.connect(there) as second:
+        with txnbridge.spanning(first, second, timeout=5) as span:
+            span.on(second).send(topic, b"lost")
+            tell("sent")
+            time.sleep(60)
