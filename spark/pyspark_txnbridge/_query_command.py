@@ -114,6 +114,8 @@ def _opened(
 
 
 def _lines(status: QueryStatus) -> Iterator[str]:
+    from pyspark_txnbridge._write.batch_identity import place
+
     if status.run is None:
         yield "this query has not written anything to a sink of this name"
         return
@@ -125,7 +127,7 @@ def _lines(status: QueryStatus) -> Iterator[str]:
             continue
         yield f"batch {batch.batch}: decided, {batch.rows} rows, not marked as published (txnbridge spark recover)"
         for part in batch.parts:
-            yield f"  partition {part.partition}: {part.rows} rows, {part.state.value}{_until(part.expires_at)}"
+            yield f"  {place(part.partition)}: {part.rows} rows, {part.state.value}{_until(part.expires_at)}"
     for transaction in status.open:
         yield f"{transaction.state}: {transaction.transaction}{_until(transaction.expires_at)}"
 

@@ -18,7 +18,7 @@ from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.sink_options import SinkOptions
-from pyspark_txnbridge._write.task import _slot_writers, write_partition
+from pyspark_txnbridge._write.task import slot_writers, write_partition
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import java
 from txnbridge_conformance.observing import eventually
@@ -81,8 +81,13 @@ def options(url: str, **given: str) -> SinkOptions:
     return SinkOptions.parse({"url": url, "topic": "out", "createTopics": "2", **given})
 
 
+# Such a row makes its task a large one, which writes a transaction.
+LARGE = 17_000
+
+
 def rows(values: Iterable[object]) -> list[pa.RecordBatch]:
-    texts = [str(value).encode() for value in values]
+    """Return rows for a task: a number makes a large row, which is read as the number; a text is written as it is."""
+    texts = [(value if isinstance(value, str) else str(value).rjust(LARGE)).encode() for value in values]
     ends = pa.py_buffer(array("i", accumulate(map(len, texts), initial=0)))
     # Not pa.array(texts), which imports pandas: a third of a second in each of the hundreds of processes killed here.
     column = pa.Array.from_buffers(pa.string(), len(texts), [None, ends, pa.py_buffer(b"".join(texts))])
@@ -109,7 +114,7 @@ def run_batch(found: SinkOptions, identity: BatchId, partitions: Sequence[Sequen
 
 def forget() -> None:
     """Let go of what a Python worker keeps between tasks."""
-    for keeper in (sessions, _slot_writers):
+    for keeper in (sessions, slot_writers):
         keeper.clear()
 
 

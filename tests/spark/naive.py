@@ -23,8 +23,9 @@ class _InTasks(StreamWriter):
     def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         with connect(self._options, "naive") as bridge:
             for message in messages:
-                if isinstance(message, TaskMessage) and message.written.token:
-                    bridge.commit(message.written.token)
+                if isinstance(message, TaskMessage):
+                    for part in message.written.parts:
+                        bridge.commit(part.token)
 
 
 class _WithoutALog(_InTasks):

@@ -31,9 +31,11 @@ from tests.spark import measured  # noqa: E402
 # Two drivers, one after the other, on a machine that is busy with other tests.
 pytestmark = pytest.mark.timeout(600)
 
-# Three files, each a batch, so large that Spark shares each out to two tasks where partitions are small.
+# Three files, each a batch, so large that Spark shares each out to two tasks where partitions are small. Each task has
+# more rows than travel to the driver.
 ROWS, FILES = 300, 3
-SMALL = {"spark.sql.files.maxPartitionBytes": "800"}
+WIDTH = 200
+SMALL = {"spark.sql.files.maxPartitionBytes": str(ROWS * (WIDTH + 1) * 2 // 3)}
 # With one driver.
 PATIENCE = 240
 
@@ -58,7 +60,7 @@ class Query:
         for number in range(FILES):
             values = range(number * ROWS, (number + 1) * ROWS)
             path = self.input / f"{number}.txt"
-            path.write_text("".join(f"{value}\n" for value in values))
+            path.write_text("".join(f"{value:{WIDTH}}\n" for value in values))
             os.utime(path, (number, number))  # Spark takes the oldest first
         self.environment = {**os.environ, **faults.installed(self.faults), "PYSPARK_PYTHON": sys.executable}
         self.options = {
@@ -209,7 +211,7 @@ def test_rows_of_sparks_own_kafka_source_are_published_once(query, url):
     with txnbridge.connect(url, create_topics=0) as bridge:
         bridge.admin.create_topic(topic, partitions=2)
         with bridge.transaction() as txn:
-            txn.send_many(topic, [b"%d" % value for value in range(ROWS * FILES)])
+            txn.send_many(topic, [b"%*d" % (WIDTH, value) for value in range(ROWS * FILES)])
     where = {"kafka.bootstrap.servers": url.removeprefix("kafka://"), "kafka.isolation.level": "read_committed"}
     batches = {"subscribe": topic, "startingOffsets": "earliest", "maxOffsetsPerTrigger": str(ROWS)}
     jars = {"spark.jars": ",".join(map(str, connector_jars()))}

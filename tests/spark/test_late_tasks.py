@@ -28,7 +28,7 @@ def identity():
 
 def write_all(sink, identity):
     (written,) = write(sink, identity, [ROWS])
-    tell((written.settled, written.token))
+    tell((written.settled, written.parts))
 
 
 def late_task(sink, identity):
@@ -52,7 +52,7 @@ def test_another_attempt_of_a_batch_that_is_done_leaves_nothing_open(sink, ident
         task.stopped()
         run_batch(sink, identity, [ROWS])
         task.resume()
-        assert task.told() == (True, None)
+        assert task.told() == (True, [])
     assert left_open(sink, identity.query) == []
     assert published(sink) == ROWS
 

@@ -65,7 +65,9 @@ def test_a_batch_without_rows_is_committed(sink, query):
 def test_the_cost_of_a_batch_is_logged_in_one_line(sink, query, caplog):
     caplog.set_level("INFO", "txnbridge.spark")
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
-    cost = r"5 rows, 5 bytes in 2 transactions; prepared in \d+ ms, decided in \d+ ms, published in \d+ ms; the oldest"
+    cost = (
+        r"5 rows, 85000 bytes in 2 transactions; prepared in \d+ ms, decided in \d+ ms, published in \d+ ms; the oldest"
+    )
     assert len(re.findall(cost, caplog.text)) == 1
 
 
@@ -89,7 +91,7 @@ def test_a_run_that_was_not_told_that_its_batch_is_done_commits_it_again(sink, q
 def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     again = write(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
-    assert all(part.settled and part.token is None for part in again)
+    assert all(part.settled and not part.parts for part in again)
     _driver.commit(sink, again)
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
@@ -187,8 +189,8 @@ def test_killed_at_every_event_a_batch_is_published_once_on_kafka(kafka_broker):
 def publish_in_the_task(start):
     sink, query = start
     identity = BatchId(query, "sink", 0, new_run())
-    for part in write(sink, identity, [*FIRST, *SECOND]):
-        if part.token:
+    for report in write(sink, identity, [*FIRST, *SECOND]):
+        for part in report.parts:
             with txnbridge.connect(sink.url) as bridge:
                 bridge.commit(part.token)
 
@@ -197,8 +199,8 @@ def publish_without_a_decision(start):
     sink, query = start
     written = write(sink, BatchId(query, "sink", 0, new_run()), [*FIRST, *SECOND])
     with txnbridge.connect(sink.url) as bridge:
-        for part in written:
-            if part.token:
+        for report in written:
+            for part in report.parts:
                 bridge.commit(part.token)
 
 
@@ -292,8 +294,7 @@ def test_transactions_that_losing_attempts_prepared_do_not_stay_open(sink, query
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
     with txnbridge.connect(sink.url) as bridge:
-        assert lost[0].token is not None
-        assert bridge.status(lost[0].token).state is txnbridge.TokenState.ABORTED
+        assert bridge.status(lost[0].parts[0].token).state is txnbridge.TokenState.ABORTED
 
 
 @mostly_embedded
@@ -380,8 +381,7 @@ def test_a_transaction_that_died_before_the_decision_stops_the_batch_and_nothing
     identity = BatchId(query, "sink", 0, new_run())
     written = write(sink, identity, FIRST)
     with txnbridge.connect(sink.url) as bridge:
-        assert written[1].token is not None
-        bridge.abort(written[1].token)
+        bridge.abort(written[1].parts[0].token)
     with pytest.raises(TransactionAborted, match="partition 1 is aborted before anybody decided"):
         _driver.commit(sink, written)
     _driver.abort(sink, written)
@@ -401,8 +401,14 @@ def test_a_worker_goes_on_when_its_session_was_closed_for_the_sake_of_others(sin
 def test_a_batch_that_took_too_long_is_not_decided(sink, query):
     identity = BatchId(query, "sink", 0, new_run())
     written = [
-        replace(part, began_at=part.began_at - 800_000, expires_at=part.began_at + 100_000) if part.token else part
-        for part in write(sink, identity, FIRST)
+        replace(
+            report,
+            parts=[
+                replace(part, began_at=part.began_at - 800_000, expires_at=part.began_at + 100_000)
+                for part in report.parts
+            ],
+        )
+        for report in write(sink, identity, FIRST)
     ]
     with pytest.raises(TransactionAborted, match="took too long"):
         _driver.commit(sink, written)
@@ -447,7 +453,7 @@ def test_a_lost_part_of_a_decided_batch_is_named_when_its_rows_are_shared_out_ot
     sink, query = start
     lose_a_decided_part(sink, query, 0)
     for _ in range(2):
-        with pytest.raises(BatchInDoubt, match="3 rows of task partitions 0 are not published"):
+        with pytest.raises(BatchInDoubt, match="3 rows of task partition 0 are not published"):
             run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1], [2, 3, 4]])
     assert published(sink) == [3, 4]
 

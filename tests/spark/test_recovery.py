@@ -91,7 +91,7 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
         bridge.abort(claim.data["parts"][0]["token"])
     code, text = spark_command("recover")
     assert code != 0
-    assert f"3 rows of task partitions 0 are not published (topics: {sink.topic})" in text
+    assert f"3 rows of task partition 0 are not published (topics: {sink.topic})" in text
     where = f"--url {sink.url} --query {query} --prefix {sink.prefix}"
     assert f"then: txnbridge spark recover {where} --skip 0" in text.replace("\n", " ")
     with pytest.raises(BatchInDoubt):

@@ -265,7 +265,7 @@ def test_spark_collects_what_a_batch_cost(spark, sink):
         told = [str(row) for row in spark.tvf.python_worker_logs().collect()]
     finally:
         spark.conf.unset("spark.sql.pyspark.worker.logging.enabled")
-    assert [line for line in told if "5 rows, 5 bytes in 2 transactions; prepared in" in line]
+    assert [line for line in told if "5 rows, 5 bytes in 1 transactions; prepared in" in line]
 
 
 def forget_last_commit(checkpoint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field
 
 from txnbridge import TxnBridgeError
@@ -44,32 +45,56 @@ class BatchId:
         return f"batch {self.batch} of {self.query} at {self.sink}"
 
 
+# The task partition that the decision log names for rows of small tasks, which the driver writes together.
+SMALL_TASKS = -1
+
+
+def place(partition: int) -> str:
+    """Return the words by which errors and commands name a part's task partition."""
+    return "small partitions" if partition == SMALL_TASKS else f"partition {partition}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A prepared transaction with rows of a task, or of all small tasks. Times are milliseconds since 1970."""
+
+    partition: int
+    token: str
+    topics: list[str]
+    rows: int
+    bytes: int
+    fingerprint: int
+    began_at: int
+    prepared_at: int
+    expires_at: int | None
+
+
 @dataclass(frozen=True)
 class Written:
-    """A task's report of one attempt. `token` names the prepared transaction; None if the task has written nothing.
+    """A task's report of one attempt: the totals of its rows, and the transactions that it has prepared.
 
     `attempt` is the number under which the driver may decide the batch. Earlier attempts were given up, and their
-    transactions are being ended. `settled` is True if the batch was decided before the task began: the task has then
-    written nothing. Times are milliseconds since 1970.
+    transactions are being ended. It is None for a task that did not read the decision log, and so has written nothing.
+    `settled` is True if the batch was decided before the task began: the task has then written nothing.
+    `travels` holds the rows of a small task, as a stream of Arrow's IPC format, which the driver writes.
     """
 
     identity: BatchId
     partition: int
-    attempt: int = 0
-    token: str | None = None
-    topics: list[str] = field(default_factory=list)
+    attempt: int | None = None
     rows: int = 0
     bytes: int = 0
     fingerprint: int = 0
     settled: bool = False
-    began_at: int = 0
-    prepared_at: int = 0
-    expires_at: int | None = None
+    parts: list[Part] = field(default_factory=list)
+    travels: bytes = b""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=lambda raw: b64encode(raw).decode())
 
     @classmethod
     def from_json(cls, text: str) -> Written:
         fields = json.loads(text)
-        return cls(**fields | {"identity": BatchId(**fields["identity"])})
+        parts = [Part(**part) for part in fields["parts"]]
+        travels = b64decode(fields["travels"])
+        return cls(**fields | {"identity": BatchId(**fields["identity"]), "parts": parts, "travels": travels})

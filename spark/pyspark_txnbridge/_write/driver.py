@@ -1,4 +1,4 @@
-"""The driver's part of a batch: decide, publish and mark it done, when all its tasks have succeeded.
+"""The driver's part of a batch: write small tasks' rows, decide, publish and mark it done, when all tasks succeeded.
 
 The driver may die after any step. The next driver, or `txnbridge spark recover`, reads the decision log and continues.
 """
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._kept_bridges import (
@@ -22,10 +23,10 @@ from pyspark_txnbridge._kept_bridges import (
     sessions,
 )
 from pyspark_txnbridge._worker_gc import begin_call
-from pyspark_txnbridge._write.batch_identity import BatchId, Written
-from pyspark_txnbridge._write.rows import RowTotals
+from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, Part, Written, place
+from pyspark_txnbridge._write.rows import Columns, total
 from pyspark_txnbridge._write.sink_options import SinkOptions
-from pyspark_txnbridge._write.task import TASK_SHARE
+from pyspark_txnbridge._write.task import TASK_SHARE, SlotWriters, prepare, slot_writers
 from pyspark_txnbridge._write.transaction_cleanup import (
     abort_open,
     ask_all,
@@ -91,7 +92,7 @@ def abort(options: SinkOptions, messages: Sequence[Written | None], identity: Ba
     identity = identity or (written[0].identity if written else None)
     if identity is None:
         return  # no task has reported the identity of the batch
-    attempt = written[0].attempt if written else identity.attempt
+    attempt = (_attempts(written) or [identity.attempt])[0]
     try:
         with_session(options, identity, lambda session: _abort(session, options, identity, attempt))
     except TxnBridgeError as error:
@@ -171,6 +172,7 @@ def _check(messages: Sequence[Written | None], identity: BatchId | None) -> tupl
 
 def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written]) -> None:
     began = time.monotonic()
+    parts = [part for report in written for part in report.parts]
     decisions = session.decisions
     opening = decisions.open(identity.path, name=identity.run)
     check_log(session, options, identity)
@@ -183,7 +185,7 @@ def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, writt
         for older in unfinished(session, identity.path):
             if older.id[2] < identity.batch:
                 finish(session, older)
-        claim = _decide(session, identity, opening, written)
+        claim = _decide(session, identity, opening, written, parts)
         decided_at = time.monotonic()
         if claim is not None:
             finish(session, claim)
@@ -192,59 +194,113 @@ def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, writt
     # The batch is done. Undecided transactions of its other attempts must not hold readers back.
     abort_open(session, options, identity.path, opening.number)
     _check_rows(session, options, identity, written, published)
-    prepared = [part for part in written if part.token]
-    total = _total(written)
+    count = total(written)
     _log.info(
         "%s: %d rows, %d bytes in %d transactions; prepared in %d ms, decided in %.0f ms, published in %.0f ms;"
         " the oldest was %.1f s old",
         identity,
-        total.rows,
-        total.bytes,
-        len(prepared),
-        max((part.prepared_at for part in prepared), default=0) - min((part.began_at for part in prepared), default=0),
+        count.rows,
+        count.bytes,
+        len(parts),
+        max((part.prepared_at for part in parts), default=0) - min((part.began_at for part in parts), default=0),
         (decided_at - began) * 1000,
         (time.monotonic() - decided_at) * 1000,
-        max((time.time() - part.began_at / 1000 for part in prepared), default=0.0),
+        max((time.time() - part.began_at / 1000 for part in parts), default=0.0),
     )
 
 
-def _decide(session: SinkSession, identity: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
+def _decide(
+    session: SinkSession, identity: BatchId, opening: Opening, written: list[Written], parts: list[Part]
+) -> Claim | None:
     """Return the COMMIT claim that counts for a batch, and make the claim if there is none yet.
 
-    Return None if the batch is marked done.
+    `parts` are the tasks' transactions. Those that this driver writes are added. Return None if the batch is marked
+    done.
     """
     known = unfinished(session, identity.batch_path)
     if known:
         dead = lost_parts(session, known[-1])
         return _replace(session, identity, opening, known[-1], dead, written) if dead else known[-1]
-    if any(part.settled for part in written):
+    if any(report.settled for report in written):
         raise InvalidState(
             f"tasks found {identity} decided, and now the decision log has no record of it: the log has lost records"
         )
-    attempts = {part.attempt for part in written} or {identity.attempt or 0}
+    attempts = _attempts(written) or [identity.attempt or 0]
     if len(attempts) > 1:
         raise _given_up(identity)
     record_first_number(session, identity, opening)
-    count = _total(written)
-    total = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
-    return _claim(session, identity, opening, attempts.pop(), written, total)
+    count = total(written)
+    totals = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
+    return _claim(session, identity, opening, attempts[0], parts, _small_rows(session, written), totals)
+
+
+def _attempts(written: Sequence[Written]) -> list[int]:
+    """Return the attempts that the tasks found in the decision log. Rows of small tasks fit to every attempt."""
+    return sorted({report.attempt for report in written if report.attempt is not None})
+
+
+def _small_rows(session: SinkSession, written: list[Written]) -> list[Any]:
+    """Return the rows of small tasks as Arrow tables, each with as many rows as the broker allows in a transaction.
+
+    The same reports make the same tables, so that a repetition can replace a lost part.
+    """
+    small = [report.travels for report in sorted(written, key=lambda report: report.partition) if report.travels]
+    if not small:
+        return []
+    import pyarrow as pa
+
+    rows = pa.concat_tables(pa.ipc.open_stream(each).read_all() for each in small).combine_chunks()
+    most = session.bridge.limits.transaction_messages or rows.num_rows
+    return [rows.slice(begin, most) for begin in range(0, rows.num_rows, most)]
 
 
 def _claim(
-    session: SinkSession, identity: BatchId, opening: Opening, attempt: int, written: list[Written], total: _Stored
+    session: SinkSession,
+    identity: BatchId,
+    opening: Opening,
+    attempt: int,
+    parts: list[Part],
+    small: list[Any],
+    totals: _Stored,
 ) -> Claim | None:
-    _check_alive(session, identity, written)
-    stored = ("token", "partition", "topics", "rows", "fingerprint")
-    parts = [{name: getattr(part, name) for name in stored} for part in written if part.token]
+    """Write rows of small tasks, add their transactions to `parts`, and claim COMMIT for a batch with these parts.
+
+    Return the claim that counts, or None if the batch is marked done.
+    """
+    own: list[Part] = []
     try:
-        claim = session.decisions.claim(
-            (*identity.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
-        )
+        for rows in small:
+            own += _write(session, identity, opening, rows)
+        parts += own
+        _check_alive(session, identity, parts)
+        stored = ("token", "partition", "topics", "rows", "fingerprint")
+        data = {"parts": [{name: getattr(part, name) for name in stored} for part in parts], **totals}
+        claim = session.decisions.claim((*identity.batch_path, attempt), Decision.COMMIT, data, opening=opening)
+        if claim.decision is Decision.ABORT:
+            raise _given_up(identity)
     except InvalidState:
+        if not is_done(session, identity):
+            raise
         return None
-    if claim.decision is Decision.ABORT:
-        raise _given_up(identity)
+    except (Fenced, TransactionAborted):
+        # It is certain that no claim counts that names them. A newer run may have listed open transactions before.
+        with suppress(TxnBridgeError):
+            ask_all(session.bridge.abort, [part.token for part in own])
+        raise
     return claim
+
+
+def _columns(session: SinkSession, rows: Any) -> Columns:
+    return Columns(frozenset(rows.column_names), session.options.topic)
+
+
+def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any) -> list[Part]:
+    options = session.options
+    key = (options, options.application(identity.query))
+    with slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers:
+        writers.renew(opening)
+        take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
+        return prepare(take, _columns(session, rows), [rows], SMALL_TASKS)
 
 
 def _replace(
@@ -255,7 +311,11 @@ def _replace(
     A new transaction must have the same rows as the transaction that it replaces.
     """
     attempt = claim.id[-1] + 1
-    fresh = [part for part in written if part.token and part.attempt == attempt]
+    fresh = [part for report in written if report.attempt == attempt for part in report.parts]
+    # Small tasks' rows are not written yet, and a table's number stands for the token.
+    tables = _small_rows(session, written)
+    for number, rows in enumerate(tables):
+        fresh.append(Part(SMALL_TASKS, str(number), [], *_columns(session, rows).send(rows, None).sums, 0, 0, None))
     chosen = []
     for part in dead:
         same = [each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"])]
@@ -264,40 +324,35 @@ def _replace(
             raise in_doubt(session, claim, dead, "The rows were written again, but other tasks have them. ")
         fresh.remove(twin)
         chosen.append(twin)
-    total = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
-    return _claim(session, identity, opening, attempt, chosen, total)
-
-
-def _total(written: list[Written]) -> RowTotals:
-    total = RowTotals()
-    for part in written:
-        total.add(RowTotals(part.rows, part.bytes, part.fingerprint))
-    return total
+    totals = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
+    parts = [part for part in chosen if part.partition != SMALL_TASKS]
+    small = [tables[int(part.token)] for part in chosen if part.partition == SMALL_TASKS]
+    return _claim(session, identity, opening, attempt, parts, small, totals)
 
 
 def _given_up(identity: BatchId) -> TransactionAborted:
     return TransactionAborted(f"{identity} was given up while it was written; restart the query to write it again")
 
 
-def _check_alive(session: SinkSession, identity: BatchId, written: list[Written]) -> None:
+def _check_alive(session: SinkSession, identity: BatchId, parts: list[Part]) -> None:
     """Raise `TransactionAborted` if one of the batch's transactions has ended, or may time out before its commit."""
-    by_token = {part.token: part for part in written if part.token is not None}
-    for part in by_token.values():
+    by_token = {part.token: part for part in parts}
+    for part in parts:
         if part.expires_at is not None:
             _check_age(identity, part, part.expires_at)
     for token, status in ask_all(session.bridge.status, by_token).items():
         if status.state is not TokenState.PREPARED:
             raise TransactionAborted(
-                f"{identity}: the transaction of partition {by_token[token].partition} is {status.state.value} before"
+                f"{identity}: the transaction of {place(by_token[token].partition)} is {status.state.value} before"
                 f" anybody decided about it ({status.reason or 'no reason is known'}). Nothing was published"
             )
 
 
-def _check_age(identity: BatchId, part: Written, expires_at: int) -> None:
+def _check_age(identity: BatchId, part: Part, expires_at: int) -> None:
     age, life = time.time() - part.began_at / 1000, (expires_at - part.began_at) / 1000
     if age > TASK_SHARE * life:
         raise TransactionAborted(
-            f"{identity} took too long: the transaction of partition {part.partition} is {age:.0f} s old; the broker"
+            f"{identity} took too long: the transaction of {place(part.partition)} is {age:.0f} s old; the broker"
             f" keeps it for {life:.0f} s. Nothing was published. Make batches smaller (maxOffsetsPerTrigger), or let"
             " the broker keep transactions longer"
         )
@@ -338,7 +393,7 @@ def _check_rows(
     """
     if published is None:
         return
-    count = _total(written)
+    count = total(written)
     same = count.rows == published["rows"]
     if same and (options.nondeterministic or count.fingerprint == published["fingerprint"]):
         return

@@ -30,11 +30,23 @@ class RowTotals:
     fingerprint: int = 0
     topics: set[str] = field(default_factory=set)
 
+    @property
+    def sums(self) -> tuple[int, int, int]:
+        return self.rows, self.bytes, self.fingerprint
+
     def add(self, other: RowTotals) -> None:
         self.rows += other.rows
         self.bytes += other.bytes
         self.fingerprint = (self.fingerprint + other.fingerprint) & _FINGERPRINT
         self.topics |= other.topics
+
+
+def total(counted: Iterable[Any]) -> RowTotals:
+    """Return the totals, without topics, of tasks' reports, of transactions, or of other totals."""
+    found = RowTotals()
+    for each in counted:
+        found.add(RowTotals(each.rows, each.bytes, each.fingerprint))
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,14 +83,15 @@ class Columns:
         values = _binary(batch.column("value"))
         keys = _binary(batch.column("key")) if "key" in self.names else None
         count = RowTotals(len(values), _size(batch, self.names), _fingerprint(values, keys, self._others(batch)))
-        if txn is not None:
-            for topic, part in self._by_topic(batch):
-                count.topics.add(topic)
-                if part is batch:
-                    self._send(topic, batch, values, keys, txn)
-                else:
-                    chosen = _binary(part.column("key")) if keys is not None else None
-                    self._send(topic, part, _binary(part.column("value")), chosen, txn)
+        for topic, part in self._by_topic(batch):
+            count.topics.add(topic)
+            if txn is None:
+                continue
+            if part is batch:
+                self._send(topic, batch, values, keys, txn)
+            else:
+                chosen = _binary(part.column("key")) if keys is not None else None
+                self._send(topic, part, _binary(part.column("value")), chosen, txn)
         return count
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:

@@ -1,4 +1,7 @@
-"""Writes a task's rows into one prepared transaction. The driver decides later whether the transaction is committed.
+"""Writes a task's rows into prepared transactions. The driver decides later whether they are committed.
+
+A transaction costs far more than a few rows, so a small task writes nothing: its rows travel in its report to the
+driver, which writes the rows of all small tasks together.
 
 If the iterator of rows ends early because another part of the task has failed, this code cannot distinguish that from
 the real end. Only the driver sees which tasks succeeded, so only the driver decides.
@@ -6,16 +9,18 @@ the real end. Only the driver sees which tasks succeeded, so only the driver dec
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._kept_bridges import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._worker_gc import begin_call
-from pyspark_txnbridge._write.batch_identity import BatchId, Written
-from pyspark_txnbridge._write.rows import Columns, RowTotals
+from pyspark_txnbridge._write.batch_identity import BatchId, Part, Written
+from pyspark_txnbridge._write.rows import Columns, RowTotals, total
 from pyspark_txnbridge._write.sink_options import SinkOptions
 from pyspark_txnbridge._write.transaction_cleanup import (
     abort_open,
@@ -28,7 +33,7 @@ from pyspark_txnbridge._write.transaction_cleanup import (
     unfinished,
     writer_id,
 )
-from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
+from txnbridge import Bridge, Decision, TransactionAborted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 _DEFAULT_LIFETIME_SECONDS = 900.0
 # The share of a transaction's life in which a task may write; the rest is for the other tasks and the driver.
 TASK_SHARE = 0.8
+# The most bytes of a small task's rows, encoded by Arrow: so few that the rows of 200 tasks, of which Spark makes as
+# many after a shuffle, are 3 MiB together.
+_SMALL_BYTES = 16 << 10
 
 
 def write_partition(
@@ -47,76 +55,120 @@ def write_partition(
     partition: int,
     holder: str,
 ) -> Written:
-    """Write a partition's rows into a prepared transaction, unless the batch is decided; return the task's report.
+    """Write a partition's rows into prepared transactions, unless the batch is decided; return the task's report.
 
-    `holder` names the task's process to others that want the same transactional id.
+    Few rows are not written, but part of the report. `holder` names the task's process to others that want the same
+    transactional id.
     """
     begin_call()
+    batches = (batch.select(sorted(columns.names)) for batch in rows if batch.num_rows)
+    first, is_small = _first_batches(batches)
+    if is_small and partition:
+        return _small(identity, partition, None, columns, first)
     application = options.application(identity.query)
     key = (options, application)
     with (
         sessions.held(key, lambda: SinkSession(options, application)) as session,
-        _slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers,
+        slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers,
     ):
-        return _write(identity, options, columns, rows, partition, holder, session, writers)
+        attempt = _begin(identity, options, partition, session, writers)
+        if attempt is None:
+            return _settled(identity, partition, _count(columns, chain(first, batches)))
+        if is_small:
+            return _small(identity, partition, attempt, columns, first)
+        return _write(identity, columns, chain(first, batches), partition, attempt, holder, session, writers)
+
+
+def _first_batches(batches: Iterator[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], bool]:
+    """Return a partition's first batches, up to the one that makes the task a large one, and whether they are all."""
+    from pyarrow.ipc import get_record_batch_size
+
+    first, size = [], 0
+    for batch in batches:
+        first.append(batch)
+        size += get_record_batch_size(batch)
+        if size > _SMALL_BYTES:
+            return first, False
+    return first, True
+
+
+def _small(
+    identity: BatchId, partition: int, attempt: int | None, columns: Columns, batches: list[pa.RecordBatch]
+) -> Written:
+    """Return the report of a small task. Counting its rows raises the errors of rows that no broker takes."""
+    if not batches:
+        return Written(identity, partition, attempt)
+    import pyarrow as pa
+
+    with pa.BufferOutputStream() as output, pa.ipc.new_stream(output, batches[0].schema) as stream:
+        stream.write_table(pa.Table.from_batches(batches))
+    travels = output.getvalue().to_pybytes()
+    return Written(identity, partition, attempt, *_count(columns, batches).sums, travels=travels)
+
+
+def _begin(
+    identity: BatchId, options: SinkOptions, partition: int, session: SinkSession, writers: SlotWriters
+) -> int | None:
+    """Read the decision log; return the number of the batch's present attempt (see `_attempt`).
+
+    The first task of a run in a process checks the log. That of partition 0 ends what older runs left open.
+    """
+    opening, attempt = _look(identity, session)
+    if writers.number == opening.number:
+        return attempt
+    check_log(session, options, identity)
+    check_number(session, identity)
+    if partition == 0 and opening.number > 1:
+        # The decisions of older runs are finished first. Their other open transactions would hold readers back.
+        finish_decided(session, identity.path)
+        fence_older(session, options, identity.path, opening.number - 1)
+        abort_open(session, options, identity.path, opening.number - 1)
+    writers.renew(opening)
+    return _attempt(identity, session)
 
 
 def _write(
     identity: BatchId,
-    options: SinkOptions,
     columns: Columns,
     batches: Iterable[pa.RecordBatch],
     partition: int,
+    attempt: int,
     holder: str,
     session: SinkSession,
     writers: SlotWriters,
 ) -> Written:
-    opening, attempt = _look(identity, session)
-    if writers.number != opening.number:
-        check_log(session, options, identity)
-        check_number(session, identity)
-        if partition == 0 and opening.number > 1:
-            # The decisions of older runs are finished first. Their other open transactions would hold readers back.
-            finish_decided(session, identity.path)
-            fence_older(session, options, identity.path, opening.number - 1)
-            abort_open(session, options, identity.path, opening.number - 1)
-        attempt = _attempt(identity, session)
-    if attempt is None:
-        return _settled(identity, partition, _count(columns, batches))
-    began_at = _now()
-    rows = iter(batches)
-    first = next((batch for batch in rows if batch.num_rows), None)
-    if first is None:
-        return Written(identity, partition, attempt, began_at=began_at, prepared_at=_now())
-    try:
-        bridge = writers.take(session, identity, opening, holder)
-    except InvalidState:
-        if not is_done(session, identity):
-            raise
-        # The batch was marked done in the meantime.
-        return _settled(identity, partition, _count(columns, chain([first], rows)))
-    count = RowTotals()
-    timeout, hold = _times(bridge)
-    with bridge.transaction(prepare=True, timeout=timeout, hold=hold) as txn:
-        count.add(columns.send(first, txn))
-        for batch in rows:
-            count.add(columns.send(batch, txn))
-    assert txn.token is not None
-    if not _is_still_needed(identity, session, str(txn.token)):
+    parts = prepare(partial(writers.take, session, identity, holder), columns, batches, partition)
+    count = total(parts)
+    if not _are_still_needed(identity, session, parts):
         return _settled(identity, partition, count)
-    return Written(
-        identity,
-        partition,
-        attempt,
-        token=str(txn.token),
-        topics=sorted(count.topics),
-        rows=count.rows,
-        bytes=count.bytes,
-        fingerprint=count.fingerprint,
-        began_at=began_at,
-        prepared_at=_now(),
-        expires_at=txn.token.expires_at,
-    )
+    return Written(identity, partition, attempt, *count.sums, parts=parts)
+
+
+def prepare(
+    take: Callable[[], Bridge], columns: Columns, batches: Iterable[pa.RecordBatch], partition: int
+) -> list[Part]:
+    """Write rows into prepared transactions, each with as many rows as the broker allows; return the transactions.
+
+    `take` returns a bridge for each of them.
+    """
+    parts: list[Part] = []
+    rows = iter(batches)
+    batch = next(rows, None)
+    while batch is not None:
+        bridge = take()
+        most = bridge.limits.transaction_messages or sys.maxsize
+        timeout, hold = _times(bridge)
+        began_at = _now()
+        count = RowTotals()
+        with bridge.transaction(prepare=True, timeout=timeout, hold=hold) as txn:
+            while batch is not None and (room := most - count.rows):
+                count.add(columns.send(batch.slice(0, room), txn))
+                batch = batch.slice(room) if room < batch.num_rows else next(rows, None)
+        token = txn.token
+        assert token is not None
+        times = (began_at, _now(), token.expires_at)
+        parts.append(Part(partition, str(token), sorted(count.topics), *count.sums, *times))
+    return parts
 
 
 def _times(bridge: Bridge) -> tuple[float, float | None]:
@@ -155,31 +207,28 @@ def _attempt(identity: BatchId, session: SinkSession) -> int | None:
     return len(claims)
 
 
-def _is_still_needed(identity: BatchId, session: SinkSession, token: str) -> bool:
-    """Return whether a driver will still end the prepared transaction of this task; if not, abort it here.
+def _are_still_needed(identity: BatchId, session: SinkSession, parts: list[Part]) -> bool:
+    """Return whether a driver will still end the prepared transactions of this task; if not, abort them here.
 
     A newer run, and a driver whose batch is done or given up, end all open transactions of this run's tasks. But they
-    may have listed these transactions before this task's transaction began.
+    may have listed these transactions before this task's transactions began.
     """
+    attempt = None
     try:
         _, attempt = _look(identity, session)
-    except TxnBridgeError:
-        session.bridge.abort(token)
-        raise
-    if attempt is None:
-        session.bridge.abort(token)
+    finally:
+        if attempt is None:
+            for part in parts:
+                session.bridge.abort(part.token)
     return attempt is not None
 
 
 def _settled(identity: BatchId, partition: int, count: RowTotals) -> Written:
-    return Written(identity, partition, rows=count.rows, bytes=count.bytes, fingerprint=count.fingerprint, settled=True)
+    return Written(identity, partition, None, *count.sums, settled=True)
 
 
 def _count(columns: Columns, batches: Iterable[pa.RecordBatch]) -> RowTotals:
-    count = RowTotals()
-    for batch in batches:
-        count.add(columns.send(batch, None))
-    return count
+    return total(columns.send(batch, None) for batch in batches)
 
 
 def _now() -> int:
@@ -205,29 +254,33 @@ class SlotWriters:
     """
 
     options: SinkOptions
-    number: int = 0  # the run's opening number in the decision log
+    opening: Opening = None  # the run's opening in the decision log
+    number: int = 0  # the opening's number
     slots: list[_Slot] = field(default_factory=list)
 
-    def take(self, session: SinkSession, identity: BatchId, opening: Opening, holder: str) -> Bridge:
-        """Return a bridge that can prepare one more transaction. Raise `InvalidState` if the batch is done."""
+    def renew(self, opening: Opening) -> None:
+        """Let the next writers belong to the run of this opening, and close those of another run."""
         if opening.number != self.number:
             self.close()
-            self.number = opening.number
+        self.opening, self.number = opening, opening.number
+
+    def take(self, session: SinkSession, identity: BatchId, holder: str) -> Bridge:
+        """Return a bridge that can prepare one more transaction. Raise `InvalidState` if the batch is done."""
         for slot in self.slots:
             most = slot.bridge.limits.prepared_transactions
             if slot.batch == identity.batch and (most is None or slot.used < most):
                 slot.used += 1
                 return slot.bridge
-        slot = self._lease(session, identity, opening, holder)
+        slot = self._lease(session, identity, holder)
         slot.used = 1
         return slot.bridge
 
-    def _lease(self, session: SinkSession, identity: BatchId, opening: Opening, holder: str) -> _Slot:
+    def _lease(self, session: SinkSession, identity: BatchId, holder: str) -> _Slot:
         leases = ("#slots", *identity.batch_path, self.number)
 
         def claim(number: int) -> bool:
-            claimed = session.decisions.claim((*leases, number), Decision.COMMIT, {"holder": holder}, opening=opening)
-            return claimed.mine
+            id, data = (*leases, number), {"holder": holder}
+            return bool(session.decisions.claim(id, Decision.COMMIT, data, opening=self.opening).mine)
 
         for slot in [slot for slot in self.slots if slot.batch != identity.batch]:
             # The slot was leased without a gap, so no other process has opened its id since.
@@ -252,4 +305,4 @@ class SlotWriters:
             close_logging_errors(self.slots.pop().bridge)
 
 
-_slot_writers: ClientPool[SlotWriters] = ClientPool()
+slot_writers: ClientPool[SlotWriters] = ClientPool()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._kept_bridges import Claim, Opening, SinkSession, close_logging_errors, connect
-from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
+from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt, place
 from pyspark_txnbridge._write.sink_options import NAMELESS, SinkOptions
 from txnbridge import (
     AccessDenied,
@@ -91,12 +91,12 @@ def finish(session: SinkSession, claim: Claim) -> None:
 def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
     query, sink, batch, _ = claim.id
     rows = sum(part["rows"] for part in dead)
-    partitions = ", ".join(str(part["partition"]) for part in dead)
+    places = ", ".join(place(part["partition"]) for part in dead)
     topics = sorted({topic for part in dead for topic in part.get("topics", ())})
     shown = ", ".join(topics[:_MAX_TOPICS_SHOWN]) + (", …" if len(topics) > _MAX_TOPICS_SHOWN else "")
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
-        f" transactions ended before they were committed: {rows} rows of task partitions {partitions} are not"
+        f" transactions ended before they were committed: {rows} rows of task {places} are not"
         f" published (topics: {shown}), the others are. The broker ended them because nobody committed them in time,"
         f" or an administrator did. {more}"
         "Restart the query: task partitions that come again with the same rows are written again. If they do not,"

@@ -1,0 +1,208 @@
+"""Tasks of few rows, whose rows travel to the driver and are written there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+from pyspark_txnbridge._write import driver as _driver
+from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt, Written
+from pyspark_txnbridge._write.rows import Columns
+from pyspark_txnbridge._write.task import write_partition
+
+import txnbridge
+from tests.spark.kit import left_open, mostly_embedded, new_run, options, published, run_batch, write
+from txnbridge import Fenced, InvalidOption, TransactionAborted
+from txnbridge.testing import Child, crash_everywhere, recorded
+
+SMALL = [["0", "1", "2"], ["3"], [], ["4"]]
+MIXED = [["5"], [6], ["7", "8"], [9]]
+
+
+@pytest.fixture
+def start(sink, query):
+    return sink, query
+
+
+def test_small_tasks_prepare_nothing_and_the_driver_publishes_their_rows_in_one_transaction(sink, query):
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, SMALL)
+    assert left_open(sink, query) == []
+    assert [report.attempt for report in written] == [0, None, None, None]
+    with recorded() as events:
+        _driver.commit(sink, written)
+    assert [event.phase for event in events if event.name == "prepare"] == ["before", "after"]
+    assert published(sink) == [0, 1, 2, 3, 4]
+    run_batch(sink, replace(identity, batch=1), MIXED)
+    assert published(sink) == list(range(10))
+    assert left_open(sink, query) == []
+
+
+@mostly_embedded
+def test_the_row_that_exceeds_the_limit_makes_its_task_a_large_one(sink, query):
+    identity = BatchId(query, "sink", 0, new_run())
+    small, large = write(sink, identity, [["0".rjust(15_000)], ["1".rjust(8_000), "2".rjust(8_500)]])
+    assert (len(small.parts), len(large.parts)) == (0, 1)
+    assert small.travels and not large.travels
+
+
+@pytest.mark.offline
+def test_a_report_is_the_same_after_its_way_through_json(tmp_path):
+    sink = options(f"embedded:{tmp_path / 'broker.db'}")
+    for report in write(sink, BatchId("query", "sink", 0, "run", attempt=3), [["1"], ["2"], [3], []]):
+        assert Written.from_json(report.to_json()) == report
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"value": [b"1"], "topic": pa.array([None], pa.string())}, "null topic"),
+        ({"value": [b"1"], "topic": ["out"], "headers": [[{"key": None, "value": b"1"}]]}, "column headers"),
+    ],
+)
+def test_a_row_that_no_broker_takes_fails_in_its_task(columns, message):
+    batch = pa.RecordBatch.from_pydict(columns)
+    sink = options("embedded:unused")
+    with pytest.raises(InvalidOption, match=message):
+        write_partition(BatchId("query", "sink", 0, "run"), sink, Columns(frozenset(columns), None), [batch], 1, "task")
+
+
+@mostly_embedded
+def test_rows_of_small_tasks_go_to_the_topics_that_they_name(sink, query):
+    names = [f"out-{new_run()}" for _ in range(2)]
+    columns = Columns(frozenset({"value", "key", "topic"}), None)
+    sink, identity = replace(sink, topic=None), BatchId(query, "sink", 0, new_run())
+    batch = {"value": [b"1", None], "key": [b"k", None], "topic": names, "unused": [1, 2]}
+    written = [
+        write_partition(identity, sink, columns, [pa.RecordBatch.from_pydict(batch)], number, f"task {number}")
+        for number in range(2)
+    ]
+    _driver.commit(sink, written)
+    with txnbridge.connect(sink.url) as bridge:
+        for name, row in zip(names, [(b"k", b"1"), (None, None)], strict=True):
+            assert [(message.key, message.value) for message in bridge.read(name, 10)] == [row, row]
+
+
+# --- dying -----------------------------------------------------------------------------------------------------------
+
+
+def run_two_batches(start):
+    sink, query = start
+    run = new_run()
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        known = bridge.decisions().read((query, "sink"))
+    if known.done_up_to != 1:  # Spark repeats only its last batch
+        run_batch(
+            sink, BatchId(query, "sink", 0, run), SMALL if known.opening is None else [["4", "3"], ["2", "1", "0"]]
+        )
+    run_batch(sink, BatchId(query, "sink", 1, run), MIXED)
+
+
+def check_two_batches(start):
+    sink, query = start
+    assert published(sink) == list(range(10))
+    assert left_open(sink, query) == []
+
+
+@pytest.mark.timeout(900)
+def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once(tmp_path):
+    numbers = iter(range(1000))
+
+    def fresh():
+        return options(f"embedded:{tmp_path}/{next(numbers)}.db", topic="out"), new_run()
+
+    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh, at_once=2)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once_on_kafka(kafka_broker):
+    def fresh():
+        return options(kafka_broker.url, topic=f"out-{new_run()}"), new_run()
+
+    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh, timeout=120, at_once=2)
+
+
+def write_and_commit(sink, identity, partitions):
+    run_batch(sink, identity, partitions)
+
+
+def lose_small_rows(sink, query):
+    """Decide a batch in a driver that dies, and abort its transaction with the rows of small tasks."""
+    with Child(write_and_commit, sink, BatchId(query, "sink", 0, new_run()), MIXED, kill="resolve/before/1") as child:
+        child.stopped()
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        (claim,) = bridge.decisions().claims((query, "sink", 0))
+        assert [part["partition"] for part in claim.data["parts"]] == [1, 3, SMALL_TASKS]
+        bridge.abort(claim.data["parts"][-1]["token"])
+
+
+def test_lost_rows_of_small_tasks_are_written_again_when_the_same_rows_come_again(sink, query):
+    lose_small_rows(sink, query)
+    with pytest.raises(BatchInDoubt, match=r"3 rows of task small partitions are not published"):
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), [["5"], [6], ["7"], ["8", "9"]])
+    assert published(sink) == [6, 9]
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), MIXED)
+    assert published(sink) == list(range(5, 10))
+    assert left_open(sink, query) == []
+
+
+# --- two drivers, and attempts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asleep", ["transaction.begin/before/1", "prepare/after/1"])
+def test_a_driver_whose_run_was_replaced_leaves_none_of_its_small_tasks_rows_open(sink, query, asleep):
+    """The newer run has listed open transactions before this driver began its own, or before it claimed."""
+    with Child(write_and_commit, sink, BatchId(query, "sink", 0, new_run()), SMALL, pause=asleep) as child:
+        child.stopped()
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), SMALL)
+        child.resume()
+        with pytest.raises((Fenced, TransactionAborted)):
+            child.result(60)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+def test_a_batch_of_small_tasks_that_was_given_up_comes_again_in_the_same_run(sink, query):
+    first = BatchId(query, "sink", 0, new_run(), attempt=0)
+    late = write(sink, first, SMALL)
+    _driver.abort(sink, late, first)
+    second = replace(first, attempt=_driver.next_attempt(sink, first))
+    assert second.attempt == 1
+    written = write(sink, second, SMALL)
+    with pytest.raises(TransactionAborted, match="given up"):
+        _driver.commit(sink, late, first)
+    _driver.commit(sink, written, second)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+def test_an_abort_by_reports_that_name_no_attempt_gives_the_batch_up(sink, query):
+    """The task of partition 0, which reads the decision log, has failed."""
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, MIXED)
+    _driver.abort(sink, [None, *written[1:]])
+    assert left_open(sink, query) == []
+    with pytest.raises(TransactionAborted, match="aborted before anybody decided"):
+        _driver.commit(sink, written)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), MIXED)
+    assert published(sink) == list(range(5, 10))
+
+
+# --- a broker with small transactions --------------------------------------------------------------------------------
+
+
+def test_a_task_with_more_rows_than_a_transaction_takes_prepares_several(tmp_path, query):
+    """The embedded broker refuses what RocketMQ would."""
+    sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
+    rows = [str(number) for number in range(20_001)]
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(
+        sink, identity, [rows, *([str(20_001 + 100 * n + each) for each in range(100)] for n in range(101))]
+    )
+    assert [part.rows for part in written[0].parts] == [10_000, 10_000, 1]
+    _driver.commit(sink, written)
+    assert published(sink) == list(range(30_101))
+    assert left_open(sink, query) == []
