@@ -141,7 +141,7 @@ def lose_small_rows(sink, query):
 
 def test_lost_rows_of_small_tasks_are_written_again_when_the_same_rows_come_again(sink, query):
     lose_small_rows(sink, query)
-    with pytest.raises(BatchInDoubt, match=r"3 rows of task small partitions are not published"):
+    with pytest.raises(BatchInDoubt, match=r"3 rows of small task partitions are not published"):
         run_batch(sink, BatchId(query, "sink", 0, new_run()), [["5"], [6], ["7"], ["8", "9"]])
     assert published(sink) == [6, 9]
     run_batch(sink, BatchId(query, "sink", 0, new_run()), MIXED)

@@ -51,7 +51,7 @@ SMALL_TASKS = -1
 
 def place(partition: int) -> str:
     """Return the words by which errors and commands name a part's task partition."""
-    return "small partitions" if partition == SMALL_TASKS else f"partition {partition}"
+    return "small task partitions" if partition == SMALL_TASKS else f"task partition {partition}"
 
 
 @dataclass(frozen=True)

@@ -290,17 +290,13 @@ def _claim(
     return claim
 
 
-def _columns(session: SinkSession, rows: Any) -> Columns:
-    return Columns(frozenset(rows.column_names), session.options.topic)
-
-
 def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any) -> list[Part]:
     options = session.options
     key = (options, options.application(identity.query))
     with slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers:
         writers.renew(opening)
         take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
-        return prepare(take, _columns(session, rows), [rows], SMALL_TASKS)
+        return prepare(take, Columns(frozenset(rows.column_names), options.topic), [rows], SMALL_TASKS)
 
 
 def _replace(
@@ -315,7 +311,8 @@ def _replace(
     # Small tasks' rows are not written yet, and a table's number stands for the token.
     tables = _small_rows(session, written)
     for number, rows in enumerate(tables):
-        fresh.append(Part(SMALL_TASKS, str(number), [], *_columns(session, rows).send(rows, None).sums, 0, 0, None))
+        count = Columns(frozenset(rows.column_names), session.options.topic).send(rows, None)
+        fresh.append(Part(SMALL_TASKS, str(number), [], *count.sums, 0, 0, None))
     chosen = []
     for part in dead:
         same = [each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"])]

@@ -96,7 +96,7 @@ def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], 
     shown = ", ".join(topics[:_MAX_TOPICS_SHOWN]) + (", …" if len(topics) > _MAX_TOPICS_SHOWN else "")
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
-        f" transactions ended before they were committed: {rows} rows of task {places} are not"
+        f" transactions ended before they were committed: {rows} rows of {places} are not"
         f" published (topics: {shown}), the others are. The broker ended them because nobody committed them in time,"
         f" or an administrator did. {more}"
         "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
