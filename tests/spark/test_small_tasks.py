@@ -16,8 +16,8 @@ from tests.spark.kit import left_open, mostly_embedded, new_run, options, publis
 from txnbridge import Fenced, InvalidOption, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere, recorded
 
-SMALL = [["0", "1", "2"], ["3"], [], ["4"]]
-MIXED = [["5"], [6], ["7", "8"], [9]]
+SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
+MIXED: list[list[object]] = [["5"], [6], ["7", "8"], [9]]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, field
@@ -87,7 +88,7 @@ class Written:
     fingerprint: int = 0
     settled: bool = False
     parts: list[Part] = field(default_factory=list)
-    travels: bytes = b""
+    travels: builtins.bytes = b""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=lambda raw: b64encode(raw).decode())

@@ -92,7 +92,7 @@ def abort(options: SinkOptions, messages: Sequence[Written | None], identity: Ba
     identity = identity or (written[0].identity if written else None)
     if identity is None:
         return  # no task has reported the identity of the batch
-    attempt = (_attempts(written) or [identity.attempt])[0]
+    attempt = next(iter(_attempts(written)), identity.attempt)
     try:
         with_session(options, identity, lambda session: _abort(session, options, identity, attempt))
     except TxnBridgeError as error:
