@@ -790,6 +790,21 @@ def test_the_older_log_of_kafka_3_9_tells_every_decision_and_its_partitions(star
     check_endings(broker, make_admin(broker), unique, 0)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        "0000 0000000000000007 0003 0000ea60 02 00000001 0001 74 00000002 00000000 00000001"
+        " 0000000000000009 0000000000000008",
+        # version 1: lengths are varints, and each structure ends with its tagged fields
+        "0001 0000000000000007 0003 0000ea60 02 02 02 74 03 00000000 00000001 00"
+        " 0000000000000009 0000000000000008 01 00 08 0000000000000006",
+    ],
+)
+def test_a_record_of_the_coordinators_log_is_read_in_both_versions(record):
+    read = state_log._state_record(bytes.fromhex(record))
+    assert read == state_log.StateRecord(7, 3, 2, frozenset([("t", 0), ("t", 1)]), 8)
+
+
 def test_a_record_of_another_form_is_not_guessed_at():
     with pytest.raises(StorageFailed, match="__transaction_state"):
         state_log._state_record(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)

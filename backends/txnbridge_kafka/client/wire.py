@@ -62,7 +62,7 @@ class Api:
         if struct.unpack_from(">i", frame) != (number,):
             raise ValueError("the answer is to another request")
         form = self.forms[version]
-        reader = _Reader(frame, form.classic, 4)
+        reader = Reader(frame, form.classic, 4)
         if not form.classic and self is not API_VERSIONS:
             reader.read({})  # tagged fields of the header
         return reader.read(form.answer)
@@ -99,8 +99,8 @@ def _write_length(out: bytearray, value: Any, classic: str | Literal[False]) -> 
     out.append(left)
 
 
-class _Reader:
-    """Reads an answer. Each length is compared with the bytes that are left."""
+class Reader:
+    """Reads an answer, or another structure. Each length is compared with the bytes that are left."""
 
     def __init__(self, data: bytes, classic: bool = False, at: int = 0) -> None:
         self._data = data
@@ -133,7 +133,7 @@ class _Reader:
             data = self._take(size)
             if tag in wanted:
                 name, each = wanted[tag]
-                found[name] = _Reader(data).read(each)
+                found[name] = Reader(data).read(each)
 
     def _length(self, classic: str) -> int | None:
         if self._classic:
@@ -161,7 +161,7 @@ class _Reader:
         return data
 
 
-def _parsed(text: str) -> Mapping[str, Kind]:
+def structure(text: str) -> Mapping[str, Kind]:
     """Return the fields of a structure, given as text: "name:str partitions:[index:i32 replicas:[i32]]"."""
     return _fields(re.findall(r"[\w@]+:|\[|\]|\w+", text)[::-1])
 
@@ -294,7 +294,7 @@ def _apis() -> Iterator[Api]:
         head, _, fields = entry.partition("\n")
         *name, versions = head.removesuffix(" classic").split()
         asked, _, answered = fields.partition("=")
-        form = Form(_parsed(asked), _parsed(answered), False) if fields else form
+        form = Form(structure(asked), structure(answered), False) if fields else form
         form = form._replace(classic=head.endswith(" classic"))
         if name != ["or"]:
             api = Api(name[0], int(name[1]), {})

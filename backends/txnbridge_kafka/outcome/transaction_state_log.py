@@ -15,6 +15,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import StorageFailed
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client import wire
 from txnbridge_kafka.client.librdkafka import ConfluentConsumer
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
@@ -50,6 +51,10 @@ class StateRecord:
     start: int  # the transaction's start time, in milliseconds
 
 
+# A record's value, after its version.
+_RECORD = wire.structure(
+    "pid:i64 epoch:i16 timeout:i32 status:i8 topics:[name:str partitions:[i32]] changed:i64 start:i64"
+)
 # Stands for a tombstone: the id has expired at the coordinator.
 _EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
 
@@ -148,59 +153,10 @@ def _key(id: str) -> bytes:
 
 def _state_record(value: bytes) -> StateRecord:
     try:
-        version, pid, epoch, _timeout, status = struct.unpack_from(">hqhib", value)
-        fields = _RecordFields(value, struct.calcsize(">hqhib"), flexible=version >= 1)
-        partitions = frozenset(fields.partitions())
-        _changed, start = fields.times()
-        return StateRecord(pid, epoch, status, partitions, start)
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        # Since version 1 a record is flexible, as a request is.
+        (version,) = struct.unpack_from(">h", value)
+        found = wire.Reader(value, classic=version < 1, at=2).read(_RECORD)
+        partitions = frozenset((topic.name, number) for topic in found.topics or () for number in topic.partitions)
+        return StateRecord(found.pid, found.epoch, found.status, partitions, found.start)
+    except (struct.error, ValueError) as error:
         raise StorageFailed(f"a record of {STATE_TOPIC} has an unknown format") from error
-
-
-class _RecordFields:
-    """Parses the fields of a record's value that follow the fields of fixed size.
-
-    In a record of a flexible version, a length is stored as a varint of the length plus one.
-    """
-
-    def __init__(self, data: bytes, at: int, flexible: bool) -> None:
-        self._data = data
-        self._at = at
-        self._flexible = flexible
-
-    def partitions(self) -> Iterator[Partition]:
-        for _ in range(self._length(">i")):
-            size = self._length(">h")
-            topic = self._data[self._at : self._at + size].decode()
-            self._at += size
-            for _ in range(self._length(">i")):
-                yield topic, self._take(">i")
-            if self._flexible:
-                self._skip_tags()
-
-    def times(self) -> tuple[int, int]:
-        """Return the record's time and the transaction's start time, which follow the partitions."""
-        return self._take(">q"), self._take(">q")
-
-    def _skip_tags(self) -> None:
-        for _ in range(self._varint()):
-            self._varint()
-            self._at += self._varint()
-
-    def _length(self, form: str) -> int:
-        return max(0, self._varint() - 1 if self._flexible else self._take(form))
-
-    def _take(self, form: str) -> int:
-        (value,) = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return int(value)
-
-    def _varint(self) -> int:
-        value, shift = 0, 0
-        while True:
-            byte = self._data[self._at]
-            self._at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
