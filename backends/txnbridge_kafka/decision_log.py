@@ -15,7 +15,7 @@ from txnbridge import errors
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_kafka.client.librdkafka import CALL_LIMIT, ConfluentConsumer, ignore, seconds, warm_up
 from txnbridge_kafka.client.shared_producer import Report, SharedProducer
-from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.errors import MISSING, kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import LOG_GROUP, KafkaTopics
 
@@ -42,7 +42,6 @@ _TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
 _TRIMMED = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
 # The error if this user has no right to the consumer's group. It is ignored: the consumer never joins the group.
 _GROUP_DENIED = KafkaError.GROUP_AUTHORIZATION_FAILED
-_NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
 class KafkaDecisionLog(DecisionLog):
@@ -277,7 +276,7 @@ class KafkaDecisionLog(DecisionLog):
         what = f"the decision log {self._topic}, {what}"
         if code in _TRIMMED:
             return errors.PositionLost(f"{what}: the record was trimmed")
-        if code in _NO_TOPIC:
+        if code in MISSING:
             return errors.BrokerUnavailable(
                 f"{what}: the topic is missing; it was deleted, or the broker has just started"
             )

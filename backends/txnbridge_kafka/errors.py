@@ -14,7 +14,6 @@ from txnbridge.errors import (
     StorageFailed,
     TxnBridgeError,
 )
-from txnbridge.spi import Deadline
 
 DENIED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -25,7 +24,7 @@ DENIED = {
     KafkaError._AUTHENTICATION,
 }
 _REPLACED = {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID}
-_MISSING = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
+MISSING = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 _TIMED_OUT = {
     KafkaError._TIMED_OUT,
     KafkaError.REQUEST_TIMED_OUT,
@@ -87,7 +86,7 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
     # After a fatal error the client reports the code _FATAL, and the original error only as text.
     if code in _REPLACED or (code == KafkaError._FATAL and any(KafkaError(each).str() in text for each in _REPLACED)):
         return Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
-    if code in _MISSING:
+    if code in MISSING:
         return NotFound(text)
     if code in _TIMED_OUT:
         return DeadlineExceeded(text)
@@ -98,11 +97,6 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
     if code in _REFUSED:
         return InvalidOption(text)
     return BrokerUnavailable(text)
-
-
-def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
-    """Return txnbridge's error for a temporary error of confluent-kafka that lasted until the deadline."""
-    return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}) until the deadline of {deadline.seconds:g} s")
 
 
 def is_passing(error: BaseException | None) -> bool:

@@ -20,7 +20,7 @@ from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
 from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata, result_of
 from txnbridge_kafka.client.protocol_types import BROKER, DONE, TOPIC, RequestResult
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.errors import DENIED, MISSING, kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 
 OFFSETS_TOPIC = "__consumer_offsets"
@@ -47,10 +47,7 @@ _RECHECK_MISSING_SECONDS = 0.5
 _RETRY_SECONDS = 0.02
 # The longest wait for one broker's settings: a running broker answers within milliseconds.
 _BROKER_ANSWER_SECONDS = 2.0
-_DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
-
-_MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
@@ -122,7 +119,7 @@ class KafkaTopics:
         described: TopicMetadata = metadata.topics[topic]
         if described.error is None or described.error.code() == KafkaError.LEADER_NOT_AVAILABLE:
             return len(described.partitions)
-        if described.error.code() in _MISSING:
+        if described.error.code() in MISSING:
             return 0
         error = KafkaException(described.error)
         raise translate(error, what) from error
@@ -267,7 +264,7 @@ class KafkaTopics:
         with self._raw_requests() as requests:
             answers = requests.configs(kind, names, deadline)
         for name, (answer, settings) in answers.items():
-            if answer.code and answer.code not in (*_DENIED, *_MISSING):
+            if answer.code and answer.code not in DENIED | MISSING:
                 error = _refusal_of(answer)
                 raise translate(error, what) from error
             configs[name] = dict(settings)

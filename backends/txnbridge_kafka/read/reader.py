@@ -28,7 +28,7 @@ from txnbridge.spi import (
 from txnbridge_kafka.client.librdkafka import warm_up
 from txnbridge_kafka.client.offsets import is_another_topic
 from txnbridge_kafka.cluster import KafkaCluster
-from txnbridge_kafka.errors import translate
+from txnbridge_kafka.errors import DENIED, MISSING, translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_group
 from txnbridge_kafka.read.assignment import KafkaAssignment
 from txnbridge_kafka.read.partition import (
@@ -61,15 +61,6 @@ _POLL_SECONDS, _POLL_DURING_LOOKUP_SECONDS = 0.25, 0.005
 # is deleted, created again and filled beyond the reader's offset.
 _TOPIC_ID_CHECK_SECONDS, _TOPIC_ID_ANSWER_SECONDS = 0.1, 1.0
 
-_DENIED_OR_GONE = {
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError._AUTHENTICATION,
-    KafkaError.UNKNOWN_TOPIC_OR_PART,
-    KafkaError._UNKNOWN_TOPIC,
-    KafkaError._UNKNOWN_PARTITION,
-}
 _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 
 
@@ -254,7 +245,7 @@ class KafkaReader(Reader):
         elif error.code() == KafkaError._FATAL:
             self._fatal_error = translate(error, f"reading in group {self._assignment.context.group!r}")
             self._fatal_error.__cause__ = KafkaException(error)
-        elif error.code() in _DENIED_OR_GONE:
+        elif error.code() in DENIED | MISSING:
             cause = KafkaException(error)
             self._assignment.raise_later(translate(cause, f"reading {partition[0]}"), cause)
         else:

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, make_producer, refresh_metadata, seconds, warm_up
-from txnbridge_kafka.errors import kafka_error, too_late, translate
+from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 
 _log = logging.getLogger("txnbridge.kafka.client")
@@ -99,7 +99,10 @@ class TransactionalProducer:
         error = self._until_done(self._client.init_transactions, deadline)
         if error is not None:
             what = f"opening the transactional id {self.id}"
-            ours = too_late(error, what, deadline) if error.retriable() else translate(error, what)
+            ours = translate(error, what)
+            if error.retriable():  # a temporary error that lasted until the deadline
+                text = f"{what}: {error.str()} ({error.name()}) until the deadline of {deadline.seconds:g} s"
+                ours = DeadlineExceeded(text)
             raise ours from KafkaException(error)
 
     def begin(self) -> KafkaError | None:
