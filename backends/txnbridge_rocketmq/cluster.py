@@ -11,11 +11,13 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from txnbridge import errors
-from txnbridge.spi import Context, Deadline
+from txnbridge.spi import Context, Deadline, Ledger
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
@@ -44,6 +46,11 @@ class RocketMQCluster:
     brokers: BrokerConfigs
     producer_groups: ProducerGroups
     context: Context
+
+    def ledger(self, transaction: str, log: Mapping[str, Any]) -> Ledger:
+        """Return the ledger of a transaction's owner, in the decision log that the transaction's `log` names."""
+        application = str(log.get("log") or self.settings.application)
+        return self.context.ledger(application, transaction.rsplit("/", 2)[0])
 
 
 def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:

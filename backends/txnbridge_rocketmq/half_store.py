@@ -26,7 +26,6 @@ from txnbridge.spi import (
     HalfMessage,
     HalfStore,
     Identity,
-    Ledger,
     LedgerClaim,
     Outcome,
     Token,
@@ -90,18 +89,15 @@ class RocketMQHalfStore(HalfStore):
         with self._changed:
             if name not in self._owners:
                 identity = Identity(name, False, self._cluster.settings.application, "")
-                ledger = self._ledger(half.transaction, self._cluster.settings.application)
+                ledger = self._cluster.ledger(half.transaction, {})
                 self._owners[name] = RocketMQOwner(self._cluster, identity, ledger, self._ender)
             return self._owners[name]
-
-    def _ledger(self, transaction: str, application: str) -> Ledger:
-        return self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         log = half.how.get("log")
         if log is None:
             raise NotFound(f"the broker has no half message of transaction {half.transaction!r}")
-        ledger = self._ledger(half.transaction, str(log.get("log") or self._cluster.settings.application))
+        ledger = self._cluster.ledger(half.transaction, log)
         if decision is Decision.UNDECIDED:
             claim = ledger.decided(half.transaction, deadline, log=log)
             if claim is None:
@@ -212,7 +208,7 @@ class RocketMQHalfStore(HalfStore):
         origin = origin_of(record)
         if origin is None:
             return None
-        ledger = self._ledger_in(transaction, origin)
+        ledger = self._cluster.ledger(transaction, origin.log)
         # Check the deadline before reading the log: if it is past, and the log then has no prepare record, none was
         # written in time, so the application has done no work (hazard H83).
         was_over = is_over(origin.deadline, self._timing.clocks_differ)
@@ -259,9 +255,6 @@ class RocketMQHalfStore(HalfStore):
             how=_how(origin.log, prepared),
         )
 
-    def _ledger_in(self, transaction: str, origin: HalfOrigin) -> Ledger:
-        return self._ledger(transaction, str(origin.log.get("log") or self._cluster.settings.application))
-
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
         return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
@@ -272,7 +265,8 @@ class RocketMQHalfStore(HalfStore):
             return None
         prepared = prepared_by(record, parked.halves[0].broker)
         if prepared is None:
-            prepared = prepare_record(self._ledger_in(parked.name, origin), parked.name, origin.log, deadline)
+            ledger = self._cluster.ledger(parked.name, origin.log)
+            prepared = prepare_record(ledger, parked.name, origin.log, deadline)
         if prepared is None:
             return None
         return self._as_half(group, parked.name, record, origin, prepared, deadline)

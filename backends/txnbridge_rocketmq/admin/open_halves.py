@@ -203,7 +203,7 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
     listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
     if origin is None:
         return listed
-    ledger = ledger_of(cluster, listed)
+    ledger = cluster.ledger(name, origin.log)
     try:
         claim = ledger.decided(name, deadline, log=origin.log)
         if claim is not None:
@@ -236,13 +236,6 @@ def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, d
     if seconds_since(claim.data) < max(_BEING_PUBLISHED_SECONDS, 2 * noted):
         return None
     return replace(listed, state="ending")
-
-
-def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
-    """Return the ledger, the part of a decision log, that decides about a transaction which a bridge began."""
-    assert listed.origin is not None
-    application = str(listed.origin.log.get("log") or cluster.settings.application)
-    return cluster.context.ledger(application, listed.owner)
 
 
 def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
@@ -290,7 +283,7 @@ def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline:
     """
     if listed.origin is None:
         return _end_foreign(ender.cluster, listed, decision, deadline)
-    ledger = ledger_of(ender.cluster, listed)
+    ledger = ender.cluster.ledger(listed.name, listed.origin.log)
     token = token_of(ender.cluster, listed)
     if token is not None:
         outcome = end_prepared(ender, token, decision, ledger, deadline, prepared=listed.prepared)

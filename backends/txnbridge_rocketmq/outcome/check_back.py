@@ -130,8 +130,7 @@ class CheckBackHandler:
         origin = origin_of(half)
         if origin is None:
             return None
-        application = str(origin.log.get("log") or self._cluster.settings.application)
-        ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
+        ledger = self._cluster.ledger(transaction, origin.log)
         # Read the clock first: what is published without a decision is published before the deadline (hazard H102).
         was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
