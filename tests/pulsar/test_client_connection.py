@@ -17,7 +17,6 @@ from txnbridge_pulsar.client.connecting.address import (
     Address,
     full_topic_name,
     partition_name,
-    partition_of,
     service_url,
 )
 from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConnectionOptions
@@ -113,7 +112,6 @@ def test_names_of_topics_become_full():
     assert full_topic_name("orders") == "persistent://public/default/orders"
     assert full_topic_name("t/n/orders") == "persistent://t/n/orders"
     assert partition_name("orders", 3) == "persistent://public/default/orders-partition-3"
-    assert [partition_of(name) for name in ("orders", partition_name("orders", 12))] == [-1, 12]
     with pytest.raises(ValueError, match="'t/orders'"):
         full_topic_name("t/orders")
 

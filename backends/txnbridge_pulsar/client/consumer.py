@@ -394,9 +394,8 @@ class PulsarConsumer:
 
     # ------------------------------------------------------------------------------------------ positions
 
-    def seek(self, to: MessageId | int, timeout: float) -> None:
-        """Move a durable subscription to a message, to `EARLIEST` or `LATEST`, or to the first message published at or
-        after a time (milliseconds since 1970).
+    def seek(self, to: MessageId, timeout: float) -> None:
+        """Move a durable subscription to a message, or to `EARLIEST` or `LATEST`.
 
         The consumer subscribes again and drops its entries in the inbox. Raise `ValueError` if the subscription is not
         durable.
@@ -404,10 +403,7 @@ class PulsarConsumer:
         deadline = ClientDeadline(timeout)
         if not self._options.durable:
             raise ValueError("a subscription that is not durable cannot seek: begin another one")
-        if isinstance(to, MessageId):
-            self._ask("seek", deadline, message_id=position_fields(to))
-        else:
-            self._ask("seek", deadline, message_publish_time=to)
+        self._ask("seek", deadline, message_id=position_fields(to))
         self.reopen(deadline.left)
 
     def last_message_id(self, timeout: float) -> MessageId:

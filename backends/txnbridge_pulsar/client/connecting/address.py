@@ -54,9 +54,3 @@ def full_topic_name(topic: str) -> str:
 
 def partition_name(topic: str, partition: int) -> str:
     return f"{full_topic_name(topic)}-partition-{partition}"
-
-
-def partition_of(topic: str) -> int:
-    """Return the partition number in a full name; -1 for a topic without partitions."""
-    match = re.search(r"-partition-(\d+)$", topic)
-    return int(match[1]) if match else -1

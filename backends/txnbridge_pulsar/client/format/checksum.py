@@ -75,23 +75,12 @@ def crc32c_in_python(data: bytes, before: int = 0) -> int:
     return _by_table(0, number.to_bytes(bits // 8, "little")) ^ _ALL_ONES
 
 
-def _google() -> Checksum:
-    library = import_module("google_crc32c")
-    if library.implementation != "c":
-        raise ImportError("google_crc32c without its C library is slower than `crc32c_in_python`")
-    extend = library.extend
-    return lambda data, before=0: int(extend(before, data))
-
-
-def _other() -> Checksum:
-    checksum: Checksum = import_module("crc32c").crc32c
-    return checksum
-
-
 def _fastest() -> Checksum:
-    for find in (_google, _other):
-        with suppress(ImportError):
-            return find()
+    with suppress(ImportError):
+        library = import_module("google_crc32c")
+        if library.implementation == "c":  # the one without its C library is slower than `crc32c_in_python`
+            extend = library.extend
+            return lambda data, before=0: int(extend(before, data))
     return crc32c_in_python
 
 

@@ -223,7 +223,6 @@ message CommandSeek {
   required uint64 consumer_id = 1;
   required uint64 request_id = 2;
   optional MessageIdData message_id = 3;
-  optional uint64 message_publish_time = 4;
 }
 
 message CommandActiveConsumerChange { required uint64 consumer_id = 1; optional bool is_active = 2; }
