@@ -329,13 +329,13 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
 def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() -> None:
     asked: list[int] = []
 
-    def begin(ttl_ms: int, timeout: float, coordinator: int) -> wire.TxnId:
+    def begin(ttl_ms: int, timeout: float) -> wire.TxnId:
         asked.append(ttl_ms)
         if len(asked) == 1:
             raise wire.RequestTimedOut("no answer")
         return TXN
 
-    transactions = SimpleNamespace(begin=begin, coordinators=lambda timeout: 1)
+    transactions = SimpleNamespace(begin=begin)
     cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
     owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
     left = iter([30.0, 27.0])

@@ -9,6 +9,7 @@ request may get `TransactionNotFound` because the first one has ended the transa
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -37,13 +38,10 @@ class Transactions:
         self._lookup = lookup
         self._lock = threading.Lock()
         self._connections: dict[int, BrokerConnection] = {}
-        self._next_coordinator = itertools.count()
+        self._next_coordinator = itertools.count(random.randrange(1000))  # not all clients begin with the first one
+        self._count = 0  # of the coordinators, once it is known
 
-    def coordinators(self, timeout: float) -> int:
-        """Return the number of coordinators. Raise `NotAllowed` if transactions are off, or not set up."""
-        return self._coordinators(ClientDeadline(timeout))
-
-    def _coordinators(self, deadline: ClientDeadline) -> int:
+    def _count_coordinators(self, deadline: ClientDeadline) -> int:
         # A broker that has just started creates their topic a moment after it serves its first client.
         for pause in backoff_pauses():
             with suppress(TopicNotFound):
@@ -59,10 +57,10 @@ class Transactions:
         only once a client has connected to their coordinator.
         """
         deadline = ClientDeadline(timeout)
-        count = self._coordinators(deadline)
-        for coordinator in range(count):
+        self._count = self._count_coordinators(deadline)
+        for coordinator in range(self._count):
             retry(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
-        return count
+        return self._count
 
     def connect_to(self, coordinator: int, timeout: float) -> None:
         """Connect to one coordinator by one attempt, which makes a broker load the coordinator."""
@@ -76,7 +74,8 @@ class Transactions:
         """
         deadline = ClientDeadline(timeout)
         if coordinator is None:
-            coordinator = next(self._next_coordinator) % self._coordinators(deadline)
+            self._count = self._count or self._count_coordinators(deadline)
+            coordinator = next(self._next_coordinator) % self._count
         # The field is named seconds and holds milliseconds.
         answer = self._ask_repeatedly(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
         try:

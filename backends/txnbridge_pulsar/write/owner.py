@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import threading
@@ -60,8 +59,6 @@ class PulsarOwner:
         self._has_announced = False
         self._under_way: dict[TxnId, AnnouncedTransaction] = {}
         self._lock = threading.Lock()
-        self._coordinators = 0
-        self._next_coordinator = itertools.count(secrets.randbelow(1000))
         self._writers: list[PulsarWriter] = []
         self._slots = PreparedSlots(cluster, cluster.settings.prepared_ids, self.in_doubt, self.forget)
         self._cleanup = ProofTopicCleanup(cluster, identity.name)
@@ -169,12 +166,11 @@ class PulsarOwner:
         """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
-            self._coordinators = self._coordinators or transactions.coordinators(deadline.left())
             while True:
                 patience = min(deadline.left(), _BEGIN_SECONDS)
                 ttl_ms = max(1, int(seconds() * 1000))
                 try:
-                    return transactions.begin(ttl_ms, patience, next(self._next_coordinator) % self._coordinators)
+                    return transactions.begin(ttl_ms, patience)
                 except wire.PulsarError as error:
                     # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
                     if (
