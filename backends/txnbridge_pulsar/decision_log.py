@@ -14,7 +14,6 @@ from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import retry_translated, translate, translated
 from txnbridge_pulsar.settings import PulsarSettings
-from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.topics import PulsarTopics
 
 T = TypeVar("T")
@@ -37,6 +36,7 @@ class PulsarLog(DecisionLog):
         self, client: wire.PulsarClient, topics: PulsarTopics, topic: str, deadline: Deadline, events: Emitter
     ) -> None:
         self._client = client
+        self._topics = topics
         self._name = topic
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
@@ -183,18 +183,8 @@ class PulsarLog(DecisionLog):
         end = self.end(deadline)
         if end is None:
             return
-        ledger, entry = min(before, end)
-        if entry == 0:
-            return  # the record before the position is in another ledger; a call after the next record trims
-        with translated(f"the decision log {self._name}, dropping old records"):
-            try:
-                mover = self._client.subscribe(self._topic, SUBSCRIPTION, timeout=deadline.left())
-            except wire.ConsumerBusy:
-                return  # another process is trimming
-            try:
-                mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
-            finally:
-                mover.close(_CLOSE_SECONDS)
+        at = min(before, end)
+        self._topics.trim(self._topic, (at[0], at[1]), f"the decision log {self._name}, dropping old records", deadline)
 
     def close(self) -> None:
         with self._lock:

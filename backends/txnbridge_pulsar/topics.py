@@ -9,7 +9,7 @@ from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound
 from txnbridge.spi import Deadline, Partition
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
-from txnbridge_pulsar.errors import needing, retry_translated, translate
+from txnbridge_pulsar.errors import needing, retry_translated, translate, translated
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
@@ -226,6 +226,22 @@ class PulsarTopics:
         with suppress(wire.ConsumerBusy):  # another process holds the subscription, so it exists
             keeper = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
             keeper.close(deadline.left())
+
+    def trim(self, full: str, before: tuple[int, int], what: str, deadline: Deadline) -> None:
+        """Allow the broker to drop an internal topic's records before a position: whole BookKeeper ledgers, later.
+
+        If another process is trimming, or if the record before the position is in another ledger, do nothing; a later
+        call trims. `what` is for error texts.
+        """
+        ledger, entry = before
+        if entry == 0:
+            return
+        with translated(what), suppress(wire.ConsumerBusy):
+            mover = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
+            try:
+                mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
+            finally:
+                mover.close(deadline.left())
 
     def _create_by_producer(self, full: str, deadline: Deadline) -> None:
         """Create a topic by opening a producer on it. This works only if the broker's settings allow it."""

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import (
@@ -27,9 +26,9 @@ from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingB
 from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess
-from txnbridge_pulsar.errors import retry_translated, translate, translated
+from txnbridge_pulsar.errors import retry_translated, translate
 from txnbridge_pulsar.outcome.outcome import end_prepared
-from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.read.partition import BEGIN, position_after
 from txnbridge_pulsar.topics import NEEDS_REST
 
 _log = logging.getLogger("txnbridge")
@@ -152,15 +151,7 @@ class PulsarAdmin(Admin):
     def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
         """Allow the broker to drop whole BookKeeper ledgers before a position, as in a decision log."""
         full = self._settings.namespace.full_name(partition[0])
-        ledger, entry, _ = before
-        if entry == 0:
-            return  # the record before the position is in another ledger; a later call trims
-        with translated(f"dropping old records of {full}"), suppress(wire.ConsumerBusy):
-            mover = self._cluster.client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
-            try:
-                mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
-            finally:
-                mover.close(deadline.left())
+        self._topics.trim(full, (before[0], before[1]), f"dropping old records of {full}", deadline)
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return the topics' ids: the time when the first partition's record in the metadata store was created.
@@ -202,8 +193,8 @@ class PulsarAdmin(Admin):
                 reader.close(deadline.left())
 
         last, before_first = retry_translated(ask, lambda error: translate(error, what), deadline)
-        first = _position_after(before_first) if before_first is not None else (0, 0, 0)
-        return first, max(first, _position_after(last), self._max_read_position(concrete, deadline))
+        first = BEGIN if before_first is None else position_after(before_first)
+        return first, max(first, position_after(last), self._max_read_position(concrete, deadline))
 
     def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
         """Return the position after the topic's max read position, or (0, 0, 0) if it is not known.
@@ -289,10 +280,6 @@ class PulsarAdmin(Admin):
         listed = list_open(self._cluster, deadline)
         yield from doctor.check_open(map(self._as_open_transaction, listed), self._settings.timing)
         yield from doctor.check_at_risk(self._cluster, listed, deadline)
-
-
-def _position_after(id: wire.MessageId) -> Position:
-    return id.ledger, id.entry + 1, 0
 
 
 def _retention(seconds: float | None, size: int | None) -> dict[str, int] | None:

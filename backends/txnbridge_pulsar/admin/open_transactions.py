@@ -17,6 +17,7 @@ from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import Participants
+from txnbridge_pulsar.outcome.forgotten_transactions import NO_PROOF, load_coordinators
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, end, outcome_by_proof
 from txnbridge_pulsar.outcome.proof import last_presence, proof_prefix
@@ -36,7 +37,6 @@ _DELETED_SUBSCRIPTION_TEXT = "PersistentSubscription.getTransactionInPendingAckS
 _LATE_WRITES_SECONDS = 3.0  # for having late messages of an aborted transaction refused
 _PARALLEL_REQUESTS = 8
 _RETRY_PAUSE_SECONDS = 0.1
-_NO_PROOF = ProofLocation("", (0, 0), "")
 
 
 class ListingBlocked(BrokerUnavailable):
@@ -86,8 +86,7 @@ def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransact
 def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
     rest = cluster.rest
     assert rest is not None
-    with translated("loading the coordinators"):  # else coordinators do not answer, and no transaction times out
-        cluster.client.transactions.connect(deadline.left())
+    load_coordinators(cluster, deadline)  # else coordinators do not answer, and no transaction times out
     patience = Deadline(min(cluster.settings.timing.listing_seconds, deadline.left()))
     while True:
         try:
@@ -217,7 +216,7 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
     """
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
-        proof = listed.proof or _NO_PROOF
+        proof = listed.proof or NO_PROOF
         _have_late_writes_refused(
             cluster,
             AnnouncedTransaction(listed.transaction, listed.txn, listed.topics, listed.subscriptions, proof),

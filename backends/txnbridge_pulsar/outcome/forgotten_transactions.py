@@ -38,7 +38,7 @@ _REST = "/admin/v3/transactions"
 _PROPERTY = "txnbridge-proof"
 # Seconds for reading a proof topic: only an open transaction can hide a proof for longer.
 _PROOF_SECONDS = 5.0
-_NO_PROOF = ProofLocation("", (0, 0), "")
+NO_PROOF = ProofLocation("", (0, 0), "")
 
 
 def proof_property(proof: ProofLocation) -> list[tuple[str, str]]:
@@ -155,7 +155,7 @@ def release(cluster: ClusterAccess, rest: Rest, topic: str, deadline: Deadline) 
         # Another open transaction may be a committed one, which the low water mark would abort, too.
         if committed or _buffer_stats(rest, topic, deadline)["ongoingTxnSize"] > 1:
             raise
-        refuse_late_writes(cluster, AnnouncedTransaction("", txn, (topic,), (), _NO_PROOF), deadline)
+        refuse_late_writes(cluster, AnnouncedTransaction("", txn, (topic,), (), NO_PROOF), deadline)
     _log.warning(
         "readers of %s were held back by transaction %s, which its coordinator has forgotten. It was %s, as its proof"
         " says, so it was ended in the same way on this topic",

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate, translated
 from txnbridge_pulsar.read.last_entry import last_entry
-from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
+from txnbridge_pulsar.settings.topic_names import encoded
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
 
 _log = logging.getLogger("txnbridge")
@@ -248,14 +248,9 @@ class Fence:
 
     def _trim(self, up_to: wire.MessageId) -> None:
         """Acknowledge the records up to a position, so that the broker can delete them. Errors are only logged."""
-        deadline = Deadline(1.0)
         try:
-            consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())
-            try:
-                consumer.acknowledge_up_to(up_to, timeout=deadline.left())
-            finally:
-                consumer.close(deadline.left())
-        except wire.PulsarError as error:
+            self._cluster.topics.trim(self.topic, (up_to.ledger, up_to.entry + 1), "trimming", Deadline(1.0))
+        except TxnBridgeError as error:
             _log.debug("earlier records on %s are not trimmed: %s", self.topic, error)
 
     @contextmanager
