@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from txnbridge.spi import Emitter
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.topics import PulsarTopics
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -26,3 +32,11 @@ class ClusterAccess:
     topics: PulsarTopics
     rest: Rest | None
     events: Emitter
+
+
+def in_parallel(ask: Callable[[Item], Answer], items: Collection[Item], most: int = 8) -> list[Answer]:
+    """Return the answers about all items, in order, from up to `most` threads: each request waits for the broker."""
+    if len(items) < 2:
+        return list(map(ask, items))
+    with ThreadPoolExecutor(most) as asking:
+        return list(asking.map(ask, items))

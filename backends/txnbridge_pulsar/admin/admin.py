@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import (
@@ -25,7 +24,7 @@ from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
 from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import retry_translated, translate
 from txnbridge_pulsar.outcome.outcome import end_prepared
 from txnbridge_pulsar.read.partition import BEGIN, position_after
@@ -35,8 +34,6 @@ _log = logging.getLogger("txnbridge")
 
 # Seconds between checks whether a topic or partition was created or deleted.
 _CHECK_SECONDS = 0.05
-# Parallel requests: each topic needs one, and there may be thousands of topics.
-_PARALLEL_REQUESTS = 8
 _MINUTE, _MEGABYTE = 60, 1024 * 1024
 # Parts of the names of Pulsar's system topics, such as a subscription's pending-ack store.
 _SYSTEM_TOPIC_NAMES = ("__transaction", "__change_events")
@@ -90,12 +87,11 @@ class PulsarAdmin(Admin):
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         partitions_of = self._topics.all(deadline)
-        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
-            kept = asking.map(lambda name: self._retention_of(name, deadline), partitions_of)
-            return [
-                TopicInfo(name, partitions, self._is_internal(name), *limits)
-                for (name, partitions), limits in zip(partitions_of.items(), kept, strict=True)
-            ]
+        kept = in_parallel(lambda name: self._retention_of(name, deadline), partitions_of)
+        return [
+            TopicInfo(name, partitions, self._is_internal(name), *limits)
+            for (name, partitions), limits in zip(partitions_of.items(), kept, strict=True)
+        ]
 
     def _is_internal(self, name: str) -> bool:
         return name.startswith(self._settings.prefix) or any(own in name for own in _SYSTEM_TOPIC_NAMES)
@@ -162,9 +158,8 @@ class PulsarAdmin(Admin):
         rest = self._cluster.rest
         if rest is None:
             return {}
-        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
-            ids = asking.map(lambda topic: self._topic_id(rest, topic, deadline), topics)
-            return {topic: id for topic, id in zip(topics, ids, strict=True) if id}
+        ids = in_parallel(lambda topic: self._topic_id(rest, topic, deadline), topics)
+        return {topic: id for topic, id in zip(topics, ids, strict=True) if id}
 
     def _topic_id(self, rest: Rest, topic: str, deadline: Deadline) -> str:
         concrete = self._topics.existing(topic, deadline)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
@@ -14,7 +13,7 @@ from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction
 from txnbridge_pulsar.admin.repair import held_back
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.outcome.proof import proof_prefix
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.timing import Timing
@@ -25,8 +24,6 @@ from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 _MIN_ACK_QUORUM = 2
 
 _UNKNOWN_SUBSCRIPTION = ""
-# Parallel requests: each topic needs one, and there may be thousands.
-_PARALLEL_REQUESTS = 8
 
 _POLL_SECONDS = 0.2
 _STORE_NOT_OPEN = ("Initializing", "Error")
@@ -132,18 +129,17 @@ def _check_internal(
     own = [
         settings.namespace.full_name(name) for name in _kept_by_subscription(cluster, [topic.name for topic in topics])
     ]
-    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
-        subscriptions = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
-        for topic, names in zip(own, subscriptions, strict=True):
-            if not names & {SUBSCRIPTION, _UNKNOWN_SUBSCRIPTION}:
-                yield Advice(
-                    "problem",
-                    settings.namespace.short_name(topic),
-                    f"the subscription {SUBSCRIPTION!r} of this internal topic was deleted: brokers delete its records,"
-                    " which show the outcomes of transactions and the open ones, and, while it is unused, the topic",
-                    f"pulsar-admin topics create-subscription --subscription {SUBSCRIPTION} --messageId earliest"
-                    f" {shlex.quote(topic)}; and find out who deletes subscriptions",
-                )
+    subscriptions = in_parallel(lambda topic: _subscriptions(rest, topic, deadline), own)
+    for topic, names in zip(own, subscriptions, strict=True):
+        if not names & {SUBSCRIPTION, _UNKNOWN_SUBSCRIPTION}:
+            yield Advice(
+                "problem",
+                settings.namespace.short_name(topic),
+                f"the subscription {SUBSCRIPTION!r} of this internal topic was deleted: brokers delete its records,"
+                " which show the outcomes of transactions and the open ones, and, while it is unused, the topic",
+                f"pulsar-admin topics create-subscription --subscription {SUBSCRIPTION} --messageId earliest"
+                f" {shlex.quote(topic)}; and find out who deletes subscriptions",
+            )
 
 
 def _kept_by_subscription(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
@@ -167,21 +163,20 @@ def _check_expiring(
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
     names = [settings.namespace.full_name(topic.name) for topic in asked]
-    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
-        seconds_of = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
-        for topic, name, seconds in zip(asked, names, seconds_of, strict=True):
-            if seconds:
-                yield Advice(
-                    "problem" if topic.internal else "warning",
-                    topic.name,
-                    f"messages expire on this topic after {seconds} s: "
-                    + (
-                        "decisions and outcomes of transactions are lost with them"
-                        if topic.internal
-                        else "a group loses, without an error, what it has not acknowledged by then"
-                    ),
-                    f"pulsar-admin topics remove-message-ttl {shlex.quote(name)}",
-                )
+    seconds_of = in_parallel(lambda name: _time_to_live(rest, name, deadline), names)
+    for topic, name, seconds in zip(asked, names, seconds_of, strict=True):
+        if seconds:
+            yield Advice(
+                "problem" if topic.internal else "warning",
+                topic.name,
+                f"messages expire on this topic after {seconds} s: "
+                + (
+                    "decisions and outcomes of transactions are lost with them"
+                    if topic.internal
+                    else "a group loses, without an error, what it has not acknowledged by then"
+                ),
+                f"pulsar-admin topics remove-message-ttl {shlex.quote(name)}",
+            )
 
 
 def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
@@ -208,11 +203,10 @@ def check_stores(
     concrete = [
         each for topic in topics if not topic.internal for each in cluster.topics.existing(topic.name, deadline)
     ]
-    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
-        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_UNKNOWN_SUBSCRIPTION}, concrete)
-        groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
-        until = Deadline(min(cluster.settings.timing.store_opening_seconds, deadline.left() / 2))
-        opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
+    names = in_parallel(lambda topic: _subscriptions(rest, topic, deadline) - {_UNKNOWN_SUBSCRIPTION}, concrete)
+    groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
+    until = Deadline(min(cluster.settings.timing.store_opening_seconds, deadline.left() / 2))
+    opening = in_parallel(lambda group: _is_opening(rest, group, until, deadline), groups)
     for (topic, group), stuck in zip(groups, opening, strict=True):
         if stuck:
             yield Advice(

@@ -6,7 +6,6 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, OutcomeUnknown
 from txnbridge.spi import Deadline, Outcome, Token
 from txnbridge_pulsar.admin.rest import RestRefused, unavailable
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.forgotten_transactions import NO_PROOF, load_coordinators
@@ -35,7 +34,6 @@ _UNLOADED_TOPIC_TEXT = re.compile(r"Topic not found (persistent://\S+)")
 # Part of the broker's error about a deleted subscription, which does not name the subscription.
 _DELETED_SUBSCRIPTION_TEXT = "PersistentSubscription.getTransactionInPendingAckStats"
 _LATE_WRITES_SECONDS = 3.0  # for having late messages of an aborted transaction refused
-_PARALLEL_REQUESTS = 8
 _RETRY_PAUSE_SECONDS = 0.1
 
 
@@ -116,11 +114,7 @@ def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
 
     The topic that is not loaded is one of an open transaction, and the broker does not say which.
     """
-    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as loading:
-        for loaded in [
-            loading.submit(_load, cluster, topic, deadline) for topic in cluster.topics.all_concrete(deadline)
-        ]:
-            loaded.result()
+    in_parallel(lambda topic: _load(cluster, topic, deadline), cluster.topics.all_concrete(deadline))
 
 
 def _load(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:

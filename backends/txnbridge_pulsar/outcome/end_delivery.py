@@ -18,14 +18,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
@@ -39,7 +38,6 @@ _DELIVERY_SECONDS = 2.0
 
 # Limit for the participants in a token, which has 4,096 characters in all.
 _MAX_TOKEN_CHARACTERS = 1800
-_PARALLEL_DELIVERIES = 8
 
 
 class Participant(NamedTuple):
@@ -126,8 +124,7 @@ def deliver_everywhere(cluster: ClusterAccess, txn: TxnId, participants: Partici
         *((topic, None) for topic in participants.topics),
         *participants.subscriptions,
     ]
-    with ThreadPoolExecutor(_PARALLEL_DELIVERIES) as pool:
-        return all(list(pool.map(tell, targets)))
+    return all(in_parallel(tell, targets))
 
 
 def _end_on(
@@ -232,9 +229,7 @@ class EndDelivery:
 
     def _watch(self) -> None:
         while not self._stop.wait(_UNLOAD_CHECK_SECONDS):
-            if moved := self._moved():
-                with ThreadPoolExecutor(min(_PARALLEL_DELIVERIES, len(moved))) as pool:
-                    list(pool.map(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), moved))
+            in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
             with self._changed:
                 self._drop_old()
                 if not self._recent:

@@ -8,22 +8,16 @@ ends the transaction on all other topics, tries the terminated topic again for e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import ClusterAccess
-
-_PARALLEL_CHECKS = 8
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 
 
 def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
     """Return which of these topics, or partitions of topics, are known to be terminated."""
-    if not topics:
-        return ()
-    with ThreadPoolExecutor(min(_PARALLEL_CHECKS, len(topics))) as asking:
-        answers = asking.map(lambda topic: _is_terminated(cluster, topic, deadline), topics)
-        return tuple(topic for topic, is_terminated in zip(topics, answers, strict=True) if is_terminated)
+    answers = in_parallel(lambda topic: _is_terminated(cluster, topic, deadline), topics)
+    return tuple(topic for topic, is_terminated in zip(topics, answers, strict=True) if is_terminated)
 
 
 def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bool:

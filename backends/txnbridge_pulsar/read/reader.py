@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -26,7 +25,7 @@ from txnbridge.spi import (
 )
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.rest import RestRefused
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.forgotten_transactions import release
@@ -141,12 +140,7 @@ class PulsarReader(Reader):
             )
 
         try:
-            if len(missing) < 2:
-                for each in missing:
-                    open_one(*each)
-            else:
-                with ThreadPoolExecutor(min(_PARALLEL_OPENINGS, len(missing))) as pool:
-                    list(pool.map(lambda each: open_one(*each), missing))
+            in_parallel(lambda each: open_one(*each), missing, _PARALLEL_OPENINGS)
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException:

@@ -13,13 +13,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import translate, translated
 from txnbridge_pulsar.read.last_entry import last_entry
 from txnbridge_pulsar.settings.topic_names import encoded
@@ -32,7 +31,6 @@ _RECORDS_PER_TRIM = 1000
 # Pause between attempts to open a producer on a topic that is busy, for milliseconds, because of another takeover or of
 # a lost connection that the broker still counts as open.
 _BUSY_PAUSE_SECONDS = 0.05
-_PARALLEL_READS = 8  # fence topics that are read at once; there may be thousands
 
 
 def fence_prefix(cluster: ClusterAccess) -> str:
@@ -52,9 +50,8 @@ def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransac
     """Return the transactions on fence topics whose late messages a broker may still take, for the doctor."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
-    with ThreadPoolExecutor(_PARALLEL_READS) as reading:
-        per_topic = reading.map(lambda topic: _at_risk(cluster, topic, deadline), topics)
-        return [each for transactions in per_topic for each in transactions]
+    per_topic = in_parallel(lambda topic: _at_risk(cluster, topic, deadline), topics)
+    return [each for transactions in per_topic for each in transactions]
 
 
 def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence[AnnouncedTransaction]:
