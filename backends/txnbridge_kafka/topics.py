@@ -156,7 +156,7 @@ class KafkaTopics:
             raise translate(error, f"creating topic {topic!r}") from error
         return True
 
-    def create_internal_topic(self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL) -> None:
+    def create_internal_topic(self, name: str, deadline: Deadline) -> None:
         """Create an internal topic, such as a decision log, unless it exists, and wait until the brokers know it.
 
         Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic.
@@ -166,13 +166,13 @@ class KafkaTopics:
             count = self.count(name, deadline)
             if not count:
                 copies = self._replicas(deadline)
-                self.create(name, 1, deadline, {**config, **_in_sync(copies)}, copies)
+                self.create(name, 1, deadline, {**KEEP_ALL, **_in_sync(copies)}, copies)
             while not count:  # other brokers learn of the topic a little later than the controller
                 deadline.check(f"waiting until the brokers know the topic {name!r}")
                 time.sleep(_RETRY_SECONDS)
                 count = self.count(name, deadline)
         except AccessDenied as error:
-            raise AccessDenied(self._creation_text(name, config)) from error.__cause__
+            raise AccessDenied(self._creation_text(name)) from error.__cause__
         if count != 1:
             raise InvalidOption(f"topic {name!r} has {count} partitions and must have 1: another program created it")
 
@@ -205,11 +205,10 @@ class KafkaTopics:
             return self._settings.replicas
         return min(_REPLICAS, len(self.brokers(deadline)))
 
-    def _creation_text(self, name: str, config: Mapping[str, str]) -> str:
+    def _creation_text(self, name: str) -> str:
         server = f"--bootstrap-server {self._settings.bootstrap}"
         copies = self._settings.replicas if self._settings.replicas > 0 else _REPLICAS
-        wanted = {**config, **_in_sync(copies)}
-        settings = " ".join(f"--config {key}={value}" for key, value in wanted.items())
+        settings = " ".join(f"--config {key}={value}" for key, value in {**KEEP_ALL, **_in_sync(copies)}.items())
         return (
             f"this user may not create or see the topic {name!r}, which txnbridge needs. An administrator creates it:"
             f"\n  kafka-topics.sh {server} --create --topic {name} --partitions 1"
