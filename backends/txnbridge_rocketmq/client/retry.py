@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 # The wait before a request is repeated.
 _RETRY_PAUSE_SECONDS = 0.05
-# The number of requests that `retry_calls` sends at once. A broker is no faster with more.
+# The number of requests that are sent at once. A broker is no faster with more.
 MOST_AT_ONCE = 256
 # The same for look-ups by key. Each of their responses holds a whole message, of up to 4 MiB by default.
 _MOST_LOOK_UPS_AT_ONCE = 32
@@ -52,25 +52,6 @@ def retry_call(client: RemotingClient, broker: str, request: RpcRequest[T], acti
     return retry(lambda: client.call(broker, request, deadline.left()), action, deadline)
 
 
-def retry_calls(
-    client: RemotingClient,
-    asked: Sequence[tuple[str, RpcRequest[T]]],
-    action: str,
-    deadline: Deadline,
-    at_once: int = MOST_AT_ONCE,
-) -> list[T]:
-    """Send many requests, `at_once` in flight. Repeat failed requests, and return the responses in order."""
-    results: list[T] = []
-    for at in range(0, len(asked), at_once):
-        chunk = asked[at : at + at_once]
-        answers = client.call_all(chunk, deadline.left())
-        for (broker, request), answer in zip(chunk, answers, strict=True):
-            if isinstance(answer, RemotingError):
-                answer = retry_call(client, broker, request, action, deadline)
-            results.append(answer)
-    return results
-
-
 def look_up_by_key(
     client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
 ) -> list[MessageExt | None]:
@@ -78,12 +59,15 @@ def look_up_by_key(
 
     Raise `EvidenceLost` if too many newer messages have keys with the same hash, so that the broker does not find it.
     """
-    asked = [(broker, read_requests.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
-    answers = retry_calls(client, asked, action, deadline, _MOST_LOOK_UPS_AT_ONCE)
-    return [
-        _look_further(client, each, action, deadline, body) if answer.may_have_more else answer.record
-        for each, answer in zip(wanted, answers, strict=True)
-    ]
+    found: list[MessageExt | None] = []
+    for at in range(0, len(wanted), _MOST_LOOK_UPS_AT_ONCE):
+        chunk = wanted[at : at + _MOST_LOOK_UPS_AT_ONCE]
+        asked = [(broker, read_requests.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in chunk]
+        for each, (broker, request), answer in zip(chunk, asked, client.call_all(asked, deadline.left()), strict=True):
+            if isinstance(answer, RemotingError):
+                answer = retry_call(client, broker, request, action, deadline)
+            found.append(_look_further(client, each, action, deadline, body) if answer.may_have_more else answer.record)
+    return found
 
 
 def _look_further(

@@ -101,7 +101,7 @@ class RocketMQReader(Reader):
             else:
                 self._group = GroupPositions(self._offsets, self._starts, subscription.group, cluster.context, ender)
                 self._context = RocketMQAckContext(
-                    subscription.group, self._group, self._readers, self._guard, self._commit_offset, self._timeout
+                    subscription.group, self._group, self._readers, self._guard, self._commit_offset
                 )
         except BaseException:
             self.close(deadline)

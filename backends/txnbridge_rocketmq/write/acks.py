@@ -33,20 +33,18 @@ class RocketMQAckContext:
         readers: Mapping[Partition, QueueReader],
         guard: threading.Lock,
         on_ack: OnAck,
-        timeout: float,
     ) -> None:
         self.group = group
         self._starts = starts
         self._readers = readers
         self._guard = guard
         self._on_ack = on_ack
-        self._timeout = timeout
         self.was_used = False
 
     def acks(
         self,
         positions: Mapping[Partition, Sequence[Position]],
-        deadline: Deadline | None = None,
+        deadline: Deadline,
         *,
         so_far: Sequence[Ack] = (),
     ) -> list[Ack]:
@@ -60,7 +58,6 @@ class RocketMQAckContext:
         before = {ack.partition: ack for ack in so_far}
         with self._guard:
             readers = {partition: self._here(partition) for partition in (*before, *positions)}
-        deadline = deadline or Deadline(self._timeout)
         positions_in_log, read_up_to = self._starts.positions(deadline)
         held = self._starts.held(deadline)
         claimed: dict[Partition, Ack] = {}
