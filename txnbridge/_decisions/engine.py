@@ -97,7 +97,8 @@ class Engine:
         self._author = secrets.token_hex(8)
         self._counter = itertools.count(1)
         self.owned: dict[IdPath, OpeningRef] = {}
-        self._made_up: dict[IdPath, dict[str, Any]] = {}  # the fields of the openings of ids that this process made up
+        # The openings of ids that this process made up, by name and data: the log may have dropped them already.
+        self.made_up: dict[IdPath, tuple[str, Mapping[str, Any]]] = {}
         self._presence: tuple[EvidenceBegin, int] | None = None
         self._presence_lock = threading.Lock()
         self._tidying = threading.Lock()
@@ -124,8 +125,6 @@ class Engine:
         """
         presence = self._be_present(self._lifetime, deadline)
         if under is not None:
-            if under.made_up:
-                self._repeat_opening(under, presence, deadline)
             self._require_newest(under, deadline)
         self.tidy_if_due(deadline)
         return {**self._begins, "at": list(presence.at), "id": presence.id}
@@ -178,30 +177,10 @@ class Engine:
         with self.follower.following(deadline) as state:
             require_complete(state)
         under = OpeningRef.of_made_up(path)
-        fields = {"under": under, "named": False, "host": self.host, "data": data}
-        self.append(Opened, fields, deadline)
+        self._append_opening(under, False, data, deadline)
         self._require_newest(under, deadline)
-        self._made_up[path], self.owned[path] = fields, under
+        self.made_up[path], self.owned[path] = (under.name, data), under
         return under.name
-
-    def made_up(self, path: IdPath) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the name and data of this process's opening of a made-up id; None if it has not opened the id.
-
-        The log may have dropped the opening already.
-        """
-        fields = self._made_up.get(path)
-        return None if fields is None else (fields["under"].name, fields["data"])
-
-    def _repeat_opening(self, under: OpeningRef, presence: EvidenceBegin, deadline: Deadline) -> None:
-        """Append the opening of a made-up id again, after the presence record that its owner is about to use.
-
-        Then snapshots keep the opening until the presence record expires. A version of txnbridge without made-up ids
-        counts the owner's records only if the log still has the opening.
-        """
-        with self.follower.looking(deadline) as state:
-            known = state.ids.openings.get(under.id)
-        if known is None or known.position < presence.at:
-            self.append(Opened, self._made_up[under.id], deadline)
 
     def _require_newest(self, under: OpeningRef, deadline: Deadline) -> None:
         with self.follower.looking(deadline) as state:

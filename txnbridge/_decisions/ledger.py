@@ -50,7 +50,7 @@ class LogLedger(Ledger):
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         newest = self._engine.newest_opening(path_of(self._id), deadline)
         if newest is None:
-            return self._engine.made_up(path_of(self._id))
+            return self._engine.made_up.get(path_of(self._id))
         return newest.under.name, newest.data
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:

@@ -26,8 +26,8 @@ class Openings(dict[IdPath, KnownOpening]):
     def is_next(self, under: OpeningRef) -> bool:
         """Return whether the next record of the log, which is this opening, becomes the newest opening of its id.
 
-        Each opening of an id takes the next number, so a late copy does not count. The owner of a made-up id
-        repeats its opening from time to time; the last copy's position decides how long the opening is kept.
+        Each opening of an id takes the next number, so a late copy does not count. The owner of a made-up id may open
+        it again, and then the data and the position of the last opening count.
         """
         newest = self.get(under.id)
         return newest is None or newest.under.number < under.number or (under.made_up and newest.under == under)
@@ -49,8 +49,7 @@ class Openings(dict[IdPath, KnownOpening]):
     def kept(self, since: Position | None) -> Openings:
         """Return the openings to keep in memory and in snapshots: without those of made-up ids before `since`.
 
-        `since` is the position of the oldest presence record that is still needed. An owner repeats the opening of a
-        made-up id after each of its presence records, so an opening before `since` has no living owner.
+        `since` is the position of the oldest presence record that is still needed.
         """
         return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
 

@@ -14,7 +14,6 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._base.timing import TIMING, Timing
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
-from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import EntryRecord, Opened, Snapshot, encode
 
 COMMIT = Decision.COMMIT
@@ -107,25 +106,6 @@ def test_a_late_entry_counts_alike_for_readers_of_a_snapshot_and_of_the_whole_lo
     for process in (owner, reader, Process(log)):
         for where in (None, begin):
             assert len(process.decisions.ledger("made-up").find("late", Deadline(60), log=where)) == 1
-
-
-def test_a_version_that_looks_for_the_opening_finds_it_as_long_as_its_owner_may_live(log, monkeypatch):
-    owner, other = Process(log, "made-up").open(), Process(log)
-    for _ in range(5):
-        owner.ledger.begin(Deadline(60))
-        Process.now += 1_200  # its next presence is another one
-        other.decisions.begin()
-        begin = owner.ledger.begin(Deadline(60))
-        other.decisions.tidy()
-        assert openings(log) == ["made-up"]
-    owner.ledger.record("prepare", "t", {}, Deadline(60))
-
-    def stands(openings, under):
-        newest = openings.get(under.id)
-        return newest is not None and newest.under == under
-
-    monkeypatch.setattr(Openings, "is_newest", stands)
-    assert len(Process(log).decisions.ledger("made-up").find("t", Deadline(60), log=begin)) == 1
 
 
 def test_a_bridge_without_an_id_makes_one_up(tmp_path):
