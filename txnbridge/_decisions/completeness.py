@@ -29,7 +29,6 @@ class Completeness:
         self.born: Position | None = None  # where the birth record is, or was
         self.renewed: Renewal | None = None  # the last renewal of the log
         self.founding_snapshot: tuple[Snapshot, Mapping[str, Any]] | None = None  # it made the reading complete
-        self.knows_living = False  # whether the founding snapshot lists the presences before it
         self.foreign_records = False  # whether a record before the founding snapshot belongs to another log
         self._logs: set[str] = set()  # the log ids in the records before the founding snapshot
         self._digests: dict[Position, str] = {}  # the hashes of the records before the founding snapshot
@@ -90,14 +89,13 @@ class Completeness:
         self.complete, self.incomplete_because = True, ""
         self.founding_snapshot = snapshot, body
         self.foreign_records = bool(self._logs - {self.log})
-        self.knows_living = "living" in body
         self._digests = {}
 
     def renew(self, position: Position, record: Renewed) -> None:
         """Note a record by which an operator has begun the log anew: no record before it is needed any more."""
         self.renewed = Renewal(position, record.at, record.host)
         self.log, self.born = record.log, position
-        self.complete = self.knows_living = True
+        self.complete = True
         self.birth_refuted, self.foreign_records, self.incomplete_because = False, False, ""
         self._digests = {}
 

@@ -274,7 +274,7 @@ class LogState:
     def _complete_with(self, snapshot: Snapshot, body: Mapping[str, Any]) -> None:
         try:
             self.ids = IdFold.from_json(body)
-            self._living |= {read_position(at): int(until) for at, until in body.get("living", ())}
+            self._living |= {read_position(at): int(until) for at, until in body["living"]}
             self.completeness.complete_with(snapshot, body)
         except (ValueError, TypeError, KeyError, IndexError, AssertionError):
             raise UnreadableRecord("the snapshot is damaged") from None
@@ -302,8 +302,9 @@ class LogState:
     def begins_with_snapshot(self) -> bool:
         """True if every record that was read is judged, and a snapshot or renewal replaces all records before them."""
         reading = self.completeness
+        replaced = reading.founding_snapshot is not None or reading.renewed is not None
         doubtful = reading.foreign_records or reading.birth_refuted or self.blocked
-        return reading.complete and reading.knows_living and not doubtful
+        return reading.complete and replaced and not doubtful
 
     def holds(self, begin: EvidenceBegin) -> bool:
         """Return whether the record at which a transaction's evidence begins was read, and so every record after it."""

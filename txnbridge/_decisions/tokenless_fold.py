@@ -186,5 +186,5 @@ class IdFold:
             commit = commits[index]
             assert commit.claim.by is not None
             self.commits.setdefault(commit.claim.by.id, {})[writer] = commit
-        for group, topic, number, index in body.get("movers", ()):
+        for group, topic, number, index in body["movers"]:
             self.last_ackers[str(group), (str(topic), int(number))] = commits[index]

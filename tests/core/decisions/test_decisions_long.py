@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -198,25 +197,6 @@ def test_a_process_keeps_in_memory_only_what_is_behind_the_last_snapshots(log):
 
 
 # --- where the last records do not say enough -----------------------------------------------------------------------
-
-
-def as_older_versions_wrote(raw):
-    values = json.loads(raw)
-    if values["kind"] == "snapshot":
-        for key in ("living", "commits", "owners", "movers"):
-            del values["body"][key]
-    return json.dumps(values, separators=(",", ":")).encode()
-
-
-def test_snapshots_of_older_versions_say_too_little_and_all_is_read(log):
-    owner = Process(log).open()
-    begin = owner.begin()
-    owner.claim("last", begin)
-    Process(log, "Y").commit_many(100)
-    log.records = [(position, as_older_versions_wrote(raw)) for position, raw in log.archive]
-    log.reads = 0
-    assert Process(log).open().unfinished() == ["last"]
-    assert log.reads >= len(log.records)
 
 
 def test_with_a_record_of_another_log_of_the_same_name_in_front_of_the_snapshot_all_is_read(log):

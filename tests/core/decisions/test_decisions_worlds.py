@@ -160,7 +160,7 @@ def knowledge(folded):
 
 
 def test_a_claim_void_by_an_unseen_snapshot_does_not_stand_before_its_authors_next_claim():
-    lists = "opened", "done", "claims", "groups", "living", "holds", "commits", "owners"
+    lists = "opened", "done", "claims", "groups", "living", "holds", "commits", "owners", "movers"
     known = {"log": "a", **{name: [] for name in lists}}
     records = [encode(Birth(log="a", nonce="birth", at=0)), encode(Presence(log="a", nonce="begin", until=10**15))]
 
