@@ -51,7 +51,7 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
     if last is not None and last.epoch == epoch:
         return _status_of(last)
     key = evidence_key(id, pid, f"epoch {epoch}")
-    if state := recorded_outcome(ledger, key, deadline, under=how.get("opening")):
+    if state := recorded_outcome(ledger, key, deadline):
         return Status(TokenState(state))
     timed_out = last is not None and last.epoch == epoch + 1 and last.state in ABORTED
     if timed_out and "opening" not in how:

@@ -105,14 +105,10 @@ def evidence_key(id: str, pid: int, mark: str) -> str:
     return f"{id}/{pid}/{mark}"
 
 
-def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
-    """Return the outcome recorded under a key in the decision log, "committed" or "aborted"; None without a record.
-
-    With `under` only a record by that opening counts, because in an earlier version the next owner also wrote records.
-    """
+def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline) -> str | None:
+    """Return the outcome recorded under a key in the decision log, "committed" or "aborted"; None without a record."""
     try:
         entries: list[LedgerEntry] = ledger.find(key, deadline)
     except EvidenceLost:
         return None
-    own = [entry for entry in entries if entry.kind == OUTCOME and under in (None, entry.opening)]
-    return next((str(entry.data["state"]) for entry in own), None)
+    return next((str(entry.data["state"]) for entry in entries if entry.kind == OUTCOME), None)
