@@ -34,33 +34,24 @@ _QUOTA = "the backlog quota drops messages that are not acknowledged, also recor
 
 def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
     config: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
-    yield from _unless_set(
-        config,
-        "transactionCoordinatorEnabled",
-        Advice("problem", "transactions", "transactions are off: transactionCoordinatorEnabled is false", _CONF),
-    )
-    yield from _unless_set(
-        config,
-        "acknowledgmentAtBatchIndexLevelEnabled",
-        Advice(
+    if config.get("transactionCoordinatorEnabled") == "false":
+        yield Advice("problem", "transactions", "transactions are off: transactionCoordinatorEnabled is false", _CONF)
+    if config.get("acknowledgmentAtBatchIndexLevelEnabled") == "false":
+        yield Advice(
             "warning",
             "acknowledgements",
             "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may redeliver acknowledged messages if other"
             " messages of the same entry are not acknowledged",
             _CONF,
-        ),
-    )
-    yield from _unless_set(
-        config,
-        "brokerDeduplicationEnabled",
-        Advice(
+        )
+    if config.get("brokerDeduplicationEnabled") == "false":
+        yield Advice(
             "warning",
             "deduplication",
             "brokerDeduplicationEnabled is false: a transaction is aborted if its connection is lost while it sends,"
             " and publishers have no sequences",
             f"{_CONF}, or for a namespace: pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE",
-        ),
-    )
+        )
     if _int_of(config, "managedLedgerDefaultAckQuorum", _MIN_ACK_QUORUM) < _MIN_ACK_QUORUM:
         yield Advice(
             "warning",
@@ -302,11 +293,6 @@ def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> I
             " end, or the topic was never registered. Until it is ended here, too, no later message can be read",
             f"stop the program that sends in it, then: txnbridge transactions repair {txn} --yes --reason TEXT",
         )
-
-
-def _unless_set(config: Mapping[str, str], name: str, otherwise: Advice) -> Iterator[Advice]:
-    if config.get(name) == "false":
-        yield otherwise
 
 
 def _losses(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
