@@ -801,13 +801,13 @@ def test_the_older_log_of_kafka_3_9_tells_every_decision_and_its_partitions(star
     ],
 )
 def test_a_record_of_the_coordinators_log_is_read_in_both_versions(record):
-    read = state_log._state_record(bytes.fromhex(record))
+    read = state_log.parsed_state_record(bytes.fromhex(record))
     assert read == state_log.StateRecord(7, 3, 2, frozenset([("t", 0), ("t", 1)]), 8)
 
 
 def test_a_record_of_another_form_is_not_guessed_at():
     with pytest.raises(StorageFailed, match="__transaction_state"):
-        state_log._state_record(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
+        state_log.parsed_state_record(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
 @pytest.mark.full

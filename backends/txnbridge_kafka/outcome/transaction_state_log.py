@@ -67,7 +67,7 @@ def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[St
     # Kafka uses the same hash for transactional ids and for groups.
     number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
     return [
-        _EXPIRED if value is None else _state_record(value)
+        _EXPIRED if value is None else parsed_state_record(value)
         for key, value in _records(cluster, number, deadline)
         if key == _key(id)
     ]
@@ -151,7 +151,7 @@ def _key(id: str) -> bytes:
     return struct.pack(">hh", 0, len(name)) + name
 
 
-def _state_record(value: bytes) -> StateRecord:
+def parsed_state_record(value: bytes) -> StateRecord:
     try:
         # Since version 1 a record is flexible, as a request is.
         (version,) = struct.unpack_from(">h", value)
