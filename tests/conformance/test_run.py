@@ -65,7 +65,11 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     hook, calls = recording_hook(tmp_path)
     more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
     more += [f"--floor={name}={least}" for name, least in TRIED.items()]
-    done = conformance("run", url, "--time", "3", "--seed", "1", "--out", str(tmp_path / "out"), *more)
+    for seconds in ("3", "30"):  # a loaded machine may commit nothing in three
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        done = conformance("run", url, "--time", seconds, "--seed", "1", "--out", str(tmp_path / "out"), *more)
+        if done.returncode != 4:
+            break
     check_that_each_fault_was_healed(calls.read_text().splitlines())
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
     with connect(url) as bridge:
