@@ -856,7 +856,11 @@ class Ledger(ABC):
 
     @abstractmethod
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
-        """Append a record about a transaction of this owner. Raise `Fenced` if a newer owner opened the id before."""
+        """Append a record about a transaction of this owner; it is durable at the return.
+
+        `kind` is a word of the backend's choice, and `data` holds JSON values. Raise `Fenced` if a newer owner opened
+        the id before.
+        """
 
     @abstractmethod
     def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:

@@ -188,7 +188,7 @@ def owner(unique: Callable[[str], str]) -> str:
 
 @pytest.fixture
 def run() -> Iterator[RunChild]:
-    """Return a function that starts a child process, which is killed after the test."""
+    """Return a function that starts `Child(function, *args, kill=…, pause=…)`, which is killed after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(

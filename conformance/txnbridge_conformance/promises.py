@@ -1,4 +1,4 @@
-"""The capabilities that a test of the suite promises to prove or needs: marks for pytest."""
+"""Marks for tests of the suite: which capability a test proves, and which ones it needs."""
 
 from __future__ import annotations
 

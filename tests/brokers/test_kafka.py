@@ -133,7 +133,7 @@ def test_three_nodes_do_without_any_one_of_them(start_kafka, version):
     ("options", "message"),
     [
         ({"nodes": 2}, "nodes is 2; known: 1, 3"),
-        ({"version": "1.0"}, r"version is '1\.0'; known: 4\.3\.1, 3\.9\.2"),
+        ({"version": "1.0"}, r"version is '1\.0'; known: 4\.4\.0, 4\.3\.1, 3\.9\.2"),
         ({"transaction_version": 3}, "transaction_version is 3; known: 2, 1"),
         ({"version": "3.9.2", "transaction_version": 1}, "none for this version"),
         ({"nodes": 3, "container": True}, "a container runs one node"),

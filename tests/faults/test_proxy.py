@@ -225,7 +225,7 @@ def test_a_client_hears_that_its_broker_hung_up(echo, client):
 def test_half_open_a_broker_does_not_hear_that_its_client_hung_up(proxy, echo):
     proxy.half_open()
     ask_anew(proxy, PRODUCE, b"last words")
-    assert wait_until(lambda: proxy._connections[0]._open_ways == 1, 30)  # the proxy knows that it hung up
+    assert wait_until(lambda: proxy._connections[0]._open_directions == 1, 30)  # the proxy knows that it hung up
     proxy.half_open(False)
     ask_anew(proxy, PRODUCE)
     assert echo.ended.get(timeout=30)  # the marker's, which hung up later
@@ -239,7 +239,7 @@ def test_half_open_a_client_does_not_hear_that_its_broker_hung_up(proxy, echo, c
     proxy.half_open()
     echo.hang_up()
     assert echo.ended.get(timeout=30)
-    assert wait_until(lambda: proxy._connections[0]._open_ways == 1, 30)  # the proxy knows that it hung up
+    assert wait_until(lambda: proxy._connections[0]._open_directions == 1, 30)  # the proxy knows that it hung up
     assert has_nothing(client)
     proxy.cut()
     assert is_gone(client)
@@ -296,7 +296,7 @@ def test_two_proxies_do_not_share_a_port(proxy):
     [
         ({}, "either requests"),
         ({"requests": "EndTxn", "answers": "EndTxn"}, "either requests"),
-        ({"requests": "Commit"}, "'Commit' is no kind of request; known: Produce, Fetch"),
+        ({"requests": "Commit"}, "'Commit' is not a kind of request; known: Produce, Fetch"),
     ],
 )
 def test_a_hold_of_no_clear_kind_of_request_or_answer_is_refused(proxy, what, message):

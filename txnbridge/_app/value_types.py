@@ -59,7 +59,10 @@ def without_none(kind: Any) -> tuple[Any, bool]:
 
 
 def _needs_pydantic(kind: Any, above: tuple[Any, ...]) -> bool:
-    """Return whether a type has a part that msgspec does not check: a model, or a union of several dataclasses."""
+    """Return whether a type has a part that msgspec does not check: a model, or a union of several dataclasses.
+
+    `above` are the dataclasses of which this type is a part, so that one that contains itself ends the search.
+    """
     if _is_model(kind) or hasattr(kind, "__pydantic_validator__"):
         return True
     parts = get_args(kind)

@@ -238,9 +238,10 @@ class Decisions:
     def read_all(
         self, asked: Sequence[tuple[Id, Mapping[str, Any]]], *, timeout: float | Deadline | None = None
     ) -> list[Claim | EvidenceLost | None]:
-        """Return the claims that decide ids which tokens carry, each given with its token's `log`; read the log once.
+        """Return the decision about each of several ids, in their order, and read the log only once.
 
-        An id without a counting claim has None, an id whose evidence is gone the error.
+        Each id comes with the `log` of its token, where its evidence begins. An id that nobody has decided has None, an
+        id whose evidence is gone the error.
         """
         deadline = self._deadline(timeout)
         queries = [Query(id, path_of(id), begin_of(begin)) for id, begin in asked]

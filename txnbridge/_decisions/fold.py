@@ -333,9 +333,10 @@ class LogState:
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:
-        """Return the position from which records are needed to judge claims with acknowledgements.
+        """Return the position from which records have to be kept, so that claims with acknowledgements can be judged.
 
-        Claims that a snapshot covers are left out. Return None if there are no others.
+        Such a claim is judged by all records behind the position up to which its author had read the log. Claims that
+        a snapshot covers are left out. Return None if there are no others.
         """
         return min((read_up_to for _, read_up_to in self._ack_windows), default=None)
 

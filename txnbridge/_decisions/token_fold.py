@@ -79,7 +79,10 @@ class TokenFold:
             known.append(CountingEntry(position, record.nonce, record.about, record.data, record.under))
 
     def remove_entry(self, position: Position, record: EntryRecord) -> None:
-        """Remove a backend's entry that is void: its owner had been replaced before the first record that was read."""
+        """Remove a backend's record about a transaction (an entry), at `position`, which the caller has found void.
+
+        Its owner had been replaced before the first record that was read.
+        """
         known = self.entries.get((record.under.id, record.transaction), [])
         known[:] = [entry for entry in known if entry.position != position]
 

@@ -257,7 +257,11 @@ class LaneIndex:
 
 
 def _near(places: Sequence[tuple[Position, int, int, str]]) -> Iterator[list[tuple[Position, int, int, str]]]:
-    """Divide the places of halves, in order, into groups: those of one group are read in one go."""
+    """Divide the places of halves into groups that are read in one go, because few records lie between them.
+
+    A place has the position of the half's first record, its number in the partition, how many records it has, and its
+    transaction. They come in the order of positions.
+    """
     chunk: list[tuple[Position, int, int, str]] = []
     for place in places:
         if chunk and place[1] - chunk[-1][1] > _READ_ON_RECORDS:

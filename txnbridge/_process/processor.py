@@ -674,7 +674,7 @@ class Processor(ConnectionUser):
         return self._dead_letters.send(items, of_source)
 
     def _attempts_at(self, delivered: Message) -> int:
-        """Return how often the handler was tried with a message set aside now, with the tries before earlier waits."""
+        """Return how often the handler has tried a message: in earlier retries, and now."""
         return self._retries.attempts(delivered) + self._failures + 1
 
     def _handle(self, items: PolledBatch, txn: PassTransaction) -> PolledBatch:

@@ -119,7 +119,10 @@ class Call(Generic[R]):
         return self._function()
 
     def run_behind(self) -> None:
-        """Run the function in a thread, for a task that was cancelled before `run`."""
+        """Start a thread that runs the function, and return: for a task that was cancelled before `run`.
+
+        Nobody waits for the thread. Its errors are logged.
+        """
         if _removed(self._start):
             self._left_behind = _removed(self._delivery)
             self._start.append(None)

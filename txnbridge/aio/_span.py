@@ -114,6 +114,7 @@ def spanning(*bridges: Bridge, timeout: float | None = None, hold: float | None 
             await span.on(kafka).send("orders", b"…")
             await span.on(pulsar).send("letters", b"…")
 
+    The block has `timeout` seconds. A part stays prepared for `hold` seconds more, and is then aborted by its broker.
     It has a part on each broker, even where nothing is sent. A database's session cannot take part: use
     `txnbridge.spanning` with the bridges' `sync`, in a thread.
     """

@@ -373,7 +373,10 @@ class DatabaseTransaction:
     def send(
         self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]], partition: int | None = None
     ) -> None:
-        """Send a message that is set aside to the outbox. Raise `BrokerUnavailable` if the database fails."""
+        """Put a dead letter, or a message to be retried, into the outbox, in the open transaction of the database.
+
+        Raise `BrokerUnavailable` if the database fails.
+        """
         assert self._owner.outbox is not None
         try:
             self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers, partition=partition)

@@ -242,9 +242,10 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Store a mark, by which retention finds old messages: an offset, its time, and `size`, the bytes before it.
+    """Store a mark, by which retention finds old messages of the partition of `rows`.
 
-    No mark is stored if the last mark is recent and few bytes were added since.
+    A mark is an offset, its time `now` (ms since 1970), and `size`, the bytes before it. No mark is stored if the last
+    one is recent and few bytes were added since.
     """
     last = connection.execute(
         "SELECT at, bytes FROM marks WHERE partition_id = ? ORDER BY offset DESC LIMIT 1", (rows.partition,)

@@ -92,7 +92,10 @@ class Send:
             raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[Send], None]) -> None:
-        """Call `call` when this send has a result: on the reading thread, so `call` may not block."""
+        """Call `call` on the connection's reading thread when this send has a result; at once if it has one already.
+
+        `call` may not block.
+        """
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:

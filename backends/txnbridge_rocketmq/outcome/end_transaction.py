@@ -367,7 +367,10 @@ class HalfEnder:
         return copies
 
     def only_half(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> MessageExt:
-        """Return the newest copy of the half of a transaction of one message. Raise `EvidenceLost` if it is gone."""
+        """Return the newest copy of the only half of a transaction of one message, whose topic `topics` names.
+
+        Raise `EvidenceLost` if it is gone.
+        """
         ((_, record),) = self._all_copies(_expected(transaction, topics), deadline)
         return record
 

@@ -183,7 +183,10 @@ class ProcessBroker(Broker):
             raise
 
     def _run(self, name: str, command: list[str]) -> None:
-        """Run a command, and wait for its end. Raise `CannotStart` if it fails or takes too long."""
+        """Run a command with its output in `<name>.log`, and wait for its end.
+
+        Raise `CannotStart` if it fails, or takes longer than a start of the broker may.
+        """
         log = self.folder / f"{name}.log"
         self._processes.start(name, command, log)
         if not wait_until(lambda: self._processes.pid(name) is None, self._start_timeout):

@@ -47,6 +47,7 @@ class DetachedBroker:
 def up(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> tuple[DetachedBroker, bool]:
     """Start a broker unless the broker of this name runs. Return the broker, and whether this call started it.
 
+    `start` makes and starts the broker, with its files in the folder that it is given.
     Raise `UsageError` if the broker runs with other options than `asked`.
     """
     with _locked(name):

@@ -115,7 +115,10 @@ class PulsarCluster(PulsarProcess):
 
 
 def start(*, nodes: int, **options: Any) -> PulsarProcess:
-    """Start Pulsar standalone for one node, or a cluster for more."""
+    """Start Pulsar standalone for one node, or a cluster for more; return when it serves.
+
+    The options are those of `PulsarProcess`.
+    """
     return (PulsarProcess if nodes == 1 else PulsarCluster)(nodes=nodes, **options)
 
 

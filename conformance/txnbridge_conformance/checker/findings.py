@@ -114,7 +114,10 @@ class Findings:
     fate: Sequence[int] | None = None  # of each operation, by full reads, too
 
     def add(self, name: str, text: str, operations: Iterable[int] = (), values: Iterable[str] = ()) -> None:
-        """Add a case of a finding; its name must be one of `MEANINGS`."""
+        """Add a case of a finding; its name must be one of `MEANINGS`.
+
+        `operations` are the numbers of the history's calls that show it, `values` the messages that it is about.
+        """
         assert name in MEANINGS, name
         self.counts[name] = self.counts.get(name, 0) + 1
         self.all.append(Finding(name, text, tuple(operations), tuple(values)))

@@ -274,7 +274,10 @@ class Proxy:
             return next((hold for hold in self._holds[direction] if hold.catch(request)), None)
 
     def take_allowance(self, direction: str, size: int) -> tuple[int, bool]:
-        """Return how many of `size` bytes `cut_after` lets pass now, and whether it cuts the connection after them."""
+        """Use up the allowance of `cut_after` for `size` bytes that go to the "broker" or to the "client".
+
+        Return how many of them pass, and whether the connection is cut after them.
+        """
         with self._lock:
             left = self._bytes_left[direction]
             if left is None:

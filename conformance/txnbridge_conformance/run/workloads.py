@@ -59,7 +59,11 @@ def own(client: Client) -> None:
 
 
 def _work_in_threads(client: Client, bridge: Bridge, threads: int, pauses: float, leaving: float) -> None:
-    """Run random transactions; return behind one that has failed with the chance `leaving`."""
+    """Run random transactions until the run stops.
+
+    After a transaction that failed, return with the probability `leaving`. A transaction pauses before its end with
+    the probability `pauses`.
+    """
     over = threading.Event()
 
     def work(thread: int) -> None:

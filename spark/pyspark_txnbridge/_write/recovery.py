@@ -39,7 +39,7 @@ class TaskTransaction:
 
 @dataclass(frozen=True)
 class UnfinishedBatch:
-    """A batch that was given up, or that is decided and not yet marked done."""
+    """A batch whose decision log says ABORT (its driver gave it up), or COMMIT and not yet that it is done."""
 
     batch: int
     attempt: int

@@ -196,7 +196,10 @@ def first_number(session: SinkSession, identity: BatchId) -> int | None:
 
 
 def record_first_number(session: SinkSession, identity: BatchId, opening: Opening) -> None:
-    """Record, before a checkpoint's first decision, from which number its batches are numbered."""
+    """Record the option txnVersion as the number of a checkpoint's first batch, before its first decision.
+
+    `opening` is this run's opening of the query's id. A repetition records nothing.
+    """
     if session.options.app_id is not None and identity.checkpoint and first_number(session, identity) is None:
         first = {"first": session.options.version or 0}
         id = ("#numbers", *identity.path, identity.checkpoint)

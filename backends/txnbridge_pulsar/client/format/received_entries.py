@@ -126,14 +126,17 @@ class ReceivedEntry:
 
     @property
     def left_out(self) -> int:
-        """Return as bits which messages of a batch are acknowledged, or pending acks of open transactions."""
+        """Return the messages of a batch that this delivery leaves out: bit i is set for message i.
+
+        They are acknowledged, also by a transaction that is still open. (The broker's own bits are set for the others.)
+        """
         if not self._index_words or not self.is_batch:  # the size of an unreadable batch is not known
             return 0
         return (1 << self.count) - 1 & ~sum(1 << index for index in delivered_indexes(self._index_words))
 
     @property
     def is_acknowledged(self) -> bool:
-        """Return whether all messages of a batch are acknowledged, or pending acks of open transactions."""
+        """Return whether all messages of a batch are acknowledged, also by transactions that are still open."""
         return self.left_out == (1 << self.count) - 1
 
     @property
@@ -211,8 +214,10 @@ class ReceivedEntry:
         return decompress(kind, self._payload, size, MAX_UNPACKED)
 
     def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        """Return a batch's messages if all have the same size and no metadata, else an empty list. Most batches are of
-        this kind, and such a batch is read in few steps.
+        """Return a batch's messages if all have the same size and no metadata, else an empty list.
+
+        Each message has its index, its payload and no fields. `payload` is that of the batch, decompressed. Most
+        batches are of this kind, and such a batch is read in few steps.
         """
         count, step = self.count, len(payload) // self.count
         if payload[4:5] != b"\x18" or step * count != len(payload):

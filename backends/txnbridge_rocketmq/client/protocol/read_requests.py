@@ -167,7 +167,7 @@ def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool
 def _look_up(
     topic: str, unique_key: str, count: int, read: Callable[[list[MessageExt], int], T], **more: object
 ) -> RpcRequest[T]:
-    """Return a request for the messages of a topic with a unique key.
+    """Return a request for at most `count` messages of a topic with a unique key; `more` are fields of the request.
 
     `read` makes the result from two arguments: the messages with exactly this key, oldest first, and the number of all
     messages that the broker returned, including messages with other keys.
