@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pyarrow as pa
@@ -12,9 +13,9 @@ from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.task import write_partition
 
 import txnbridge
-from tests.spark.kit import left_open, mostly_embedded, new_run, options, published, run_batch, write
-from txnbridge import Fenced, InvalidOption, TransactionAborted
-from txnbridge.testing import Child, crash_everywhere, recorded
+from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, run_batch, write
+from txnbridge import Fenced, InvalidOption, Token, TransactionAborted
+from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
 SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
 MIXED: list[list[object]] = [["5"], [6], ["7", "8"], [9]]
@@ -206,3 +207,27 @@ def test_a_task_with_more_rows_than_a_transaction_takes_prepares_several(tmp_pat
     _driver.commit(sink, written)
     assert published(sink) == list(range(30_101))
     assert left_open(sink, query) == []
+
+
+def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
+    sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
+    large, *small = write(
+        sink,
+        BatchId(query, "sink", 0, new_run()),
+        [[str(number) for number in range(30_000)], *([["0"] * 100] * 101)],
+    )
+    ended: list[str | None] = []
+
+    def note(event):
+        if (event.name, event.phase) == ("resolve", "before") and event.transaction == first:
+            time.sleep(0.5)
+        elif (event.name, event.phase) == ("resolve", "after"):
+            ended.append(event.transaction)
+
+    wanted = [Token.parse(part.token).transaction for part in large.parts]
+    first = wanted[0]
+    forget()  # only bridges that are opened now have the listener
+    with listening(note):
+        _driver.commit(sink, [large, *small])
+    assert len(ended) == 5
+    assert [each for each in ended if each in wanted] == wanted

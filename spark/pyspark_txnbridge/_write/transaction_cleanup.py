@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._kept_bridges import Claim, Opening, SinkSession, close_logging_errors, connect
@@ -32,6 +33,7 @@ _PARALLEL_REQUESTS = 8
 # The most topics that an error names; a batch with a column of topics may have thousands.
 _MAX_TOPICS_SHOWN = 5
 
+_Asked = TypeVar("_Asked")
 _Result = TypeVar("_Result")
 
 
@@ -44,7 +46,7 @@ def writer_id(options: SinkOptions, path: tuple[str, str], number: int, slot: st
     return f"{writer_ids(options, path)}{number}.{slot}"
 
 
-def ask_all(ask: Callable[[str], _Result], tokens: Iterable[str]) -> dict[str, _Result]:
+def ask_all(ask: Callable[[_Asked], _Result], tokens: Iterable[_Asked]) -> dict[_Asked, _Result]:
     """Call `ask` for each token in parallel, and return the results by token. Raise the first error after all calls."""
     listed = list(tokens)
     if len(listed) == 1:
@@ -78,8 +80,14 @@ def finish(session: SinkSession, claim: Claim) -> None:
     dead = lost_parts(session, claim)
     if not dead:
         parts = {part["token"]: part for part in claim.data["parts"]}
-        outcomes = ask_all(session.bridge.commit, parts)
-        dead = [parts[token] for token, outcome in outcomes.items() if outcome is not Outcome.COMMITTED]
+
+        def commit(tokens: tuple[str, ...]) -> dict[str, Outcome]:
+            return {token: session.bridge.commit(token) for token in tokens}
+
+        # RocketMQ publishes a transaction's messages when it is committed: those of one task are committed in order.
+        by_task = groupby(parts, lambda token: parts[token]["partition"])
+        answers = ask_all(commit, [tuple(tokens) for _, tokens in by_task]).values()
+        dead = [parts[token] for each in answers for token, found in each.items() if found is not Outcome.COMMITTED]
         if dead:
             # All outcomes are known now. The log stores the tokens of aborted parts, which may be written again.
             tokens = [part["token"] for part in dead]
