@@ -231,3 +231,20 @@ def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
         _driver.commit(sink, [large, *small])
     assert len(ended) == 5
     assert [each for each in ended if each in wanted] == wanted
+
+
+def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_another_order(tmp_path, query):
+    """The rows need two transactions. After a shuffle the order of a task's rows is another one each time."""
+    sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
+    tasks = [[str(300 * task + number) for number in range(300)] for task in range(40)]
+    with Child(write_and_commit, sink, BatchId(query, "sink", 0, new_run()), tasks, kill="resolve/before/1") as child:
+        child.stopped()
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        (claim,) = bridge.decisions().claims((query, "sink", 0))
+        assert [part["rows"] for part in claim.data["parts"]] == [9_900, 2_100]
+        bridge.abort(claim.data["parts"][-1]["token"])
+    with pytest.raises(BatchInDoubt):
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), [["0"]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [task[::-1] for task in tasks])
+    assert published(sink) == list(range(12_000))
+    assert left_open(sink, query) == []

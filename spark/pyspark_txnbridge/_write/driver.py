@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -240,18 +241,26 @@ def _attempts(written: Sequence[Written]) -> list[int]:
 
 
 def _small_rows(session: SinkSession, written: list[Written]) -> list[Any]:
-    """Return the rows of small tasks as Arrow tables, each with as many rows as the broker allows in a transaction.
+    """Return the rows of small tasks as Arrow tables, each with as many tasks as the broker allows in a transaction.
 
-    The same reports make the same tables, so that a repetition can replace a lost part.
+    The same reports make the same tables, so that a repetition can replace a lost part. All rows of a task are in one
+    table, because a repetition may have them in another order.
     """
-    small = [report.travels for report in sorted(written, key=lambda report: report.partition) if report.travels]
+    small = sorted((report for report in written if report.travels), key=lambda report: report.partition)
     if not small:
         return []
     import pyarrow as pa
 
-    rows = pa.concat_tables(pa.ipc.open_stream(each).read_all() for each in small).combine_chunks()
-    most = session.bridge.limits.transaction_messages or rows.num_rows
-    return [rows.slice(begin, most) for begin in range(0, rows.num_rows, most)]
+    most = session.bridge.limits.transaction_messages or sys.maxsize
+    tables: list[list[Any]] = []
+    room = 0
+    for report in small:
+        if report.rows > room:
+            tables.append([])
+            room = most
+        tables[-1].append(pa.ipc.open_stream(report.travels).read_all())
+        room -= report.rows
+    return [pa.concat_tables(table).combine_chunks() for table in tables]
 
 
 def _claim(
