@@ -14,7 +14,7 @@ from pyspark_txnbridge._write.task import write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, run_batch, write
-from txnbridge import Fenced, InvalidOption, Token, TransactionAborted
+from txnbridge import Fenced, InvalidOption, OutcomeUnknown, Token, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
 SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
@@ -231,6 +231,28 @@ def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
         _driver.commit(sink, [large, *small])
     assert len(ended) == 5
     assert [each for each in ended if each in wanted] == wanted
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(sink, query, monkeypatch):
+    """The transaction is prepared, but the driver gets no token of it."""
+    written = write(sink, BatchId(query, "sink", 0, new_run()), SMALL)
+    prepare, lost = _driver.prepare, []
+
+    def prepare_unheard(*given):
+        parts = prepare(*given)
+        if not lost:
+            lost.extend(left_open(sink, query))
+            raise OutcomeUnknown
+        return parts
+
+    monkeypatch.setattr(_driver, "prepare", prepare_unheard)
+    _driver.commit(sink, written)
+    assert len(lost) == 1
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
 
 
 def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_another_order(tmp_path, query):

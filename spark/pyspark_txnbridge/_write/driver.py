@@ -47,12 +47,14 @@ from pyspark_txnbridge._write.transaction_cleanup import (
 from txnbridge import (
     AccessDenied,
     Bridge,
+    BrokerUnavailable,
     Capability,
     Decision,
     Fenced,
     InvalidOption,
     InvalidState,
     NotFound,
+    OutcomeUnknown,
     TokenState,
     TransactionAborted,
     TxnBridgeError,
@@ -299,13 +301,24 @@ def _claim(
     return claim
 
 
-def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any) -> list[Part]:
+def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any, again: int = 3) -> list[Part]:
+    """Write rows into a prepared transaction, and up to `again` times more if that fails: Spark retries no commit.
+
+    No decision names the transactions that failed, so they are aborted like those of other attempts.
+    """
     options = session.options
     key = (options, options.application(identity.query))
-    with slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers:
-        writers.renew(opening)
-        take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
-        return prepare(take, Columns(frozenset(rows.column_names), options.topic), [rows], SMALL_TASKS)
+    try:
+        with slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers:
+            writers.renew(opening)
+            take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
+            columns = Columns(frozenset(rows.column_names), options.topic)
+            return prepare(take, columns, [rows], SMALL_TASKS)
+    except (TransactionAborted, BrokerUnavailable, OutcomeUnknown) as error:
+        if not again or getattr(error, "permanent", False):
+            raise
+        _log.warning("%s: rows of small tasks are written again after an error: %s", identity, error)
+    return _write(session, identity, opening, rows, again - 1)
 
 
 def _replace(
