@@ -270,3 +270,18 @@ def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_anot
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [task[::-1] for task in tasks])
     assert published(sink) == list(range(12_000))
     assert left_open(sink, query) == []
+
+
+def test_the_driver_makes_messages_of_few_rows_at_once(tmp_path, query, monkeypatch):
+    """The rows of 10,000 tasks as Python objects would take more than a gigabyte."""
+    sink = options(f"embedded:{tmp_path / 'broker.db'}")
+    written = write(sink, BatchId(query, "sink", 0, new_run()), [["0"] * 3_000] * 5)
+    send, sizes = Columns.send, []
+
+    def noted(self, batch, txn):
+        sizes.append(batch.num_rows)
+        return send(self, batch, txn)
+
+    monkeypatch.setattr(Columns, "send", noted)
+    _driver.commit(sink, written)
+    assert sizes == [10_000, 5_000]

@@ -65,6 +65,9 @@ _log = logging.getLogger("txnbridge.spark")
 # Spark sets this environment variable if it collects log lines of Python workers; else a worker logs only warnings.
 _LOGS_COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
 
+# The most rows that the driver turns into messages at once: as many as Spark gives a task in one batch.
+_ROWS_AT_ONCE = 10_000
+
 _Result = TypeVar("_Result")
 # The JSON that the decision log stores for one transaction of a batch, or for the batch's totals.
 _Stored = Mapping[str, Any]
@@ -313,7 +316,7 @@ def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any,
             writers.renew(opening)
             take = partial(writers.take, session, identity, f"driver, process {os.getpid()}")
             columns = Columns(frozenset(rows.column_names), options.topic)
-            return prepare(take, columns, [rows], SMALL_TASKS)
+            return prepare(take, columns, rows.to_batches(_ROWS_AT_ONCE), SMALL_TASKS)
     except (TransactionAborted, BrokerUnavailable, OutcomeUnknown) as error:
         if not again or getattr(error, "permanent", False):
             raise
