@@ -13,7 +13,7 @@ from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.task import write_partition
 
 import txnbridge
-from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, run_batch, write
+from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Fenced, InvalidOption, OutcomeUnknown, Token, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
@@ -253,6 +253,20 @@ def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(s
     assert len(lost) == 1
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
+
+
+@mostly_embedded
+def test_what_an_older_run_left_open_is_aborted_before_the_first_row_comes(sink, query):
+    write(sink, BatchId(query, "sink", 0, new_run()), MIXED)
+    forget()
+    assert left_open(sink, query) != []
+
+    def upstream():
+        assert left_open(sink, query) == []
+        yield from rows(["5"])
+
+    columns = Columns(frozenset({"value"}), sink.topic)
+    write_partition(BatchId(query, "sink", 0, new_run()), sink, columns, upstream(), 0, "task 0")
 
 
 def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_another_order(tmp_path, query):

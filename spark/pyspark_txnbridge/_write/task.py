@@ -62,8 +62,9 @@ def write_partition(
     """
     begin_call()
     batches = (batch.select(sorted(columns.names)) for batch in rows if batch.num_rows)
-    first, is_small = _first_batches(batches)
-    if is_small and partition:
+    # The task of partition 0 first ends what older runs left open: its rows may take long to come.
+    first, is_small = _first_batches(batches) if partition else ([], False)
+    if is_small:
         return _small(identity, partition, None, columns, first)
     application = options.application(identity.query)
     key = (options, application)
@@ -74,6 +75,8 @@ def write_partition(
         attempt = _begin(identity, options, partition, session, writers)
         if attempt is None:
             return _settled(identity, partition, _count(columns, chain(first, batches)))
+        if not partition:
+            first, is_small = _first_batches(batches)
         if is_small:
             return _small(identity, partition, attempt, columns, first)
         return _write(identity, columns, chain(first, batches), partition, attempt, holder, session, writers)
