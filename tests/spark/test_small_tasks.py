@@ -9,12 +9,13 @@ import pyarrow as pa
 import pytest
 from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt, Written
+from pyspark_txnbridge._write.recovery import clear
 from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.task import write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from txnbridge import Fenced, InvalidOption, OutcomeUnknown, Token, TransactionAborted
+from txnbridge import Fenced, InvalidOption, NotFound, OutcomeUnknown, Token, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
 SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
@@ -269,6 +270,22 @@ def test_what_an_older_run_left_open_is_aborted_before_the_first_row_comes(sink,
     write_partition(BatchId(query, "sink", 0, new_run()), sink, columns, upstream(), 0, "task 0")
 
 
+def test_a_row_that_the_broker_refuses_fails_in_the_driver_and_leaves_nothing_open(tmp_path, query):
+    sink = options(f"embedded:{tmp_path / 'broker.db'}")
+    identity = BatchId(query, "sink", 0, new_run())
+    columns = Columns(frozenset({"value", "partition"}), sink.topic)
+    batch = pa.RecordBatch.from_pydict({"value": [b"1"], "partition": pa.array([1000], pa.int32())})
+    written = [
+        write_partition(identity, sink, columns, [batch], 0, "task 0"),
+        *write(sink, identity, [[], [6]])[1:],
+    ]
+    with pytest.raises(NotFound, match="no partition 1000"):
+        _driver.commit(sink, written)
+    _driver.abort(sink, written)
+    assert published(sink) == []
+    assert left_open(sink, query) == []
+
+
 def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_another_order(tmp_path, query):
     """The rows need two transactions. After a shuffle the order of a task's rows is another one each time."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
@@ -299,3 +316,22 @@ def test_the_driver_makes_messages_of_few_rows_at_once(tmp_path, query, monkeypa
     monkeypatch.setattr(Columns, "send", noted)
     _driver.commit(sink, written)
     assert sizes == [10_000, 5_000]
+
+
+@pytest.mark.parametrize("asleep", ["prepare/after/1", "transaction.begin/before/2", "prepare/after/2"])
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_driver_that_is_replaced_while_it_has_two_transactions_leaves_none_open(tmp_path, query, asleep, is_cleared):
+    sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
+    tasks = [[str(3_000 * task + number) for number in range(3_000)] for task in range(4)]
+    first = BatchId(query, "sink", 0, new_run())
+    with Child(write_and_commit, sink, first, tasks, pause=asleep) as child:
+        child.stopped()
+        if is_cleared:
+            _driver.with_session(sink, first, lambda session: clear(session, sink, first.path))
+        else:
+            run_batch(sink, BatchId(query, "sink", 0, new_run()), tasks)
+        child.resume()
+        with pytest.raises((Fenced, TransactionAborted)):
+            child.result(60)
+    assert published(sink) == ([] if is_cleared else list(range(12_000)))
+    assert left_open(sink, query) == []
