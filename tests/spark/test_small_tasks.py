@@ -11,7 +11,7 @@ from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt, Written
 from pyspark_txnbridge._write.recovery import clear
 from pyspark_txnbridge._write.rows import Columns
-from pyspark_txnbridge._write.task import write_partition
+from pyspark_txnbridge._write.task import prepare, write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
@@ -240,7 +240,7 @@ def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
 def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(sink, query, monkeypatch):
     """The transaction is prepared, but the driver gets no token of it."""
     written = write(sink, BatchId(query, "sink", 0, new_run()), SMALL)
-    prepare, lost = _driver.prepare, []
+    lost: list[str] = []
 
     def prepare_unheard(*given):
         parts = prepare(*given)

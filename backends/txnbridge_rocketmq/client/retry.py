@@ -63,7 +63,8 @@ def look_up_by_key(
     for at in range(0, len(wanted), _MOST_LOOK_UPS_AT_ONCE):
         chunk = wanted[at : at + _MOST_LOOK_UPS_AT_ONCE]
         asked = [(broker, read_requests.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in chunk]
-        for each, (broker, request), answer in zip(chunk, asked, client.call_all(asked, deadline.left()), strict=True):
+        answers = client.call_all(asked, deadline.left())
+        for each, (broker, request), answer in zip(chunk, asked, answers, strict=True):
             if isinstance(answer, RemotingError):
                 answer = retry_call(client, broker, request, action, deadline)
             found.append(_look_further(client, each, action, deadline, body) if answer.may_have_more else answer.record)
