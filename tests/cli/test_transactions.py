@@ -75,6 +75,7 @@ def test_transactions_as_json(invoke, prepared):
         "state",
         "owner",
         "transactional_id",
+        "prepares_until",
         "since",
         "expires_at",
         "partitions",

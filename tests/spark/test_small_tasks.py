@@ -307,7 +307,8 @@ def test_the_driver_makes_messages_of_few_rows_at_once(tmp_path, query, monkeypa
     """The rows of 10,000 tasks as Python objects would take more than a gigabyte."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}")
     written = write(sink, BatchId(query, "sink", 0, new_run()), [["0"] * 3_000] * 5)
-    send, sizes = Columns.send, []
+    send = Columns.send
+    sizes: list[int] = []
 
     def noted(self, batch, txn):
         sizes.append(batch.num_rows)
