@@ -11,11 +11,12 @@ from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt, Written
 from pyspark_txnbridge._write.recovery import clear
 from pyspark_txnbridge._write.rows import Columns
-from pyspark_txnbridge._write.task import prepare, write_partition
+from pyspark_txnbridge._write.task import SlotWriters, prepare, write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Fenced, InvalidOption, NotFound, OutcomeUnknown, Token, TransactionAborted
+from txnbridge._decisions.decisions import Opening
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
 SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
@@ -336,3 +337,19 @@ def test_a_driver_that_is_replaced_while_it_has_two_transactions_leaves_none_ope
             child.result(60)
     assert published(sink) == ([] if is_cleared else list(range(12_000)))
     assert left_open(sink, query) == []
+
+
+def test_rows_of_small_tasks_are_aborted_at_once_when_the_driver_fails_before_its_claim(sink, query, monkeypatch):
+    written = write(sink, BatchId(query, "sink", 0, new_run()), SMALL)
+    monkeypatch.setattr(_driver, "_check_alive", lambda *given: [][0])
+    with pytest.raises(IndexError):
+        _driver.commit(sink, written)
+    assert left_open(sink, query) == []
+
+
+def test_slots_do_not_belong_to_another_run_with_the_same_number(tmp_path):
+    """A log that was deleted counts its openings anew."""
+    writers = SlotWriters(options(f"embedded:{tmp_path / 'broker.db'}"))
+    first, second = (Opening("id", run, 1, (1,), "host", {}) for run in ("run 1", "run 2"))
+    writers.renew(first)
+    assert writers.belong_to(first) and not writers.belong_to(second)

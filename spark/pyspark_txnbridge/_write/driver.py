@@ -282,6 +282,7 @@ def _claim(
     Return the claim that counts, or None if the batch is marked done.
     """
     own: list[Part] = []
+    asked = False
     try:
         for rows in small:
             own += _write(session, identity, opening, rows)
@@ -289,6 +290,7 @@ def _claim(
         _check_alive(session, identity, parts)
         stored = ("token", "partition", "topics", "rows", "fingerprint")
         data = {"parts": [{name: getattr(part, name) for name in stored} for part in parts], **totals}
+        asked = True
         claim = session.decisions.claim((*identity.batch_path, attempt), Decision.COMMIT, data, opening=opening)
         if claim.decision is Decision.ABORT:
             raise _given_up(identity)
@@ -296,10 +298,11 @@ def _claim(
         if not is_done(session, identity):
             raise
         return None
-    except (Fenced, TransactionAborted):
-        # It is certain that no claim counts that names them. A newer run may have listed open transactions before.
-        with suppress(TxnBridgeError):
-            ask_all(session.bridge.abort, [part.token for part in own])
+    except BaseException as error:
+        if not asked or isinstance(error, Fenced | TransactionAborted):
+            # It is certain that no claim counts that names them. A newer run may have listed open transactions before.
+            with suppress(TxnBridgeError):
+                ask_all(session.bridge.abort, [part.token for part in own])
         raise
     return claim
 

@@ -24,6 +24,7 @@ from pyspark_txnbridge._write.rows import Columns, RowTotals, total
 from pyspark_txnbridge._write.sink_options import SinkOptions
 from pyspark_txnbridge._write.transaction_cleanup import (
     abort_open,
+    ask_all,
     check_log,
     check_number,
     fence_older,
@@ -117,7 +118,7 @@ def _begin(
     The first task of a run in a process checks the log. That of partition 0 ends what older runs left open.
     """
     opening, attempt = _look(identity, session)
-    if writers.number == opening.number:
+    if writers.belong_to(opening):
         return attempt
     check_log(session, options, identity)
     check_number(session, identity)
@@ -221,8 +222,7 @@ def _are_still_needed(identity: BatchId, session: SinkSession, parts: list[Part]
         _, attempt = _look(identity, session)
     finally:
         if attempt is None:
-            for part in parts:
-                session.bridge.abort(part.token)
+            ask_all(session.bridge.abort, [part.token for part in parts])
     return attempt is not None
 
 
@@ -258,14 +258,18 @@ class SlotWriters:
 
     options: SinkOptions
     opening: Opening = None  # the run's opening in the decision log
-    number: int = 0  # the opening's number
     slots: list[_Slot] = field(default_factory=list)
+
+    def belong_to(self, opening: Opening) -> bool:
+        """Return whether the writers are of the run of this opening; its number comes again if the log is deleted."""
+        own = self.opening
+        return own is not None and (own.name, own.number) == (opening.name, opening.number)
 
     def renew(self, opening: Opening) -> None:
         """Let the next writers belong to the run of this opening, and close those of another run."""
-        if opening.number != self.number:
+        if not self.belong_to(opening):
             self.close()
-        self.opening, self.number = opening, opening.number
+        self.opening = opening
 
     def take(self, session: SinkSession, identity: BatchId, holder: str) -> Bridge:
         """Return a bridge that can prepare one more transaction. Raise `InvalidState` if the batch is done."""
@@ -279,7 +283,7 @@ class SlotWriters:
         return slot.bridge
 
     def _lease(self, session: SinkSession, identity: BatchId, holder: str) -> _Slot:
-        leases = ("#slots", *identity.batch_path, self.number)
+        leases = ("#slots", *identity.batch_path, self.opening.number)
 
         def claim(number: int) -> bool:
             id, data = (*leases, number), {"holder": holder}
@@ -296,7 +300,7 @@ class SlotWriters:
         number = 0
         while number in taken or not claim(number):
             number += 1
-        id = writer_id(self.options, identity.path, self.number, str(number))
+        id = writer_id(self.options, identity.path, self.opening.number, str(number))
         bridge = connect(self.options, self.options.application(identity.query), id)
         self.slots.append(_Slot(number, bridge, identity.batch))
         # A newer run fences the ids that older runs have opened. It may have listed them before this id was opened.
