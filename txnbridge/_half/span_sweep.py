@@ -142,9 +142,9 @@ class SpanSweep(Service):
 
     def sweep(self) -> None:
         """End the parts that their processes cannot decide any more."""
+        now = time.time()  # before the look, which may take long: what it shows as open is open after this time
         left = self.parts()
         firsts = {part.key for part in left if part.place == 0}
-        now = time.time()
         settled: dict[str, Decision] = {}  # by the names of rows
         # A database that is away delays only the spans that wait for it.
         for part in sorted(left, key=lambda part: (part.row is not None, part.place)):

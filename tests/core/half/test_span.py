@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -455,6 +456,21 @@ def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair,
     monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
     sweep_of(pair).sweep()
     assert aborted == ({left.transaction} if ended else set())
+
+
+def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, monkeypatch):
+    clock = [1_000.0]
+
+    def look_for_long(self: Admin) -> list[OpenTransaction]:
+        clock[0] += 100  # meanwhile the process prepares the part, and commits the part that decides
+        return [OpenTransaction("t", "open", prepares_until=1_010_000)]
+
+    aborted = set[str]()
+    monkeypatch.setattr("txnbridge._half.span_sweep.time", SimpleNamespace(time=lambda: clock[0]))
+    monkeypatch.setattr(Admin, "transactions", look_for_long)
+    monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
+    sweep_of(pair).sweep()
+    assert aborted == set()
 
 
 def test_a_sweep_leaves_spans_over_other_brokers_to_their_own(pair, tmp_path, quick_sweep):
