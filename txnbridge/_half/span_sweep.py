@@ -104,13 +104,6 @@ class Part(NamedTuple):
     place: int
     until: int
 
-    def end(self, decision: Decision) -> Outcome:
-        """End the part, and return its true outcome."""
-        if self.token is None:
-            aborted: Outcome = self.bridge.admin.abort(self.transaction, reason=PART_OF_SPAN)
-            return aborted
-        return (self.bridge.commit if decision is Decision.COMMIT else self.bridge.abort)(self.token)
-
 
 class SpanSweep(Service):
     """Looks for such parts on all clusters, every few seconds, until the bridge that has the records is closed."""
@@ -154,14 +147,24 @@ class SpanSweep(Service):
                     due = late if part.place == 0 else part.key in self._aborted
                     if part.token is None and part.key not in firsts:  # not decided, and it can no longer be
                         due = now >= part.until + _LONG_MARGIN_SECONDS
-                    if due and part.end(Decision.ABORT) is Outcome.ABORTED:
+                    if due and self._end(part, Decision.ABORT) is Outcome.ABORTED:
                         self._aborted.add(part.key)
                 elif late:
                     if part.row not in settled:
                         settled[part.row] = Decision.UNDECIDED  # if the database does not answer
                         settled[part.row] = self._settle(part.row, part.until)
                     if (decision := settled[part.row]) is not Decision.UNDECIDED:
-                        part.end(decision)
+                        self._end(part, decision)
+
+    def _end(self, part: Part, decision: Decision) -> Outcome | None:
+        """End a part, and return its true outcome; None for an open part that has been prepared since the look."""
+        if part.token is not None:
+            return (part.bridge.commit if decision is Decision.COMMIT else part.bridge.abort)(part.token)
+        # A span is decided only when all its parts are prepared. The ends of other parts may have taken minutes.
+        if decision is Decision.COMMIT or part not in self._listed(part.bridge):
+            return None
+        aborted: Outcome = part.bridge.admin.abort(part.transaction, reason=PART_OF_SPAN)
+        return aborted
 
     def parts(self) -> list[Part]:
         """Return the open and prepared parts of spans over these clusters."""

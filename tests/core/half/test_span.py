@@ -22,6 +22,7 @@ from txnbridge import (
     Abort,
     Bridge,
     DeadlineExceeded,
+    Decision,
     InvalidOption,
     InvalidState,
     Outcome,
@@ -470,6 +471,23 @@ def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, mon
     monkeypatch.setattr(Admin, "transactions", look_for_long)
     monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
     sweep_of(pair).sweep()
+    assert aborted == set()
+
+
+@pytest.mark.parametrize(
+    ("row", "decision", "listed"), [("-x", Decision.ABORT, False), (".row", Decision.COMMIT, True)]
+)
+def test_an_open_part_that_its_process_has_prepared_since_the_look_is_not_aborted(
+    pair, monkeypatch, row, decision, listed
+):
+    clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
+    left = OpenTransaction(f"t{mark(f'{clusters}{row}', 1, time.time() - 90)}", "open")
+    looks, aborted = count(), set[str]()
+    monkeypatch.setattr(Admin, "transactions", lambda self: [left] if listed or next(looks) < 2 else [])
+    monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
+    sweep = sweep_of(pair)
+    monkeypatch.setattr(sweep, "_settle", lambda *_: decision)
+    sweep.sweep()
     assert aborted == set()
 
 
