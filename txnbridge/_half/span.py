@@ -23,7 +23,7 @@ from txnbridge._base.connection import random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Decision, Outcome, Token, TokenState
-from txnbridge._half.half_messages import HalfMessages, HalfTransaction
+from txnbridge._half.half_messages import END_SECONDS, HalfMessages, HalfTransaction
 from txnbridge._half.span_sweep import SpannedBridge, SpanSweep, digest, mark
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capability
@@ -166,7 +166,7 @@ class Spans:
         left, torn = False, list[tuple[Token, str]]()
         for token in tokens:
             try:
-                found = self._end(token, outcome, None if within is None else within.left())
+                found = self._end(token, outcome, None if within is None else max(END_SECONDS, within.left()))
             except errors.TxnBridgeError as error:
                 _log.warning(
                     "span %s is %s, and its part %r is ended later: %s", transaction, outcome.value, token, error

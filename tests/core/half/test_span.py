@@ -101,6 +101,21 @@ def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch):
     assert len(times) == 2 and max(times) <= 20
 
 
+def test_a_decision_that_took_all_the_time_leaves_some_for_the_other_parts(pair, monkeypatch):
+    commit = Bridge.commit
+
+    def commit_slowly(self: Bridge, token: str | txnbridge.Token, timeout: float = 30) -> Outcome:
+        monkeypatch.setattr(Bridge, "commit", commit)
+        outcome = commit(self, token, timeout)
+        time.sleep(timeout)
+        return outcome
+
+    monkeypatch.setattr(Bridge, "commit", commit_slowly)
+    with spanning(*pair, timeout=1) as span:
+        send(span, pair, b"1")
+    assert values(pair) == [[b"1"], [b"1"]]
+
+
 @pytest.mark.parametrize("decided", [True, False])
 def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided):
     def lose(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
