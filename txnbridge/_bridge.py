@@ -194,6 +194,7 @@ class Bridge:
             timeout=connection.timeout,
             hold=hold,
             create_topics=create_topics,
+            own_logs=elsewhere is None,
             client_options=clients,
             ledger=logs.ledger,
         )

@@ -166,6 +166,7 @@ class Context:
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     # `ledger(application, id)` returns the ledger of any transactional id in the application's decision log.
     ledger: Callable[[str, str], Ledger] = field(default=_no_ledger, repr=False)
+    own_logs: bool = True  # whether the broker itself keeps the bridge's decision logs
 
 
 class Backend(ABC):

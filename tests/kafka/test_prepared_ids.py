@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from txnbridge_kafka.admin.admin import KafkaAdmin
+from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
@@ -32,11 +34,11 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return opened
 
 
-def make_pool(prepared_ids: int) -> PreparedIdPool:
+def make_pool(prepared_ids: int, common_logs: bool = True) -> PreparedIdPool:
     nothing = SimpleNamespace(describe=lambda *asked: {})
     owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
     owner.check = owner.open_once = lambda deadline: None
-    cluster: Any = SimpleNamespace(requests=nothing)
+    cluster: Any = SimpleNamespace(requests=nothing, settings=SimpleNamespace(common_logs=common_logs))
     return PreparedIdPool(cluster, owner, LONGEST_MS, LONGEST_MS)
 
 
@@ -75,6 +77,25 @@ def test_a_part_of_a_span_tells_by_its_time_out_how_long_its_process_may_prepare
         begin = Begin("txn", Deadline(timeout), prepare=True, hold=hold, in_span=True)
         told.append((pool.timeout_ms(begin), prepares_for(pool.timeout_ms(begin))))
     assert told == [(630_030, 30), (11_001, 1), (LONGEST_MS, None), (LONGEST_MS, None)]
+
+
+def test_a_part_whose_prepare_record_others_might_not_find_does_not_tell() -> None:
+    begin = Begin("txn", Deadline(30), prepare=True, hold=600.0, in_span=True)
+    assert make_pool(4, common_logs=False).timeout_ms(begin) == 630_000
+    id = f"shop.{16 * 'a'}.p0"
+    assert (listed_until(id, 630_030), listed_until(id, 630_030, common_logs=False)) == (30_000, None)
+
+
+def listed_until(id: str, timeout_ms: int, common_logs: bool = True) -> int | None:
+    """Return the time until which an open transaction that began at 0 may be prepared, as it is listed."""
+    last = TransactionDescription(id, "Ongoing", 1, 0, 0, timeout_ms, ())
+    requests = SimpleNamespace(transactions=lambda *_: [last], describe=lambda *_: {id: last})
+    settings = SimpleNamespace(common_logs=common_logs, log_topic=str)
+    topics = SimpleNamespace(all=lambda deadline: {})
+    cluster: Any = SimpleNamespace(requests=requests, settings=settings, topics=topics)
+    nothing: Any = None
+    (listed,) = KafkaAdmin(cluster, nothing).transactions(Deadline(30))
+    return listed.prepares_until
 
 
 def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(

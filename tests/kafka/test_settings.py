@@ -9,7 +9,7 @@ import shlex
 import ssl
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,6 +51,13 @@ def refusal(told: Mapping[str, Any], **more: Any) -> str:
     with pytest.raises(InvalidOption) as caught:
         read(told, **more)
     return str(caught.value)
+
+
+def test_the_logs_of_another_prefix_or_another_broker_are_not_where_others_look():
+    plain = Context("bridge", Emitter("bridge", ()), "app", 30, None, None)
+    options = {name: option.default for name, option in OPTIONS.items()}
+    found = [settings.read(HERE, options, replace(plain, own_logs=own)).common_logs for own in (True, False)]
+    assert [*found, read(prefix="mine-").common_logs] == [True, False, False]
 
 
 # --- the URL and our own options -------------------------------------------------------------------------------------

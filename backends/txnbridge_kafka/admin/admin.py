@@ -175,7 +175,8 @@ class KafkaAdmin(Admin):
         if prepared is None:
             token, transaction, messages = None, last.id, None
             writer, seconds = _WRITER.fullmatch(last.id), prepares_for(last.timeout)
-            if writer is not None and writer["prepared"] and seconds is not None and last.start is not None:
+            tells = self._settings.common_logs and writer is not None and writer["prepared"]
+            if tells and seconds is not None and last.start is not None:
                 until = last.start + 1000 * seconds
         else:
             token = token_of(prepared.entry, self._cluster, deadline)

@@ -29,6 +29,7 @@ class KafkaSettings:
     application: str
     create_topics: int  # partitions of a missing topic; 0: never create
     prefix: str = "_txnbridge-"  # of the name of every internal topic
+    common_logs: bool = True  # whether its decision logs are where bridges with other settings find them
     replicas: int = -1  # the replicas of topics that the bridge creates; -1: the broker's default
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
     half_check_seconds: float = HALF_CHECK_SECONDS
@@ -209,6 +210,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSetting
         hold=context.hold,
         application=context.application,
         create_topics=context.create_topics or 0,
+        common_logs=context.own_logs and options["prefix"] == _DEFAULTS.prefix,
         producer={"partitioner": _JAVA_PARTITIONER, **producer},
         consumer=consumer,
         advice=security.advice(client),

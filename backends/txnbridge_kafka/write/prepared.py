@@ -166,12 +166,13 @@ class PreparedIdPool:
 
         It has whole seconds, so that an id that was opened ahead fits the next transaction, too. But the milliseconds
         of a part of a span are the seconds in which its process may prepare it (`prepares_for`): nothing else says
-        anything about a part whose process dies before that.
+        anything about a part whose process dies before that. They tell nothing if another bridge might not find the
+        record that the part is prepared.
         """
         if begin.hold is None:
             return self._default_ms
         seconds = max(1, ceil(begin.deadline.seconds))
-        told = seconds if begin.in_span and seconds < 1000 else 0
+        told = seconds if begin.in_span and seconds < 1000 and self._cluster.settings.common_logs else 0
         return min(1000 * (seconds + ceil(begin.hold)) + told, self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
