@@ -34,12 +34,12 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return opened
 
 
-def make_pool(prepared_ids: int, common_logs: bool = True) -> PreparedIdPool:
+def make_pool(prepared_ids: int, common_logs: bool = True, longest_ms: int = LONGEST_MS) -> PreparedIdPool:
     nothing = SimpleNamespace(describe=lambda *asked: {})
     owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
     owner.check = owner.open_once = lambda deadline: None
     cluster: Any = SimpleNamespace(requests=nothing, settings=SimpleNamespace(common_logs=common_logs))
-    return PreparedIdPool(cluster, owner, LONGEST_MS, LONGEST_MS)
+    return PreparedIdPool(cluster, owner, longest_ms, longest_ms)
 
 
 @pytest.fixture
@@ -84,6 +84,16 @@ def test_a_part_whose_prepare_record_others_might_not_find_does_not_tell() -> No
     assert make_pool(4, common_logs=False).timeout_ms(begin) == 630_000
     id = f"shop.{16 * 'a'}.p0"
     assert (listed_until(id, 630_030), listed_until(id, 630_030, common_logs=False)) == (30_000, None)
+
+
+@pytest.mark.parametrize("hold", [None, 900.0])
+def test_a_brokers_largest_time_out_with_odd_milliseconds_tells_nothing(hold: float | None) -> None:
+    begin = Begin("txn", Deadline(300), prepare=True, hold=hold, in_span=hold is not None)
+    assert make_pool(4, longest_ms=900_010).timeout_ms(begin) == 900_000
+
+
+def test_an_id_without_an_opening_is_not_one_of_a_part() -> None:
+    assert listed_until("payments.p1", 900_010) is None
 
 
 def listed_until(id: str, timeout_ms: int, common_logs: bool = True) -> int | None:

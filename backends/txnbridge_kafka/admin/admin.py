@@ -41,7 +41,7 @@ from txnbridge_kafka.write.prepared import prepares_for, token_of
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 # A writer's transactional.id is the bridge's transactional id and a suffix, for plain or for prepared transactions.
 # The opening of a made-up id has the id's own name.
-_WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.([0-9a-f]{16}|(?P=owner)))?\.p\d+))", re.DOTALL)
+_WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.(?P<opening>[0-9a-f]{16}|(?P=owner)))?\.p\d+))", re.DOTALL)
 # The pause before a topic's partitions, or the transactions that use a topic, are looked up again.
 _CHECK_SECONDS = 0.02
 
@@ -175,7 +175,7 @@ class KafkaAdmin(Admin):
         if prepared is None:
             token, transaction, messages = None, last.id, None
             writer, seconds = _WRITER.fullmatch(last.id), prepares_for(last.timeout)
-            tells = self._settings.common_logs and writer is not None and writer["prepared"]
+            tells = self._settings.common_logs and writer is not None and writer["opening"]
             if tells and seconds is not None and last.start is not None:
                 until = last.start + 1000 * seconds
         else:

@@ -147,9 +147,8 @@ class PreparedIdPool:
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
         self._owner = owner
-        self._default_ms = timeout_ms
-        self._last_ms = timeout_ms  # the time-out of the last transaction that began
-        self._longest_ms = longest_ms
+        self._default_ms, self._longest_ms = (each // 1000 * 1000 for each in (timeout_ms, longest_ms))
+        self._last_ms = self._default_ms  # the time-out of the last transaction that began
         self._ids: list[str] = []
         self._numbers = count()
         self._taken: set[str] = set()
