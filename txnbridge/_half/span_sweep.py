@@ -31,7 +31,6 @@ _EVERY_SECONDS = 5.0
 _MARGIN_SECONDS = 5.0
 # The same for an open part without the one that decides, which is not protected by the abort of that one.
 _LONG_MARGIN_SECONDS = 60.0
-_UNKNOWN_PLACE = -1
 
 
 class SpannedBridge(Protocol):
@@ -90,18 +89,15 @@ Settle = Callable[[str, int], Decision]
 
 
 class Part(NamedTuple):
-    """An open or prepared part of a span; `until` is the time in seconds until which its process may decide.
-
-    An open part has no token yet.
-    """
+    """An open or prepared part of a span; `until` is the time in seconds until which its process may decide."""
 
     bridge: SpannedBridge
     transaction: str
-    token: Token | None
+    token: Token | None  # None for an open part
     expires_at: int | None
     key: str
     row: str | None  # the name of the row that decides, of a span with a database
-    place: int
+    place: int  # -1 if the broker does not know it
     until: int
 
 
@@ -192,5 +188,5 @@ class SpanSweep(Service):
                 found.append(Part(bridge, name, each.token, expires_at, marked["key"], marked["row"], place, until))
             elif each.prepares_until is not None:
                 until = each.prepares_until // 1000
-                found.append(Part(bridge, name, None, expires_at, name, None, _UNKNOWN_PLACE, until))
+                found.append(Part(bridge, name, None, expires_at, name, None, -1, until))
         return found

@@ -175,8 +175,7 @@ class KafkaAdmin(Admin):
         if prepared is None:
             token, transaction, messages = None, last.id, None
             writer, seconds = _WRITER.fullmatch(last.id), prepares_for(last.timeout)
-            tells = self._settings.common_logs and writer is not None and writer["opening"]
-            if tells and seconds is not None and last.start is not None:
+            if self._settings.common_logs and writer and writer["opening"] and seconds and last.start is not None:
                 until = last.start + 1000 * seconds
         else:
             token = token_of(prepared.entry, self._cluster, deadline)

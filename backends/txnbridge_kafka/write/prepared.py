@@ -164,9 +164,8 @@ class PreparedIdPool:
         """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without it the pool's.
 
         It has whole seconds, so that an id that was opened ahead fits the next transaction, too. But the milliseconds
-        of a part of a span are the seconds in which its process may prepare it (`prepares_for`): nothing else says
-        anything about a part whose process dies before that. They tell nothing if another bridge might not find the
-        record that the part is prepared.
+        of a part of a span are the seconds in which its process may prepare it (`prepares_for`), unless other bridges
+        might not find its prepare record: nothing else says anything about a part whose process dies before that.
         """
         if begin.hold is None:
             return self._default_ms
