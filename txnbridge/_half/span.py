@@ -155,12 +155,7 @@ class Spans:
         return self._end_others(transaction, outcome, others)
 
     def _end_others(
-        self,
-        transaction: str,
-        outcome: Outcome,
-        tokens: Sequence[Token],
-        by_row: bool = False,
-        within: Deadline | None = None,
+        self, span: str, outcome: Outcome, tokens: Sequence[Token], by_row: bool = False, within: Deadline | None = None
     ) -> Decision:
         """End the parts behind the first one by its outcome. ABORT drops the record, UNDECIDED keeps it."""
         left, torn = False, list[tuple[Token, str]]()
@@ -168,9 +163,7 @@ class Spans:
             try:
                 found = self._end(token, outcome, None if within is None else max(END_SECONDS, within.left()))
             except errors.TxnBridgeError as error:
-                _log.warning(
-                    "span %s is %s, and its part %r is ended later: %s", transaction, outcome.value, token, error
-                )
+                _log.warning("span %s is %s, and its part %r is ended later: %s", span, outcome.value, token, error)
                 left = True
                 self._later[token.transaction] = token, outcome
                 continue
@@ -180,7 +173,7 @@ class Spans:
             return Decision.ABORT  # a paused resolver's row: the sender had ended all, and deleted its COMMIT row
         for part in torn:
             text = "span %s is torn: it is %s, but %r is %s: nobody ended it in time, or an administrator did"
-            _log.error(text + ". Make good what is missing", transaction, outcome.value, *part)
+            _log.error(text + ". Make good what is missing", span, outcome.value, *part)
         return Decision.UNDECIDED if left or torn else Decision.ABORT
 
     def _end(self, token: Token, outcome: Outcome, timeout: float | None = None) -> Outcome:
@@ -364,13 +357,16 @@ class Span:
         self.__exit__(errors.Abort, errors.Abort(), None)
 
     def _abort(self, prepared: bool = True) -> None:
-        """Abort what is open or prepared, as far as the brokers answer; the rest is aborted when its time is over."""
+        """Abort what is open or prepared. The sweep repeats what a broker cannot do now, while this process lives."""
         for bridge, part in self._parts.items():
-            with suppress(errors.TxnBridgeError):
+            try:
                 if part.token is None:
                     part.abort()
                 elif prepared:
                     bridge.abort(part.token)
+            except errors.TxnBridgeError:
+                if part.token is not None and part.token.prepared:
+                    self._spans._later[part.token.transaction] = part.token, Outcome.ABORTED
 
 
 def _holds(

@@ -156,6 +156,22 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
     wait_until(lambda: values(pair) == [[b"1"], [b"1"]])
 
 
+def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, quick_sweep):
+    abort, calls = Bridge.abort, count()
+
+    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
+        if next(calls) == 1:
+            raise txnbridge.BrokerUnavailable("a test says so")
+        return abort(self, token)
+
+    monkeypatch.setattr(Bridge, "abort", fail_once)
+    monkeypatch.setattr(HalfMessages, "transaction", raising(txnbridge.BrokerUnavailable("a test says so")))
+    with pytest.raises(txnbridge.BrokerUnavailable), spanning(*pair) as span:
+        send(span, pair, b"1")
+    assert span.outcome is Outcome.ABORTED
+    wait_until(lambda: open_ones(pair) == [])
+
+
 def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, caplog):
     commit = Bridge.commit
 
