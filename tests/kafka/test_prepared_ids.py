@@ -86,6 +86,11 @@ def test_a_part_whose_prepare_record_others_might_not_find_does_not_tell() -> No
     assert (listed_until(id, 630_030), listed_until(id, 630_030, common_logs=False)) == (30_000, None)
 
 
+def test_a_part_whose_owner_no_log_knows_that_can_be_read_does_not_tell() -> None:
+    """It may be prepared, and the log that says so belongs to an application whose topics this bridge does not see."""
+    assert listed_until(f"shop.{16 * 'a'}.p0", 630_030, known=False) is None
+
+
 @pytest.mark.parametrize("hold", [None, 900.0])
 def test_a_brokers_largest_time_out_with_odd_milliseconds_tells_nothing(hold: float | None) -> None:
     begin = Begin("txn", Deadline(300), prepare=True, hold=hold, in_span=hold is not None)
@@ -96,15 +101,16 @@ def test_an_id_without_an_opening_is_not_one_of_a_part() -> None:
     assert listed_until("payments.p1", 900_010) is None
 
 
-def listed_until(id: str, timeout_ms: int, common_logs: bool = True) -> int | None:
+def listed_until(id: str, timeout_ms: int, common_logs: bool = True, known: bool = True) -> int | None:
     """Return the time until which an open transaction that began at 0 may be prepared, as it is listed."""
     last = TransactionDescription(id, "Ongoing", 1, 0, 0, timeout_ms, ())
     requests = SimpleNamespace(transactions=lambda *_: [last], describe=lambda *_: {id: last})
     settings = SimpleNamespace(common_logs=common_logs, log_topic=str)
-    topics = SimpleNamespace(all=lambda deadline: {})
+    topics = SimpleNamespace(all=lambda deadline: {"log": 1})
     cluster: Any = SimpleNamespace(requests=requests, settings=settings, topics=topics)
-    nothing: Any = None
-    (listed,) = KafkaAdmin(cluster, nothing).transactions(Deadline(30))
+    ledger = SimpleNamespace(entries=lambda *_: [], newest_opening=lambda deadline: ("aa", {}) if known else None)
+    context: Any = SimpleNamespace(ledger=lambda application, id: ledger)
+    (listed,) = KafkaAdmin(cluster, context).transactions(Deadline(30))
     return listed.prepares_until
 
 

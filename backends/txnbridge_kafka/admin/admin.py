@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
@@ -160,7 +161,7 @@ class KafkaAdmin(Admin):
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         records = self._records(deadline)
-        return [self._info_of(last, records.of(last), deadline) for last in self._unended(deadline, owners)]
+        return [self._info_of(last, records, deadline) for last in self._unended(deadline, owners)]
 
     def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
@@ -170,13 +171,15 @@ class KafkaAdmin(Admin):
         # Transactions that have ended since they were listed are left out.
         return [last for last in described.values() if last.state in _UNENDED]
 
-    def _info_of(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+    def _info_of(self, last: TransactionDescription, records: _PrepareRecords, deadline: Deadline) -> OpenTransaction:
+        prepared = records.of(last)
         until = None
         if prepared is None:
             token, transaction, messages = None, last.id, None
             writer, seconds = _WRITER.fullmatch(last.id), prepares_for(last.timeout)
             if self._settings.common_logs and writer and writer["opening"] and seconds and last.start is not None:
-                until = last.start + 1000 * seconds
+                # Without its owner's log nobody knows whether it is prepared.
+                until = last.start + 1000 * seconds if records.knows(writer["owner"]) else None
         else:
             token = token_of(prepared.entry, self._cluster, deadline)
             transaction, messages = token.transaction, token.messages
@@ -313,6 +316,14 @@ class _PrepareRecords:
         if len(rest) != 2:
             return None
         return next((each for each in self._of_owner(owner) if each.entry.transaction == transaction), None)
+
+    def knows(self, owner: str) -> bool:
+        """Return whether a decision log that could be read has the owner's opening, and so its prepare records."""
+        for application in self._application_names():
+            with suppress(errors.TxnBridgeError):
+                if self._context.ledger(application, owner).newest_opening(self._deadline) is not None:
+                    return True
+        return False
 
     def _of_owner(self, owner: str) -> list[_Prepared]:
         if owner not in self._by_owner:
