@@ -201,6 +201,7 @@ class Bridge:
         deadline = connection.deadline()
         with connection.events.step("bridge.open", url=str(url)):
             try:
+                backend.check_installed()
                 connection.broker = backend.open(url, ours, context, deadline)
                 try:
                     self._group_commit = self._new_group_commit(group_commit, writers)

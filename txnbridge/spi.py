@@ -20,6 +20,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from txnbridge._base.deadline import Deadline
@@ -41,7 +42,7 @@ from txnbridge._base.plugins import hookimpl
 from txnbridge._base.request_during_polls import BackgroundTask
 from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
-from txnbridge.errors import NotSupported, TxnBridgeError
+from txnbridge.errors import BackendMissing, NotSupported, TxnBridgeError
 
 __all__ = [
     "NATIVE",
@@ -177,16 +178,24 @@ class Backend(ABC):
     capabilities: Capabilities
     limits: Limits
     options: Mapping[str, Option]
+    libraries: tuple[
+        str, ...
+    ] = ()  # the modules that `open` needs; the extra of txnbridge with them has the name `name`
 
     def check_installed(self) -> None:
-        """Raise `BackendMissing` if the client library is not installed. Don't connect: perhaps no broker runs yet."""
+        """Raise `BackendMissing` if a library is not installed. The core calls this before `open`."""
+        for library in self.libraries:
+            if find_spec(library) is None:
+                package = library.replace("_", "-")
+                text = f"{package} is not installed: in a clone of txnbridge, pip install -e '.[{self.name}]'"
+                raise BackendMissing(text)
 
     @abstractmethod
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         """Connect to the broker at `url`. `options` has every declared option, with its value of the right type.
 
-        Raise `BackendMissing` if the client library is not installed, `InvalidOption` if options contradict each other,
-        `BrokerUnavailable` if the broker does not answer, `AccessDenied` if it refuses the credentials.
+        Raise `InvalidOption` if options contradict each other, `BrokerUnavailable` if the broker does not answer,
+        `AccessDenied` if it refuses the credentials.
         """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from txnbridge.errors import BackendMissing
 from txnbridge.spi import Backend, Broker, Context, Deadline, Limits, Url
 from txnbridge_kafka.capabilities import CAPABILITIES, DEFAULT_LONGEST_MS, message_bytes
 from txnbridge_kafka.settings import OPTIONS, read
@@ -19,20 +18,9 @@ class KafkaBackend(Backend):
     capabilities = CAPABILITIES
     limits = Limits(message_bytes=message_bytes({}), prepared_seconds=DEFAULT_LONGEST_MS / 1000)
     options = OPTIONS
-
-    def check_installed(self) -> None:
-        try:
-            from txnbridge_kafka import broker  # noqa: F401
-        except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0].replace("_", "-")
-            if package.startswith("txnbridge"):
-                raise
-            raise BackendMissing(
-                f"{package} is not installed: in a clone of txnbridge, pip install -e '.[kafka]'"
-            ) from error
+    libraries = ("confluent_kafka",)
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
-        self.check_installed()
         from txnbridge_kafka.broker import KafkaBroker
 
         return KafkaBroker(read(url, options, context), context, deadline)

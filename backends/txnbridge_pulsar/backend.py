@@ -18,6 +18,7 @@ class PulsarBackend(Backend):
     capabilities = CAPABILITIES
     limits = LIMITS
     options = OPTIONS
+    libraries = ("google_crc32c",)
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         from txnbridge_pulsar.broker import PulsarBroker

@@ -1,7 +1,6 @@
 """Bytes and fields: the protocol's own examples, protobuf as the judge, and garbage."""
 
 import importlib
-import os
 import pickle
 from contextlib import suppress
 from functools import cache
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.client import errors
-from txnbridge_pulsar.client.format.checksum import crc32c, crc32c_in_python
 from txnbridge_pulsar.client.format.codec import Malformed, decode, encode, read_varint, varint
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
 from txnbridge_pulsar.client.format.ids import MessageId, TxnId, individual_ack_fields
@@ -82,32 +80,6 @@ def test_a_send_has_the_bytes_that_other_encoders_give_it():
     assert send_command(fields, metadata, b"hi") == bytes.fromhex(
         "0000002b 0000000e 0806320a 08001000 18012000 2800 0e01 bdb884d0 0000000d 0a0170 1000 1801 b00100 b80100 6869"
     )
-
-
-# ---------------------------------------------------------------------------------------------------- checksums
-
-
-def test_the_checksum_is_castagnolis():
-    assert crc32c(b"123456789") == crc32c_in_python(b"123456789") == 0xE3069283
-    assert crc32c(b"") == crc32c_in_python(b"") == 0
-
-
-def bit_by_bit(data: bytes) -> int:
-    state = 0xFFFFFFFF
-    for byte in data:
-        state ^= byte
-        for _ in range(8):
-            state = state >> 1 ^ 0x82F63B78 * (state & 1)
-    return state ^ 0xFFFFFFFF
-
-
-@given(st.integers(0, 5000), st.integers(0, 5000))
-def test_the_checksum_of_any_length_and_in_two_parts_is_that_of_the_definition(length, cut):
-    data = os.urandom(length)
-    expected = bit_by_bit(data)
-    assert crc32c_in_python(data) == expected
-    assert crc32c_in_python(data[cut:], crc32c_in_python(data[:cut])) == expected
-    assert crc32c(data[cut:], crc32c(data[:cut])) == expected
 
 
 # ---------------------------------------------------------------------------------------------------- numbers

@@ -1,9 +1,8 @@
 """A client of Apache Pulsar's binary protocol with transactions. It knows nothing of bridges.
 
 The client never sends a message twice, reconnects or resumes by itself, and every error says whether the broker may
-have acted on the request. Each connection has one reading thread; all other code runs on the caller's thread. Only the
-standard library is needed. google-crc32c makes checksums faster; lz4, zstandard and python-snappy are needed for those
-compressions.
+have acted on the request. Each connection has one reading thread; all other code runs on the caller's thread.
+google-crc32c is needed, and for their compressions lz4, zstandard and python-snappy.
 
     with PulsarClient("pulsar://localhost:6650") as client:
         txn = client.transactions.begin(60_000, timeout=10)

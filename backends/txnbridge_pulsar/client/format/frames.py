@@ -6,9 +6,10 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import google_crc32c as crc32c
+
 from txnbridge_pulsar.client.errors import CorruptEntry, ProtocolError
 
-from .checksum import crc32c
 from .codec import Fields, Malformed, decode, encode, read_varint, varint
 from .schema import COMMANDS, TYPES
 
@@ -47,7 +48,7 @@ def send_command(fields: Fields, metadata: bytes, payload: bytes) -> bytes:
     """Return a SEND frame: the command and the entry that the broker is to store."""
     base = _base("send", fields)
     size = _SIZE.pack(len(metadata))
-    checksum = crc32c(payload, crc32c(size + metadata))
+    checksum = crc32c.extend(crc32c.value(size + metadata), payload)
     head = _TWO_SIZES.pack(4 + len(base) + 10 + len(metadata) + len(payload), len(base))
     return b"".join((head, base, _CHECKED.pack(0x0E01, checksum, len(metadata)), metadata, payload))
 
@@ -118,7 +119,7 @@ def _split_entry(tail: bytes) -> tuple[Fields, bytes]:
     if tail[at : at + 2] == _CHECKSUM_MARK:
         (checksum,) = _SIZE.unpack_from(tail, at + 2)
         at += 6
-        if crc32c(tail[at:]) != checksum:
+        if crc32c.value(tail[at:]) != checksum:
             raise CorruptEntry("an entry's checksum is wrong")
     (size,) = _SIZE.unpack_from(tail, at)
     end = at + 4 + size
