@@ -253,9 +253,3 @@ def test_the_state_of_a_transaction_is_read_from_the_brokers_text(text, state):
     error = errors.server_error(21, text)
     assert isinstance(error, errors.InvalidTransactionStatus)
     assert error.state == state
-
-
-def test_a_duplicate_that_the_broker_cannot_decide_is_an_error_of_its_own():
-    text = "Cannot determine whether the message is a duplicate at this time"
-    assert isinstance(errors.server_error(2, text), errors.DuplicateUndecided)
-    assert type(errors.server_error(2, "the disk is full")) is errors.ServerError

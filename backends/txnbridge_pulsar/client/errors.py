@@ -198,10 +198,6 @@ class TransactionConflict(ServerError):
     """A message is already acknowledged, or an open transaction, perhaps the same one, has acknowledged it."""
 
 
-class DuplicateUndecided(ServerError):
-    """The broker cannot say yet whether it has stored this sequence id: send the entry again later."""
-
-
 _CLASSES: dict[int, type[ServerError]] = {
     ServerErrorCode.AUTHENTICATION: NotAuthenticated,
     ServerErrorCode.AUTHORIZATION: NotAuthorized,
@@ -221,8 +217,6 @@ _CLASSES: dict[int, type[ServerError]] = {
 
 def server_error(code: int, text: str) -> ServerError:
     """Return the error for a broker's code and text. The code chooses the class."""
-    if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
-        return DuplicateUndecided(code, text)
     # The code says that the transaction does not exist, and the text that it does.
     if code == ServerErrorCode.TRANSACTION_NOT_FOUND and "super user" in text:
         return (NotOwner if "neither the owner" in text else NotAuthorized)(code, text)
