@@ -12,7 +12,6 @@ from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, Tx
 from txnbridge.spi import Deadline, DecisionLog, Position
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol import read_requests
@@ -34,8 +33,6 @@ GROUP = "txnbridge-log"
 # millisecond. A pull that waits at the broker is not safe here: if the record becomes readable while the broker begins
 # to hold the pull, it is answered up to five seconds later.
 _VISIBLE_POLL_SECONDS = 0.0005
-# The number of pull requests that `read` sends ahead. Each response has 256 KB at most.
-_PULLS_AHEAD = 8
 # An append reads the records since the last one that was read if they are fewer. For so many seconds, `read` takes
 # them from there: later the log may have been created again.
 _LONGEST_TAIL, _TAIL_SECONDS = 256, 1.0
@@ -178,10 +175,9 @@ class RocketMQDecisionLog(DecisionLog):
             return
         at, stop = start[0], last[0] if last else self._end_offset(deadline) - 1
         late: Deadline | None = None  # after it, the log counts as ended although `stop` is not reached
-        ahead = _ReadAhead(self._submit, stop)
         while at <= stop:
             deadline.check(f"reading the decision log {self._queue.topic}")
-            pulled = self._known(at, stop) or ahead.take(at, deadline) or self._pull(at, deadline)
+            pulled = self._known(at, stop) or self._pull(at, deadline)
             self._check_gap(pulled, at)
             for record in pulled.records:
                 if record.queue_offset != at:
@@ -223,9 +219,6 @@ class RocketMQDecisionLog(DecisionLog):
     def _lost(self, at: int) -> PositionLost:
         return PositionLost(f"the decision log {self._queue.topic} was trimmed: the broker has dropped record {at}")
 
-    def _submit(self, at: int, deadline: Deadline) -> Call[PullResult]:
-        return self._client.submit(self._queue.broker, self._pull_request(at), deadline.left())
-
     def _pull(self, at: int, deadline: Deadline, count: int = read_requests.PULL_MOST) -> PullResult:
         request = self._pull_request(at, count)
         return self._retry(lambda: self._call(request, deadline), "reading it", deadline)
@@ -256,35 +249,6 @@ class _Tail:
     @property
     def end(self) -> int:
         return self.first + len(self.records)
-
-
-class _ReadAhead:
-    """Pull requests for the next offsets, sent before the current response has arrived, to read the log faster."""
-
-    def __init__(self, submit: Callable[[int, Deadline], Call[PullResult]], stop: int) -> None:
-        self._submit = submit
-        self._stop = stop
-        self._calls: dict[int, Call[PullResult]] = {}
-        self._stride = read_requests.PULL_MOST  # the records in the last response; large records are fewer
-
-    def take(self, at: int, deadline: Deadline) -> PullResult | None:
-        """Return the response for the offset `at`, and send requests for later offsets.
-
-        Return None if a request failed. The caller then requests the offset `at` again.
-        """
-        self._calls = {offset: call for offset, call in self._calls.items() if offset >= at}
-        if not self._calls and self._stop - at < self._stride:
-            return None  # the calling thread reads one response itself
-        try:
-            for offset in range(at, min(self._stop + 1, at + _PULLS_AHEAD * self._stride), self._stride):
-                if offset not in self._calls:
-                    self._calls[offset] = self._submit(offset, deadline)
-            pulled = self._calls.pop(at).result()
-        except RemotingError:
-            self._calls.clear()
-            return None
-        self._stride = len(pulled.records) or self._stride
-        return pulled
 
 
 def _translate(error: RemotingError, action: str) -> TxnBridgeError:

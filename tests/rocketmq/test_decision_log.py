@@ -171,7 +171,7 @@ class Trimmed:
         elif command.code == RequestCode.QUERY_CONSUMER_OFFSET:
             peer.answer(command, int(ResponseCode.QUERY_NOT_FOUND))
         else:
-            at = int(command.fields["queueOffset"])  # some requests are sent ahead
+            at = int(command.fields["queueOffset"])
             code, following, offsets = self._pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
             body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
             told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
