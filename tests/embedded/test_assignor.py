@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from itertools import permutations, product
+from itertools import permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,20 +21,16 @@ def same_topics(draw):
 
 
 @st.composite
-def any_topics(draw, most_partitions=12):
+def any_topics(draw):
     topics = draw(st.integers(1, 4))
     members = draw(st.dictionaries(st.sampled_from(NAMES), st.sets(st.integers(0, topics)), min_size=1, max_size=4))
-    partitions = dict(enumerate(draw(st.lists(st.integers(0, topics), max_size=most_partitions))))
-    owners = draw(st.dictionaries(st.integers(0, most_partitions), st.sampled_from(NAMES)))
+    partitions = dict(enumerate(draw(st.lists(st.integers(0, topics), max_size=12))))
+    owners = draw(st.dictionaries(st.integers(0, 12), st.sampled_from(NAMES)))
     return members, partitions, owners
 
 
 def shares(members, assigned):
     return {member: Counter(assigned.values())[member] for member in members}
-
-
-def unevenness(members, assigned):
-    return sum(share * share for share in shares(members, assigned).values())
 
 
 @given(any_topics())
@@ -53,13 +49,13 @@ def test_members_that_read_the_same_differ_by_one_at_most(case):
     assert max(counts) - min(counts) <= 1
 
 
-@given(any_topics(most_partitions=6))
-def test_no_other_assignment_is_more_even(case):
+@given(any_topics())
+def test_no_move_of_one_partition_is_more_even(case):
     members, partitions, owners = case
     assigned = assign(members, partitions, owners)
-    choices = [[name for name in members if partitions[p] in members[name]] for p in assigned]
-    best = min(unevenness(members, dict(zip(assigned, choice, strict=True))) for choice in product(*choices))
-    assert unevenness(members, assigned) == best
+    counts = shares(members, assigned)
+    for partition, owner in assigned.items():
+        assert all(counts[owner] - counts[name] < 2 for name in members if partitions[partition] in members[name])
 
 
 @given(same_topics())
@@ -96,12 +92,6 @@ def test_the_order_of_equally_full_members_does_not_matter():
     orders = [dict(order) for order in permutations(members.items())]
     first, *others = [assign(order, partitions, {3: "e"}) for order in orders]
     assert all(each == first for each in others)
-
-
-def test_a_chain_of_moves_evens_what_no_single_move_can():
-    members = {"a": (1,), "b": (1, 2), "c": (2,)}
-    partitions = {1: 1, 2: 1, 3: 2}
-    assert shares(members, assign(members, partitions, {1: "a", 2: "a", 3: "b"})) == {"a": 1, "b": 1, "c": 1}
 
 
 def test_a_thousand_partitions_and_fifty_members_do_not_take_for_ever():
