@@ -250,32 +250,7 @@ class Report:
             "bars": bars,
             "bands": bands,
             "end": (end - zero) / 1e6,
-            "unread": self._unread(zero),
         }
-
-    def _unread(self, zero: int) -> list[list[float]]:
-        """Return pairs: a time (ms since `zero`), and how many committed messages the role "watch" had not read."""
-        events: list[tuple[int, int]] = []
-        operations = self.history.operations
-        watched = [(operations[order], messages) for order, _, messages in self.history.polls]
-        watched = [(operation, messages) for operation, messages in watched if operation.what == "poll"]
-        topics = {topic for _, messages in watched for topic, *_ in messages}
-        unseen: set[str] = set()
-        for order, (topic, _), values in self.history.sends:
-            operation = operations[order]
-            if topic in topics and operation.end is not None and operation.outcome == "committed":
-                events.append((operation.end, len(values)))
-                unseen.update(values)
-        for operation, messages in watched:
-            if new := {value for *_, value in messages if value is not None} & unseen:
-                unseen -= new
-                events.append((operation.end or operation.start, -len(new)))
-        level, points = 0, []
-        for time, change in sorted(events):
-            level += change
-            points.append([(time - zero) // 10**5 / 10, max(0, level)])
-        step = max(1, len(points) // 2000)
-        return points[::step]
 
 
 def _colour(operation: Operation) -> str:
