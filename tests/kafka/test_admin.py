@@ -493,18 +493,6 @@ def test_a_prepared_transaction_is_ended_by_either_name_and_tells_the_truth_ever
     assert bridge.abort(str(txn.token)) is wanted
 
 
-def test_the_outcome_of_a_prepared_transaction_is_known_after_its_id_served_another_one(connect, topic, owner):
-    bridge = connect(transactional_id=f"{owner}-small", kafka={"prepared_ids": 1})
-    with bridge.transaction(prepare=True) as first:
-        first.send(topic, b"first")
-    assert bridge.admin.commit(first.id) is Outcome.COMMITTED
-    with bridge.transaction(prepare=True) as second:
-        second.send(topic, b"second")
-    assert second.token.how["id"] == first.token.how["id"]
-    assert bridge.admin.abort(first.id) is Outcome.COMMITTED
-    assert bridge.admin.abort(second.id) is Outcome.ABORTED
-
-
 def test_another_programs_transaction_is_listed_under_its_own_name_and_can_only_be_aborted(
     bridge, kafka_broker, topic, unique
 ):

@@ -1,20 +1,17 @@
 """Tests of a commit after the network failed, besides those in test_outcomes: the table in docs/kafka.md."""
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from txnbridge_conformance import faults
-from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.observing import seen, send, values
+from txnbridge_conformance.observing import seen, values
 from txnbridge_kafka.client.librdkafka import CALL_LIMIT, refresh_metadata
 
 import txnbridge
-from tests.kafka.kit import flush
 from txnbridge import Bridge, Outcome
-from txnbridge.errors import DeadlineExceeded, OutcomeUnknown
-from txnbridge.spi import Deadline, TokenState
+from txnbridge.errors import DeadlineExceeded
+from txnbridge.spi import Deadline
 
 # The deadline of a transaction: as long as a test waits for an answer that does not come. The other is for the rest,
 # and is what the broker lets a transaction live.
@@ -27,35 +24,6 @@ def through(proxy: faults.Proxy, owner: str) -> Iterator[Bridge]:
     with txnbridge.connect(proxy.url, writers=1, timeout=LONG, transactional_id=owner) as bridge:
         yield bridge
         proxy.release()
-
-
-def test_a_commit_succeeds_when_the_connection_drops_and_comes_back(proxy, through, bridge, topic):
-    with through.transaction(timeout=SHORT) as txn:
-        txn.send(topic, b"1")
-        flush(txn)
-        answer = proxy.hold(answers="EndTxn")
-
-        def cut() -> None:
-            answer.wait()
-            proxy.cut()
-
-        cutting = threading.Thread(target=cut)
-        cutting.start()
-    cutting.join()
-    assert txn.outcome is Outcome.COMMITTED
-    assert values(seen(bridge, topic)) == [b"1"]
-
-
-@pytest.mark.full
-def test_a_transaction_whose_commit_is_lost_is_aborted_when_its_time_is_over(proxy, through, bridge, topic):
-    with pytest.raises(OutcomeUnknown) as caught:
-        with through.transaction(timeout=SHORT) as txn:
-            txn.send(topic, b"never")
-            flush(txn)
-            proxy.hold(requests="EndTxn", count=None)
-    assert wait_until(lambda: bridge.status(caught.value.token).state is TokenState.ABORTED, 60)
-    send(bridge, topic, b"next")
-    assert values(seen(bridge, topic)) == [b"next"]
 
 
 def test_a_missing_topic_is_made_also_by_a_broker_that_answers_slowly(proxy, bridge, topic):

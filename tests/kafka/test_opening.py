@@ -6,7 +6,6 @@ import pytest
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
-from txnbridge_kafka.client.protocol_types import OPEN
 
 import txnbridge
 from tests.kafka.kit import describe, flush, writer_of
@@ -23,20 +22,6 @@ def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, value)
     return str(txn.token)
-
-
-def test_the_writers_of_a_larger_owner_are_fenced_too(connect: Connect, topic: str, owner: str) -> None:
-    older = connect(transactional_id=owner, writers=3)
-    left = [older.transaction() for _ in range(3)]
-    for txn in left:
-        txn.send_many(topic, [b"left open" * 2_000] * 100)
-        flush(txn)
-    newer = connect(transactional_id=owner, writers=1)
-    assert OPEN not in states(newer, *(f"{owner}.{number}" for number in range(3)))
-    for txn in left:
-        with pytest.raises(Fenced):
-            txn.commit()
-    assert values(seen(newer, topic)) == []
 
 
 def open_with_one_writer(url: str, owner: str) -> None:
@@ -58,23 +43,6 @@ def test_a_death_while_opening_an_id_leaves_no_older_transaction_unfenced(
         with pytest.raises(Fenced):
             txn.commit()
     assert values(seen(newer, topic)) == []
-
-
-def test_a_new_owner_ends_a_transaction_not_yet_prepared_and_spares_a_prepared_one(
-    connect: Connect, topic: str, owner: str
-) -> None:
-    older = connect(transactional_id=owner)
-    token = prepare(older, topic)
-    begun = older.transaction(prepare=True)
-    begun.send_many(topic, [b"never" * 2_000] * 100)
-    flush(begun)
-    newer = connect(transactional_id=owner)
-    assert OPEN not in states(newer, writer_of(begun).id)
-    assert newer.status(token).state is TokenState.PREPARED
-    with pytest.raises(Fenced):
-        begun.__exit__(None, None, None)
-    assert newer.commit(token) is Outcome.COMMITTED
-    assert values(seen(newer, topic)) == [b"prepared"]
 
 
 def test_a_fenced_owner_is_told_which_process_took_its_id(
@@ -113,20 +81,6 @@ def test_opening_an_id_whose_owner_is_in_no_transaction_logs_no_owner(
     send(connect(transactional_id=owner), topic, b"0")
     connect(transactional_id=owner)
     assert told_of_owners(caplog) == []
-
-
-def test_a_zombie_does_not_take_the_id_back(connect: Connect, topic: str, owner: str) -> None:
-    """The newer owner goes on as if the zombie were not there, whatever the zombie tries and however often."""
-    older = connect(transactional_id=owner, writers=2)
-    send(older, topic, b"0")
-    newer = connect(transactional_id=owner, writers=2)
-    for number in range(3):
-        for prepare_too in (False, True):
-            with pytest.raises(Fenced):
-                with older.transaction(prepare=prepare_too) as txn:
-                    txn.send(topic, b"zombie")
-        send(newer, topic, b"%d" % (number + 1))
-    assert values(seen(newer, topic)) == [b"0", b"1", b"2", b"3"]
 
 
 @pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])

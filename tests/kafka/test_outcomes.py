@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.observing import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
 
 import txnbridge
@@ -258,21 +258,6 @@ def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_
     assert values(seen(bridge, topic)) == [b"0", b"2"]
 
 
-def test_a_transaction_that_an_administrator_ended_is_aborted_and_its_writer_goes_on(
-    connect: Connect, bridge: Bridge, topic: str, owner: str
-) -> None:
-    own = connect(transactional_id=owner, writers=1)
-    send(own, topic, b"0")
-    with pytest.raises(TransactionAborted, match="an administrator ended the transaction; run it again"):
-        with own.transaction() as txn:
-            txn.send(topic, b"never")
-            flush(txn)
-            assert bridge.admin.abort(f"{owner}.0") is Outcome.ABORTED
-    assert txn.outcome is Outcome.ABORTED
-    send(own, topic, b"2")
-    assert values(seen(bridge, topic)) == [b"0", b"2"]
-
-
 def test_prepared_ones_survive_their_process_and_their_broker(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, kill_broker: Callable[[], object]
 ) -> None:
@@ -292,34 +277,6 @@ def test_prepared_ones_survive_their_process_and_their_broker(
     kill_broker()
     assert [bridge.status(token).state for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED] * 2
     assert sorted(m.value for m in seen(connect(), topic)) == [b"0", b"2"]
-
-
-def test_a_writer_goes_on_after_its_broker_was_killed(
-    bridge: Bridge, connect: Connect, topic: str, owner: str, kill_broker: Callable[[], object]
-) -> None:
-    through = connect(transactional_id=owner, writers=1)
-    send(through, topic, b"0")
-    assert values(seen(bridge, topic)) == [b"0"]
-    kill_broker()
-    for number in range(1, 4):
-        send(through, topic, b"%d" % number)
-    assert values(seen(bridge, topic)) == [b"0", b"1", b"2", b"3"]
-
-
-def test_a_group_goes_on_after_its_broker_was_killed(
-    bridge: Bridge, topic: str, group: str, kill_broker: Callable[[], object]
-) -> None:
-    send(bridge, topic, b"1", b"2", b"3")
-    with bridge.consumer(topic, group) as consumer:
-        with bridge.transaction() as txn:
-            txn.ack(take(consumer, 1))
-        kill_broker()
-        with bridge.transaction() as txn:
-            messages = take(consumer, 1)
-            txn.ack(messages)
-        assert values(messages) == [b"2"]
-    with bridge.consumer(topic, group) as consumer:
-        assert values(take(consumer, 1)) == [b"3"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers
-from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
@@ -126,22 +126,6 @@ def test_where_the_broker_shares_partitions_a_name_that_is_in_use_is_refused(
         with first.transaction() as txn:
             txn.ack(messages)
         assert values(take(consumer, 1)) == [b"2"]
-
-
-def test_messages_behind_one_given_back_come_again_and_are_acknowledged_in_order(
-    bridge: Bridge, topic: str, group: str
-) -> None:
-    send(bridge, topic, b"1", b"2", b"3")
-    with bridge.consumer(topic, group) as consumer:
-        first = take(consumer, 3)
-        consumer.nack(first[1])
-        again = take(consumer, 2)
-        assert values(again) == [b"2", b"3"]
-        with bridge.transaction() as txn:
-            txn.ack([first[0], *again])
-    markers = mark(bridge, topic)
-    with bridge.consumer(topic, group) as consumer:
-        assert up_to(consumer, markers) == []
 
 
 @pytest.mark.parametrize("how", ["each", "batch"])

@@ -9,7 +9,6 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from txnbridge_conformance import faults
-from txnbridge_embedded.write.staged_messages import partition_of
 from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
@@ -95,17 +94,6 @@ def test_a_message_arrives_as_it_was_sent(kafka_broker, publisher, topic):
 def test_a_message_becomes_visible_without_a_flush(kafka_broker, publisher, topic):
     send(publisher, topic, b"1")
     wait_until(lambda: values(kafka_broker.url, topic))
-
-
-def test_a_key_goes_to_the_partition_that_the_java_client_picks(kafka_broker, publisher, make_topic):
-    topic = make_topic(partitions=4)
-    for number in range(40):
-        send(publisher, topic, b"", b"key-%d" % number)
-    publisher.flush(Deadline(30))
-    for partition in range(4):
-        keys = [message.key() for message in stored(kafka_broker.url, topic, partition)]
-        assert keys
-        assert {partition_of(key, 4) for key in keys} == {partition}
 
 
 # --- refused at once ------------------------------------------------------------------------------------------------
