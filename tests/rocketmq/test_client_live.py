@@ -13,7 +13,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, ResponseCode
+from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property, ResponseCode
 from txnbridge_rocketmq.client.protocol.read_requests import PullStatus
 from txnbridge_rocketmq.client.protocol.records import unwrap
 from txnbridge_rocketmq.client.protocol.send_requests import (
@@ -190,11 +190,6 @@ def test_a_message_that_the_broker_does_not_take_is_refused_without_effect(clien
     assert bodies(client, topic) == []
 
 
-def test_the_largest_body_is_taken_and_comes_back(client, topic):
-    client.call(BROKER, send(WireMessage(topic, bytes(4 << 20)), ALONE, 0), LONG)
-    assert bodies(client, topic) == [bytes(4 << 20)]
-
-
 # --- halves -----------------------------------------------------------------------------------------------------------
 
 
@@ -262,15 +257,6 @@ def close(client: RemotingClient, half: HalfAddress) -> None:
     for copy in client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, half.unique_key), LONG):
         newest = replace(half, queue_offset=copy.queue_offset, log_offset=copy.log_offset)
         client.call(BROKER, end(newest, HalfEnd.ABORT, from_check=True), LONG)
-
-
-def test_any_process_ends_a_half_by_its_address_also_after_the_broker_was_killed(rocketmq_broker, client, topic):
-    half = put_half(client, topic, b"half")
-    rocketmq_broker.restart()
-    with new_client(rocketmq_broker) as other:
-        other.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
-        assert bodies(other, topic) == [b"half"]
-        close(other, half)
 
 
 # --- the broker's question --------------------------------------------------------------------------------------------
@@ -375,29 +361,6 @@ def test_when_a_member_leaves_the_others_are_asked(rocketmq_broker, client, topi
         assert becomes_true(lambda: all(stays.about(half) for half in halves))
         assert leaves.checks == []
     assert members(client) == []
-
-
-@pytest.mark.full
-def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq_broker, client, settings, topic):
-    settings(transactionCheckMax=2)
-    half = put_half(client, topic, b"half", group="late")
-
-    def discarded():
-        try:
-            return client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
-        except ErrorResponse:  # the broker creates this topic with its first message
-            return []
-
-    assert becomes_true(lambda: len(discarded()) == 1, 60)
-    (record,) = discarded()
-    assert record.properties["REAL_TOPIC"] == topic
-    asked = Asked()
-    with new_client(rocketmq_broker, on_checks=asked) as member:
-        asked.answer = lambda check: member.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
-        member.join(Membership(frozenset({"late"})), LONG)
-        assert f"{record.offset_id.host}:{record.offset_id.port}" == rocketmq_broker.broker_address()
-        client.call(BROKER, administration.resume_half(record.offset_id), LONG)
-        assert becomes_true(lambda: bodies(client, topic) == [b"half"])
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

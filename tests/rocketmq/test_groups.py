@@ -67,17 +67,6 @@ def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(
         assert stands(reader) == {(topic, 0): 1, (topic, 1): 0}
 
 
-def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_its_first_member(
-    join: Join, client: RemotingClient, group: str, topic: str
-) -> None:
-    first = join(topic, group, start="latest")
-    first.has(1)
-    publish(client, topic, b"first")
-    first.take(1)
-    first.close()
-    assert values(join(topic, group, start="latest").take(1)) == [b"first"]
-
-
 def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(
     join: Join, client: RemotingClient, group: str, topic: str
 ) -> None:
@@ -244,19 +233,6 @@ def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
     for each in members:
         each.has(1)
     return members
-
-
-def test_the_first_decision_of_two_members_that_read_the_same_messages_counts(
-    join: Join, client: RemotingClient, group: str, topic: str
-) -> None:
-    one, two = at_once(join, topic, group)
-    publish(client, topic, b"0", b"1", b"2")
-    late, early = one.take(2), two.take(1)
-    one_acks, two_acks = one.acks(late), two.acks(early)
-    assert two.claim(two_acks).decision.value == "commit"
-    with pytest.raises(Conflict):
-        one.claim(one_acks)
-    assert stands(one) == {(topic, 0): 1}
 
 
 def test_a_member_that_was_overtaken_learns_it_and_goes_on_behind(

@@ -77,6 +77,8 @@ def test_an_open_transaction_is_listed_until_it_ends(open_bridge, observer, topi
         assert (found.partitions, found.messages, found.token) == (((topic, 0), (topic, 1)), 3, None)
         assert found.since is not None and abs(found.since / 1000 - time.time()) < 60
         assert found.expires_at is not None and 0 < found.expires_at - found.since < 60_000
+        with pytest.raises(InvalidState, match="only its writer"):
+            observer.commit(txn.id)
     assert gone(observer, txn.id)
 
 
@@ -145,17 +147,6 @@ def test_a_transaction_that_is_not_there_cannot_be_ended(observer):
     for call in (observer.commit, observer.abort, observer.repair):
         with pytest.raises(NotFound, match="no/such/one"):
             call("no/such/one")
-
-
-def test_an_administrator_aborts_what_a_dead_process_left_open_and_does_not_commit_it(
-    rocketmq_broker, observer, client, topic
-):
-    name = die_with_an_open_one(rocketmq_broker, topic)
-    with pytest.raises(InvalidState, match="only its writer"):
-        observer.commit(name)
-    assert observer.abort(name) is Outcome.ABORTED
-    assert gone(observer, name)
-    assert bodies(client, topic) == []
 
 
 def test_a_transaction_that_a_dead_owner_left_open_is_aborted_when_its_id_is_opened_again(

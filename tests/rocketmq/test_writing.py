@@ -11,17 +11,15 @@ import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.errors import NotDurable, ResponseTimeout
+from txnbridge_rocketmq.client.errors import ResponseTimeout
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, ResponseCode
+from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
-from txnbridge_rocketmq.outcome.end_transaction import EndSequence, HalfEnder
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, origin_of, unique_key
 
 from tests.rocketmq import writing_kit
-from tests.rocketmq.half_broker import same_hash
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import cluster_of, copies, flush, numbered, prepare, times_asked
@@ -98,19 +96,6 @@ def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
         assert writing.result(LONG) is Outcome.COMMITTED
     assert bodies(client, one) == numbered(3)
     assert not bridge.capabilities[Capability.ISOLATION]
-
-
-def test_a_published_message_is_found_behind_newer_ones_whose_key_has_the_same_hash(
-    open_bridge: Open, client: RemotingClient, one: str
-) -> None:
-    token = prepare(open_bridge(), one, b"1")
-    assert open_bridge().commit(token) is Outcome.COMMITTED
-    key = same_hash(unique_key(one, TransactionPlace(Token.parse(token).transaction, 0)))
-    for _ in range(5):
-        client.call(BROKER, send(WireMessage(one, b"2", unique_key=key), "tests", 0), LONG)
-    assert becomes_true(lambda: len(client.call(BROKER, read_requests.by_unique_key(one, key), LONG)) == 5)
-    assert open_bridge().commit(token) is Outcome.COMMITTED
-    assert bodies(client, one) == [b"1", *[b"2"] * 5]
 
 
 def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_and_once(
@@ -220,63 +205,7 @@ def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit
     assert bodies(client, one) == [b"1"]
 
 
-def test_a_transaction_that_may_outlive_its_halves_is_refused(
-    settings: Callable[..., None], open_bridge: Open, one: str
-) -> None:
-    settings(transactionCheckMax=12)
-    bridge = open_bridge(timeout=30)
-    with bridge.transaction(timeout=4) as txn:
-        txn.send(one, b"1")
-    with bridge.transaction(timeout=10) as txn:
-        with pytest.raises(errors.InvalidOption, match="transactionCheckMax"):
-            txn.send(one, b"2")
-        txn.abort()
-
-
-# --- who owns an id -------------------------------------------------------------------------------------------------
-
-
-def test_a_newer_owner_shuts_out_the_older_in_the_middle_of_a_transaction(
-    open_bridge: Open, client: RemotingClient, one: str
-) -> None:
-    id = unique("owner")
-    older = open_bridge(transactional_id=id)
-    with pytest.raises(errors.Fenced), older.transaction() as txn:
-        txn.send(one, b"zombie")
-        newer = open_bridge(transactional_id=id)
-    assert txn.outcome is Outcome.ABORTED
-    with newer.transaction() as txn:
-        txn.send(one, b"newer")
-    assert bodies(client, one) == [b"newer"]
-
-
 # --- tokens ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_token_of_many_messages_is_short(bridge: Bridge, client: RemotingClient, one: str, two: str) -> None:
-    with bridge.transaction(prepare=True, hold=60) as txn:
-        for value in numbered(200):
-            txn.send(one, value)
-            txn.send(two, value)
-    assert len(str(txn.token)) < 400
-    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-    assert bodies(client, one) == bodies(client, two) == numbered(200)
-
-
-def test_a_message_asked_about_again_and_again_is_committed_once_by_its_token(
-    bridge: Bridge, client: RemotingClient, one: str
-) -> None:
-    with bridge.transaction(prepare=True, hold=60) as txn:
-        txn.send(one, b"1")
-    # Undecided, so each round sends a check-back for a new copy.
-    assert becomes_true(lambda: times_asked(client, one, txn.id) >= 2)
-    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-    # A later half has got a check-back: so this half would have got another one before.
-    with bridge.transaction(prepare=True, hold=60) as later:
-        later.send(one, b"later")
-    assert becomes_true(lambda: times_asked(client, one, later.id) >= 2)
-    assert bodies(client, one) == [b"1"]
-    bridge.abort(str(later.token))
 
 
 def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
@@ -311,21 +240,6 @@ def test_a_message_whose_answer_is_lost_aborts_all(
     assert (bodies(client, one), bodies(client, two)) == ([b"first"], [])
 
 
-def test_a_message_that_is_plainly_refused_aborts_all(
-    bridge: Bridge, settings: Callable[..., None], client: RemotingClient, one: str, two: str
-) -> None:
-    with pytest.raises(errors.AccessDenied, match="sending a message"), bridge.transaction() as txn:
-        txn.send(one, b"never")
-        flush(txn)
-        settings(rejectTransactionMessage="true")
-        txn.send(two, b"never")
-    assert txn.outcome is Outcome.ABORTED
-    settings(rejectTransactionMessage="false")
-    with bridge.transaction() as txn:
-        txn.send(two, b"1")
-    assert (bodies(client, one), bodies(client, two)) == ([], [b"1"])
-
-
 def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
     rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
@@ -351,28 +265,6 @@ def is_silent(client: RemotingClient, topic: str) -> bool:
     except ResponseTimeout:
         return True
     return False
-
-
-def test_a_message_that_is_stored_but_not_as_asked_aborts_all(bridge: Bridge, client: RemotingClient, one: str) -> None:
-    with pytest.raises(errors.DeliveryFailed, match="not flushed or replicated"), bridge.transaction() as txn:
-        txn.send(one, b"1")
-        txn.send(one, b"2")
-        flush(txn)
-        second = txn._writer._halves._sent[1]  # type: ignore[attr-defined]
-        second.result = NotDurable(ResponseCode.FLUSH_DISK_TIMEOUT, "", "sending", "0" * 32)
-        flush(txn)
-    assert txn.outcome is Outcome.ABORTED
-    assert bodies(client, one) == []
-
-
-def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_will(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
-) -> None:
-    with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, 3.0, kill="step:decide/before") as child:
-        transaction = child.told()
-        child.stopped()
-    assert becomes_true(lambda: decision(bridge, client, one, transaction) == "abort")
-    assert bodies(client, one) == []
 
 
 def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: str) -> str | None:
@@ -419,27 +311,6 @@ def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
     with lost(proxy, **{what: "END_TRANSACTION"}), by_proxy.transaction() as txn:
         txn.send_many(one, [b"1", b"2"])
     assert txn.outcome is Outcome.COMMITTED
-    assert bodies(client, one) == numbered(3)
-
-
-def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_it_is_published(
-    open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bridge = open_bridge(application=unique("alone"))  # so that no other bridge gets its check-backs
-
-    def swallow(ender: HalfEnder, lines: Sequence[EndSequence], *_: object) -> None:
-        for line in lines:
-            line.halves.clear()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(HalfEnder, "_commit_halves", swallow)
-        unknown = pytest.raises(errors.OutcomeUnknown, match="may not be published")
-        with unknown as caught, bridge.transaction(timeout=2) as txn:
-            txn.send_many(one, numbered(3))
-        assert txn.outcome is Outcome.UNKNOWN
-        assert bodies(client, one) == []
-    token = str(caught.value.token)
-    assert becomes_true(lambda: bridge.status(token).state is TokenState.COMMITTED)  # after the broker's check-back
     assert bodies(client, one) == numbered(3)
 
 
