@@ -44,15 +44,6 @@ def test_a_transaction_over_two_topics_is_seen_by_the_official_client_once_it_is
     assert [value for value, _, _ in read_by(official, audit)] == [b"all"]
 
 
-def test_the_official_client_sees_nothing_of_an_abort(bridge, topic, official):
-    with pytest.raises(ZeroDivisionError):
-        with bridge.transaction() as txn:
-            txn.send_many(topic, [b"never"] * 1000)
-            raise ZeroDivisionError
-    send(bridge, topic, b"once")
-    assert [value for value, _, _ in read_by(official, topic)] == [b"once"]
-
-
 def test_an_official_consumer_with_a_schema_reads_what_is_written_in_its_encoding(bridge, topic, official):
     """The schema of the topic came with an official producer; a transaction's messages carry none of their own."""
     schema = importlib.import_module("pulsar").schema

@@ -20,18 +20,6 @@ def test_messages_alone_and_in_batches_are_read_in_order(client, topic):
     assert everything(client, topic) == [b"1", b"2", b"3", b"4"]
 
 
-@pytest.mark.parametrize("kind", list(wire.Compression), ids=lambda kind: kind.name)
-def test_packed_messages_are_read(client, topic, kind):
-    try:
-        producer = client.create_producer(topic, timeout=SOON, compression=kind)
-    except wire.MissingLibrary as error:
-        pytest.skip(str(error))
-    sent = [b"again and again " * 100, b"", b"x"]
-    producer.send(batch_of(*sent), timeout=SOON)
-    producer.send(wire.Single(sent[0]), timeout=SOON).result(SOON)
-    assert everything(client, topic) == [*sent, sent[0]]
-
-
 def test_the_largest_message_is_stored_and_a_larger_one_not_sent(client, topic):
     producer = client.create_producer(topic, timeout=SOON)
     limit = connection_of(producer).max_message_size

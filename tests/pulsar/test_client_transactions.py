@@ -7,7 +7,7 @@ import pytest
 from txnbridge_pulsar import client as wire
 
 from tests.in_time import within
-from tests.pulsar.client_kit import SOON, batch_of, begin, everything
+from tests.pulsar.client_kit import SOON, begin, everything
 
 
 def producer_on(client: wire.PulsarClient, topic: str):
@@ -16,21 +16,6 @@ def producer_on(client: wire.PulsarClient, topic: str):
 
 def end(client: wire.PulsarClient, txn: wire.TxnId, commit: bool = True) -> None:
     client.transactions.end(txn, commit, SOON)
-
-
-@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_messages_to_several_topics_are_seen_after_commit_and_never_after_abort(client, topic, commit):
-    topics = [topic, f"{topic}-2"]
-    txn = begin(client, *topics)
-    for name in topics:
-        producer = producer_on(client, name)
-        producer.send(batch_of(b"1", b"2"), txn, timeout=SOON)
-        producer.send(wire.Single(b"3"), txn, timeout=SOON).result(SOON)
-        producer.send(wire.Single(b"plain"), timeout=SOON).result(SOON)
-        assert everything(client, name) == []
-    end(client, txn, commit)
-    expected = [b"1", b"2", b"3", b"plain"] if commit else [b"plain"]
-    assert [everything(client, name) for name in topics] == [expected, expected]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["commit", "abort"])

@@ -24,7 +24,7 @@ from tests.pulsar.writing_kit import (
     unique,
     writer_of,
 )
-from txnbridge import Bridge, EvidenceLost, Fenced, Outcome, TokenState, Transaction
+from txnbridge import Bridge, EvidenceLost, Fenced, Outcome, Transaction
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -62,22 +62,6 @@ def leave_open(bridge: Bridge, topic: str) -> tuple[Transaction, TxnId]:
 def abandon(txn: Transaction) -> None:
     with pytest.raises(Fenced):
         txn.commit()
-
-
-def test_the_newer_owner_ends_what_was_announced_and_spares_what_was_prepared(
-    open_bridge: Connect, client: PulsarClient, id: str
-) -> None:
-    older = open_bridge(transactional_id=id, writers=3)
-    topic, other = new_topic(older), new_topic(older)
-    with older.transaction(prepare=True) as prepared:
-        prepared.send(topic, b"prepared")
-    left, _ = leave_open(older, other)
-    newer = open_bridge(transactional_id=id)
-    assert read_all(client, concrete(other)) == []
-    assert newer.status(str(prepared.token)).state is TokenState.PREPARED
-    assert newer.commit(str(prepared.token)) is Outcome.COMMITTED
-    abandon(left)
-    assert read_all(client, concrete(topic)) == [b"prepared"]
 
 
 def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: Connect, id: str) -> None:

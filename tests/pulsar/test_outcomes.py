@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import send
-from txnbridge_pulsar.client import PulsarClient, Single, TransactionNotFound, TxnId
+from txnbridge_pulsar.client import PulsarClient, Single, TxnId
 from txnbridge_pulsar.outcome import outcome
 from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state
 from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, was_committed, write_plain
@@ -102,42 +102,6 @@ def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> 
         send(bridge, topic, value)
     assert caught.value.token is not None
     return caught.value.token
-
-
-def test_the_coordinator_says_the_same_of_every_end(client: PulsarClient) -> None:
-    """Why there are markers: a naive look at the coordinator cannot tell a commit from an abort."""
-    said = []
-    for commit in (True, False):
-        txn = client.transactions.begin(60_000, SOON)
-        client.transactions.end(txn, commit, SOON)
-        with pytest.raises(TransactionNotFound) as caught:
-            client.transactions.end(txn, True, SOON)
-        said.append(str(caught.value).replace(f",{txn.least})", ",N)"))
-    assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["commit", "abort"])
-def test_an_end_that_was_repeated_or_reversed_is_told_truly(
-    open_bridge: Connect, bridge: Bridge, client: PulsarClient, topic: str, first: bool
-) -> None:
-    token, other = prepare(bridge, topic), open_bridge()
-    truth = Outcome.COMMITTED if first else Outcome.ABORTED
-    assert (bridge.commit if first else bridge.abort)(token) is truth
-    assert [end(token) for _ in range(2) for end in (other.commit, bridge.abort, bridge.commit, other.abort)] == [
-        truth
-    ] * 8
-    assert state_of(other, token).value == truth.value
-    assert read_all(client, concrete(topic)) == ([b"prepared"] if first else [])
-
-
-@pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
-def test_a_token_of_an_unknown_commit_tells_for_long_after(
-    open_bridge: Connect, bridge: Bridge, topic: str, happened: bool
-) -> None:
-    token = unknown(bridge, topic, b"x", happened)
-    for number in range(3):
-        send(bridge, topic, b"%d" % number)
-    assert state_of(open_bridge(), token) is (TokenState.COMMITTED if happened else TokenState.ABORTED)
 
 
 def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_ends(

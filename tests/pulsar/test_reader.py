@@ -169,19 +169,6 @@ def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_
     assert values(reader.take(1)) == [b"2"]
 
 
-def test_a_message_in_chunks_is_not_lost_with_a_connection(client, topic, member):
-    write(client, topic, b"1")
-    reader = member(topic, None)
-    assert values(reader.take(1)) == [b"1"]
-    write_chunks(client, topic, [b"two, "], of=2)
-    while not reader.reader._partitions[topic, 0].consumer._chunks.incomplete:
-        assert not reader.poll(1, timeout=0.1)
-    reader.cut()
-    write_chunks(client, topic, [b"and the rest"], first=1, of=2)
-    write(client, topic, b"3")
-    assert values(reader.take(2)) == [b"two, and the rest", b"3"]
-
-
 # --- partitions ----------------------------------------------------------------------------------------------------
 
 
