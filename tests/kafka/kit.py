@@ -1,6 +1,8 @@
 """Helpers that look behind the public interface."""
 
 import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.protocol_types import TransactionDescription
@@ -9,6 +11,7 @@ from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 
+from tests.brokers.kit import state
 from txnbridge import Bridge, Transaction
 from txnbridge.spi import Deadline
 
@@ -50,3 +53,10 @@ def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:
 def describe(bridge: Bridge, *ids: str) -> dict[str, TransactionDescription]:
     """Return the coordinator's descriptions of Kafka's own ids; unknown ids are absent."""
     return requests_of(bridge).describe(ids, Deadline(30))
+
+
+def stand_still(broker: brokers.Broker) -> None:
+    """Pause it, and return when it has stopped: threads that are at work may answer once more."""
+    broker.pause()
+    pid = broker.pid(1) if isinstance(broker, brokers.ProcessBroker) else None
+    assert pid is None or wait_until(lambda: "T" in state(pid), 30.0)

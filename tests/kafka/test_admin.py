@@ -31,9 +31,8 @@ from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.topics import KEEP_ALL, KafkaTopics
 
 import txnbridge
-from tests.brokers.kit import state
 from tests.in_time import takes, within
-from tests.kafka.kit import without_epoch_bumps
+from tests.kafka.kit import stand_still, without_epoch_bumps
 from tests.keeping import keeping
 from txnbridge import Bridge, Outcome
 from txnbridge._base.events import Emitter
@@ -388,13 +387,6 @@ def test_the_doctor_says_what_it_may_not_see(guarded, make_admin):
     with pytest.raises(AccessDenied):
         admin.end("somebodys.0", Decision.ABORT, Deadline(LONG))
     assert admin.transactions(Deadline(LONG)) == []
-
-
-def stand_still(broker: brokers.Broker) -> None:
-    """Pause it, and return when it has stopped: threads that are at work may answer once more."""
-    broker.pause()
-    pid = broker.pid(1) if isinstance(broker, brokers.ProcessBroker) else None
-    assert pid is None or wait_until(lambda: "T" in state(pid), LONG)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from txnbridge.errors import (
     PositionLost,
     StorageFailed,
 )
-from txnbridge.spi import Context, Deadline, Emitter, Ledger, Subscription
+from txnbridge.spi import Context, Deadline, Emitter, Subscription
 from txnbridge.testing import Child, tell
 
 ADMIN: Any = confluent_kafka.admin  # its list of names has gaps
@@ -43,7 +43,7 @@ KINDS = pytest.mark.parametrize("kind", [COOPERATIVE, EAGER, CONSUMER], ids=["co
 APPLICATION = "reader-tests"
 
 
-class Openings(Ledger):
+class Openings:
     """A ledger of openings, in memory."""
 
     def __init__(self):
@@ -63,36 +63,6 @@ class Openings(Ledger):
     def newest_opening(self, deadline):
         self.reads += 1
         return (str(len(self.all)), self.all[-1]) if self.all else None
-
-    def begin(self, deadline):
-        raise NotImplementedError
-
-    def record(self, kind, transaction, data, deadline):
-        raise NotImplementedError
-
-    def find(self, transaction, deadline, *, log=None):
-        raise NotImplementedError
-
-    def entries(self, kind, deadline):
-        raise NotImplementedError
-
-    def claim(self, transaction, decision, data, deadline, *, log, acks=()):
-        raise NotImplementedError
-
-    def decided(self, transaction, deadline, *, log):
-        raise NotImplementedError
-
-    def claims(self, deadline):
-        raise NotImplementedError
-
-    def acknowledged(self, group, deadline):
-        raise NotImplementedError
-
-    def positions(self, group, deadline):
-        raise NotImplementedError
-
-    def held(self, group, deadline):
-        raise NotImplementedError
 
 
 class Listener(reading_kit.Listener):
@@ -163,7 +133,7 @@ class Cluster:
         client = {"bootstrap.servers": self.bootstrap}
         return KafkaSettings(self.bootstrap, client, Access(), 30, None, APPLICATION, 0, **options)
 
-    def ledger(self, id):
+    def ledger(self, id) -> Any:
         return self.ledgers.setdefault(id, Openings())
 
     def topic(self, partitions=1):

@@ -19,7 +19,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.observing import take
 from txnbridge_kafka.client import request_retry, wire
 from txnbridge_kafka.client.protocol_types import END_TXN_CODES, EndTxnResult, TransactionDescription
@@ -28,12 +28,11 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
 import txnbridge
-from tests.brokers.kit import create_topic, port_of, state, topic_appears
+from tests.brokers.kit import create_topic, port_of, topic_appears
 from tests.in_time import takes
-from tests.kafka.kit import without_epoch_bumps
+from tests.kafka.kit import stand_still, without_epoch_bumps
 from tests.keeping import keeping
 from txnbridge.errors import (
-    AccessDenied,
     BrokerUnavailable,
     DeadlineExceeded,
     Fenced,
@@ -595,13 +594,6 @@ def check_in_time(call: Callable[[Requests, Deadline], object], ours: Requests, 
     assert f"deadline of {seconds:g} s" in str(told)
 
 
-def stand_still(broker: brokers.Broker) -> None:
-    """Pause it, and return when it has stopped: threads that are at work may answer once more."""
-    broker.pause()
-    pid = broker.pid(1) if isinstance(broker, brokers.ProcessBroker) else None
-    assert pid is None or wait_until(lambda: "T" in state(pid), LONG)
-
-
 @pytest.fixture
 def paused(kafka_broker) -> Iterator[Callable[[], None]]:
     yield partial(stand_still, kafka_broker)
@@ -838,56 +830,7 @@ def test_the_answers_of_three_nodes_are_put_together(cluster):
     assert cluster.visible() == [cluster.id.encode()]
 
 
-# --- rights and words ------------------------------------------------------------------------------------------------
-
-PASSWORD = "do-not-tell"
-
-
-@pytest.fixture
-def guarded(start_kafka: StartKafka) -> brokers.Broker:
-    """A broker that knows users by password at its proxy's listener, where only root may do anything."""
-    login = "org.apache.kafka.common.security.plain.PlainLoginModule required"
-    return start_kafka(
-        container=False,
-        settings={
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXY:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
-            "sasl.enabled.mechanisms": "PLAIN",
-            "listener.name.proxy.plain.sasl.jaas.config": f'{login} user_root="{PASSWORD}" user_guest="{PASSWORD}";',
-            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": "User:ANONYMOUS;User:root",
-        },
-    )
-
-
-def login(proxy: faults.Proxy, user: str, password: str = PASSWORD) -> Requests:
-    return Requests(
-        settings_for(proxy.url.removeprefix("kafka://"), mechanism="PLAIN", username=user, password=password)
-    )
-
-
-def test_rights_are_asked_for_and_a_refusal_tells_no_secret(guarded, capfd, caplog):
-    caplog.set_level(logging.DEBUG)
-    with faults.proxy(guarded) as proxy:
-        root, guest, stranger = login(proxy, "root"), login(proxy, "guest"), login(proxy, "root", "wrong-" + PASSWORD)
-        who = root.fence("mine", 60_000, Deadline(LONG))
-        root.add_offsets("mine", *who, "g", Deadline(LONG))
-        told = []
-        for refused in (
-            lambda: guest.describe(["mine"], Deadline(LONG)),
-            lambda: guest.end("mine", *who, COMMIT, Deadline(LONG)),
-            lambda: guest.fence("mine", 60_000, Deadline(LONG)),
-            lambda: guest.write_markers(*who, COMMIT, [("__consumer_offsets", 0)], Deadline(LONG)),
-            lambda: stranger.cluster_id(Deadline(LONG)),
-            lambda: stranger.end("mine", *who, COMMIT, Deadline(LONG)),
-        ):
-            with pytest.raises(AccessDenied) as error:
-                refused()
-            told.append(f"{error.value!r} {error.value.__cause__!r}")
-        assert root.end("mine", *who, COMMIT, Deadline(LONG)).code == 0
-        for ours in (root, guest, stranger):
-            ours.close()
-    heard = [*told, *capfd.readouterr(), caplog.text, repr(settings_for("x", password=PASSWORD))]
-    assert not any(PASSWORD in text for text in heard)
+# --- words -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_kafka_is_started_for_a_demo_that_lacks_its_client():
