@@ -166,15 +166,6 @@ def test_a_connection_that_ends_or_speaks_something_else_fails_its_requests_alon
     assert other.results() == ["fine"]
 
 
-def test_an_interrupt_closes_the_connection(pool, broker, monkeypatch):
-    exchange = pool.begin([echo()], time.monotonic() + LONG)
-    monkeypatch.setattr(exchange._connection, "_next", lambda until: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        exchange.results()
-    assert not exchange._connection.is_open
-    assert pool._slots.left == 2
-
-
 def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
     """A signal handler's exception comes behind a call, before its caller has what the call returns."""
 

@@ -15,6 +15,7 @@ from pyspark_txnbridge._write.task import SlotWriters, prepare, write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
+from tests.spark.test_protocol import fresh_starts
 from txnbridge import Fenced, InvalidOption, NotFound, OutcomeUnknown, Token, TransactionAborted
 from txnbridge._decisions.decisions import Opening
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
@@ -111,21 +112,14 @@ def check_two_batches(start):
 
 @pytest.mark.timeout(900)
 def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once(tmp_path):
-    numbers = iter(range(1000))
-
-    def fresh():
-        return options(f"embedded:{tmp_path}/{next(numbers)}.db", topic="out"), new_run()
-
+    fresh = fresh_starts(f"embedded:{tmp_path}/NUMBER.db")
     crash_everywhere(run_two_batches, check_two_batches, fresh=fresh, at_once=2)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once_on_kafka(kafka_broker):
-    def fresh():
-        return options(kafka_broker.url, topic=f"out-{new_run()}"), new_run()
-
-    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh, timeout=120, at_once=2)
+    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh_starts(kafka_broker.url), timeout=120, at_once=2)
 
 
 def write_and_commit(sink, identity, partitions):
