@@ -155,11 +155,12 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
     plan = client.plan
     undecided: Transaction | None = None
     while not client.stop.is_set():
-        messages: Sequence[Message] = consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2)
+        closing = plan.closing.exists()  # a long run leaves much behind: it is copied without pauses
+        messages: Sequence[Message] = consumer.poll(50 if closing else client.random.choice((1, 5, 50)), timeout=0.2)
         if undecided is not None and client.random.random() < _DECIDING_SHARE:
             _end_prepared(client, bridge, undecided)
             undecided = None
-        if undecided is None and len(messages) and client.random.random() < _GIVING_BACK_SHARE:
+        if not closing and undecided is None and len(messages) and client.random.random() < _GIVING_BACK_SHARE:
             messages = _give_back(client, bridge, consumer, messages)
         if messages:
             sends = {(plan.named("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
@@ -167,8 +168,8 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
                 sends[plan.named("target"), message.partition] += client.values(1)
             prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
             way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
-            abort, prepare = way == "abort", way == "prepare"
-            pause = client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
+            abort, prepare = not closing and way == "abort", not closing and way == "prepare"
+            pause = 0 if closing else client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
             ack = (plan.named("copiers"), messages)
             txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
             if txn and prepare:
@@ -240,7 +241,8 @@ def finish(client: Client) -> None:
     with client.bridge(writers=1) as bridge:
         for transaction, token in _tokens(client):
             for wish in client.random.choice(_WISHES):
-                client.finish(bridge, transaction, token, wish)
+                if not client.stop.is_set():  # with a broker that is away each call takes its whole deadline
+                    client.finish(bridge, transaction, token, wish)
 
 
 def _tokens(client: Client) -> Iterator[tuple[str, str]]:
