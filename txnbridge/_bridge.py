@@ -478,15 +478,21 @@ class Bridge:
         self._connection.check_open()
         from txnbridge._process.processor import Processor
 
-        begin: Callable[..., Any] = partial(self.transaction, group_commit=False)
-        if to is not None:
-            if settings.get("db") is not None:
-                raise InvalidOption("to= and db= do not go together: consume into the database, and send by an outbox")
-            from txnbridge._half.span_pass import SpanPass, open_spans
-
-            open_spans(to, self)
-            begin = partial(SpanPass, self, to)
+        begin = self._begins_passes(to, settings.get("db"))
         return Processor(self._consumers, begin, inputs, group=group, each=each, batch=batch, **settings)
+
+    def _begins_passes(self, to: Bridge | None, db: object) -> Callable[..., Any]:
+        """Return the function that begins a transaction of a processor, which sends to the bridge `to` if not None."""
+        if to is None:
+            return partial(self.transaction, group_commit=False)
+        if db is not None:
+            raise InvalidOption(
+                "db= and another broker do not go together: consume into the database, and use an outbox"
+            )
+        from txnbridge._half.span_pass import SpanPass, open_spans
+
+        open_spans(to, self)
+        return partial(SpanPass, self, to)
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
         """Return the first `limit` committed messages of a topic that are readable now; read without a group."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.in_time import wait_until, within
-from txnbridge import App, InvalidOption, InvalidState, Poison, Router, connect
+from txnbridge import App, InvalidOption, InvalidState, Outgoing, Poison, Router, connect
 from txnbridge._app import app as app_module
 
 
@@ -116,6 +116,34 @@ def test_an_app_runs_in_a_test_with_another_broker(bridge, tmp_path):
         with app, pytest.raises(InvalidState, match="runs already"), app.using(other):
             pass
     with pytest.raises(InvalidOption, match="no folder /nowhere"):
+        app.run(until_idle=True)
+
+
+def test_a_function_sends_to_another_broker_in_one_transaction_with_its_acknowledgement(bridge, tmp_path):
+    app = App(others={"letters": "embedded:/nowhere/letters.db"})
+    calls = 0
+
+    @app.process("in", group="g", to="out", on="letters", max_attempts=2, dead_letter="dead", backoff=(0.01, 0.01))
+    def write(value: bytes) -> Iterator[bytes | Outgoing]:
+        nonlocal calls
+        calls += 1
+        yield value
+        yield Outgoing("copies", value)
+        if calls == 1 or value == b"2":
+            raise ValueError
+
+    described = app.describe()
+    assert described["servers"].keys() == {"broker", "letters"}
+    assert described["channels"]["letters/out"]["servers"] == [{"$ref": "#/servers/letters"}]
+    letters = f"embedded:{tmp_path}/letters.db"
+    with app.using(bridge.url, {"letters": letters}), connect(letters) as beside:
+        beside.ensure_topics("out", "copies")
+        send(bridge, b"1", b"2", b"3")
+        app.run(until_idle=True)
+        assert values(beside) == values(beside, "copies") == [b"1", b"3"]
+        assert (values(bridge), values(bridge, "dead")) == ([], [b"2"])
+    app.process("in", group="h", to="out", on="letter")(lambda value: value)
+    with app.using(bridge.url, {"letters": letters}), pytest.raises(InvalidOption, match="no such URL in others="):
         app.run(until_idle=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -41,7 +41,8 @@ class App(Router):
 
         app.run()
 
-    `url` and `connect` are the arguments of `connect`. After a stop the functions have `stop_timeout` seconds to
+    `url` and `connect` are the arguments of `connect`. `others` has the URLs of further brokers by name, to which
+    functions with `on=name` send. After a stop the functions have `stop_timeout` seconds to
     finish; then their transactions are aborted. A call that lasts longer than `hang_after` seconds, by default ten
     times the transaction's timeout, makes the check `/healthz` of `txnbridge run` fail. `title` and `version` name the
     service in its description. `lifespan` is that of a `Router`.
@@ -59,6 +60,7 @@ class App(Router):
         lifespan: LifespanFunction | None = None,
         title: str = "app",
         version: str = "",
+        others: Mapping[str, str] | None = None,
         **connect: Any,
     ) -> None:
         super().__init__(lifespan=lifespan)
@@ -70,6 +72,7 @@ class App(Router):
         self.version = version
         self.stop_timeout = stop_timeout
         self._connect_options = {"url": url, **connect}
+        self._others = dict(others or {})
         self._stop: Shutdown | None = None  # while the app is open
         self._bridge: Bridge | None = None
         self._processors: list[ServedProcessor] = []
@@ -107,25 +110,27 @@ class App(Router):
         from txnbridge._app.description import describe
 
         handlers = {name: handler for name, (handler, _) in self._named().items()}
-        return describe(self.title, self.version, self._connect_options["url"], handlers)
+        urls = {"broker": self._connect_options["url"], **self._others}
+        return describe(self.title, self.version, urls, handlers)
 
     @contextmanager
-    def using(self, url: str, **connect: Any) -> Iterator[App]:
+    def using(self, url: str, others: Mapping[str, str] | None = None, **connect: Any) -> Iterator[App]:
         """Let the app run with another broker inside a block, for its tests.
 
             with app.using(f"embedded:{tmp_path}/test.db"):
                 app.run(until_idle=True)
 
-        `url` and `connect` replace those arguments of the app. Raise `InvalidState` while the app runs.
+        `url`, `others` and `connect` replace those arguments of the app. Raise `InvalidState` while the app runs.
         """
         if self._stop is not None:
             raise InvalidState("this app runs already; enter `using` before its run")
-        before = self._connect_options
-        self._connect_options = {**before, "url": url, **connect}
+        before = self._connect_options, self._others
+        self._connect_options = {**self._connect_options, "url": url, **connect}
+        self._others = {**self._others, **(others or {})}
         try:
             yield self
         finally:
-            self._connect_options = before
+            self._connect_options, self._others = before
 
     def _status(self) -> dict[str, Any]:
         """Return the status of the app for the health checks of `txnbridge run`."""
@@ -281,6 +286,11 @@ class App(Router):
             self._stop = Shutdown(self.stop_timeout, "app", lambda _: None, lambda: None)
             options = {"writers": max(_LEAST_WRITERS, len(handlers)), **self._connect_options}
             bridge = self._bridge = stack.enter_context(connect(**options))
+            # A mapping is the options of one backend.
+            options = {name: each for name, each in options.items() if not isinstance(each, Mapping)}
+            targets: dict[str | None, Bridge | None] = {None: None}
+            for other, url in self._others.items():
+                targets[other] = stack.enter_context(connect(**{**options, "url": url}))
             states: dict[Lifespan | None, Any] = {None: None}
             for lifespan in self._lifespans():
                 if not lifespan.is_async:
@@ -289,11 +299,14 @@ class App(Router):
                     stack.callback(block.__exit__, None, None, None)
             named = self._named()
             for name, (handler, _) in named.items():
-                handler.require_output(bridge._connection, name)
+                if handler.on not in targets:
+                    raise InvalidOption(f"{name} sends on={handler.on!r}, but the app has no such URL in others=")
+                handler.require_output((targets[handler.on] or bridge)._connection, name)
             yield [
                 partial(
                     ServedProcessor,
                     bridge,
+                    targets[handler.on],
                     name,
                     handler,
                     *self._open_handler(handler, lifespan, states, stack),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -30,22 +30,27 @@ class _Content(NamedTuple):
     schemas: Document
 
 
-def describe(title: str, version: str, url: str | None, handlers: dict[str, Handler]) -> Document:
-    """Return the description of the functions, given by their names, of an app whose broker is at `url`."""
+def describe(title: str, version: str, urls: Mapping[str, str | None], handlers: dict[str, Handler]) -> Document:
+    """Return the description of the functions, given by their names, of an app with brokers at `urls`, by name."""
     channels: Document = {}
     operations: Document = {}
     schemas: Document = {}
 
-    def add(name: str, action: str, topic: Topic, contents: Iterable[_Content], handler: Handler) -> None:
-        channel = channels.setdefault(topic.name, {"address": topic.name, "messages": {}})
-        operation: Document = {"action": action, "channel": _reference("channels", topic.name), "messages": []}
+    def add(
+        name: str, action: str, topic: Topic, contents: Iterable[_Content], handler: Handler, on: str | None = None
+    ) -> None:
+        place = f"{on}/{topic.name}" if on else topic.name
+        channel = channels.setdefault(place, {"address": topic.name, "messages": {}})
+        if len(urls) > 1:
+            channel["servers"] = [_reference("servers", on or "broker")]
+        operation: Document = {"action": action, "channel": _reference("channels", place), "messages": []}
         if summary := (handler.function.__doc__ or "").strip().partition("\n")[0]:
             operation["summary"] = summary
         if action == "receive":
             operation["x-group"] = handler.group
         for content in contents:
             channel["messages"][content.name] = content.message
-            operation["messages"].append(_reference("channels", topic.name, "messages", content.name))
+            operation["messages"].append(_reference("channels", place, "messages", content.name))
             schemas.update(content.schemas)
         operations[name] = operation
 
@@ -53,12 +58,14 @@ def describe(title: str, version: str, url: str | None, handlers: dict[str, Hand
         for number, topic in enumerate(handler.inputs):
             add(f"{name}-{number + 1}" if number else name, "receive", topic, [_content(topic.codec)], handler)
         if handler.to is not None:
-            add(f"{name}-result", "send", handler.to, _results(handler.to, handler.output_types), handler)
+            add(f"{name}-result", "send", handler.to, _results(handler.to, handler.output_types), handler, handler.on)
     document: Document = {"asyncapi": "3.0.0", "info": {"title": title, "version": version or "0"}}
-    if url:
-        address = parse_url(url)[0]
-        host = str(address).partition(":")[2].removeprefix("//")
-        document["servers"] = {"broker": {"host": host, "protocol": address.scheme}}
+    addresses = {server: parse_url(url)[0] for server, url in urls.items() if url}
+    if addresses:
+        document["servers"] = {
+            server: {"host": str(address).partition(":")[2].removeprefix("//"), "protocol": address.scheme}
+            for server, address in addresses.items()
+        }
     return document | {"channels": channels, "operations": operations, "components": {"schemas": schemas}}
 
 

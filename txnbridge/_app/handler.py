@@ -51,6 +51,7 @@ class Handler:
         settings: Mapping[str, Any],
         batch: bool = False,
         middleware: Callable[[Any], AbstractContextManager[object]] | None = None,
+        on: str | None = None,
     ) -> None:
         if not isinstance(function, FunctionType | MethodType):
             raise InvalidOption(f"process() decorates a function, not {type(function).__name__}")
@@ -60,6 +61,7 @@ class Handler:
         self.settings = dict(settings)
         self.batch = batch
         self._around = middleware
+        self.on = on  # the name of the broker to which it sends, if that is not the one of its input
         self.is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
         self._yields_async = inspect.isasyncgenfunction(function)
         self._check_settings()

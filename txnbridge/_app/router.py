@@ -39,6 +39,7 @@ class Router:
         *,
         group: str = "",
         to: str | Topic | None = None,
+        on: str | None = None,
         batch: bool = False,
         middleware: Callable[[Any], AbstractContextManager[object]] | None = None,
         **settings: Unpack[HandlerSettings],
@@ -55,7 +56,8 @@ class Router:
         database's connection, `db`.
 
         What it returns is sent to `to` in the message's transaction, with the message's key: one value, several as a
-        list or an iterator, or an `Outgoing` to another topic; None is nothing. `settings` are those of a `Processor`.
+        list or an iterator, or an `Outgoing` to another topic; None is nothing. With `on` it sends to the one of the
+        app's `others` with this name, and each transaction is a span of both. `settings` are those of a `Processor`.
 
         With `batch=True` the function is called with the messages of a poll, as `list[Order]` or
         `list[Message[Order]]`, all in one transaction; its results have no key. `middleware` is called with the message
@@ -69,7 +71,7 @@ class Router:
         """
 
         def decorate(function: F) -> F:
-            handler = Handler(function, inputs, group, to, settings, batch, middleware)
+            handler = Handler(function, inputs, group, to, settings, batch, middleware, on)
             self._handlers.append(handler)
             try:
                 self._require_distinct()

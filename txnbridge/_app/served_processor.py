@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,15 @@ if TYPE_CHECKING:
 
 
 class ServedProcessor(Processor):
-    """The processor of one function. `ended` is called when its loop ends in its thread."""
+    """The processor of one function, which sends to the bridge `to`, or to that of its input if it is None.
+
+    `ended` is called when its loop ends in its thread.
+    """
 
     def __init__(
         self,
         bridge: Bridge,
+        to: Bridge | None,
         name: str,
         handler: Handler,
         state: Any,
@@ -37,7 +40,7 @@ class ServedProcessor(Processor):
         fatal = settings.pop("fatal", ())
         super().__init__(
             bridge._consumers,
-            partial(bridge.transaction, group_commit=False),
+            bridge._begins_passes(to, settings.get("db")),
             handler.inputs,
             group=handler.group,
             stop_timeout=stop_timeout,
