@@ -120,7 +120,7 @@ def test_an_app_runs_in_a_test_with_another_broker(bridge, tmp_path):
 
 
 def test_a_function_sends_to_another_broker_in_one_transaction_with_its_acknowledgement(bridge, tmp_path):
-    app = App(others={"letters": "embedded:/nowhere/letters.db"})
+    app = App("embedded:/nowhere/app.db", others={"letters": "embedded:/nowhere/letters.db"})
     calls = 0
 
     @app.process("in", group="g", to="out", on="letters", max_attempts=2, dead_letter="dead", backoff=(0.01, 0.01))

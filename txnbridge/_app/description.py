@@ -41,7 +41,7 @@ def describe(title: str, version: str, urls: Mapping[str, str | None], handlers:
     ) -> None:
         place = f"{on}/{topic.name}" if on else topic.name
         channel = channels.setdefault(place, {"address": topic.name, "messages": {}})
-        if len(urls) > 1:
+        if len(urls) > 1 and urls.get(on or "broker"):
             channel["servers"] = [_reference("servers", on or "broker")]
         operation: Document = {"action": action, "channel": _reference("channels", place), "messages": []}
         if summary := (handler.function.__doc__ or "").strip().partition("\n")[0]:

@@ -229,22 +229,20 @@ def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(
 
 
 def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge, with_timing):
-    asked = threading.Event()
+    asked: list[str] = []
 
-    def check(*_: Any) -> Decision:
-        asked.set()
+    def check(id: str, messages: Sequence[Message]) -> Decision:
+        asked.append(id)
         return ABORT
 
-    def slow(*_: Any) -> Decision:
-        assert asked.wait(60)
-        eventually(lambda: sales._resolver.stats.checks > 0, "its answer is taken")
+    def slow(txn: HalfTransaction, arg: object) -> Decision:
+        eventually(lambda: txn.id in asked and sales._resolver.stats.checks >= len(asked), "its answer is taken")
         return COMMIT
 
     with bridge.half_messages("shop", execute=slow, check=check) as sales:
         with_timing(first_check=0.0)
         assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
         with_timing(first_check=Timing.first_check)
-        asked.clear()
         with pytest.raises(TransactionAborted, match="check answered ABORT"):
             sell(sales, timeout=TIMEOUT)
 
