@@ -78,8 +78,7 @@ class Handler:
         self.inputs = [for_input(topic, codec) for topic in topic_list(inputs)]
         self.to = None if to is None else for_output(as_topic(to))
         self.output_types = self._read_output_types(None if to is None else as_topic(to))
-        keys = {topic.name: topic for topic in self.inputs}
-        self._publisher = ResultPublisher(self.name, self.to, keys)
+        self._publisher = ResultPublisher(self.name, self.to, self.inputs)
 
     def _check_settings(self) -> None:
         if not self.group or not isinstance(self.group, str):

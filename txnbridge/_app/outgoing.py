@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from txnbridge._app.value_types import by_type, for_output
@@ -31,12 +32,13 @@ class UnfitResult(InvalidOption):
 class ResultPublisher:
     """Sends what one function returns: an `Outgoing` to its topic, a value to `to` with the input message's key."""
 
-    def __init__(self, name: str, to: Topic | None, input_keys: Mapping[str, Topic]) -> None:
+    def __init__(self, name: str, to: Topic | None, inputs: Sequence[Topic]) -> None:
         self._name = name
         self._to = to
         # A transaction takes bytes for a topic's name faster than for a `Topic`.
         self._plain_name = to.name if to is not None and to.codec is by_type and to.key is None else None
-        self._input_keys = input_keys
+        self._inputs = inputs
+        self._input_keys = {topic.name: topic for topic in inputs}
 
     def publish(self, result: Any, message: Message | None, send: Send) -> None:
         """Send what the function returned for `message`: one value, or each value of a list or iterator."""
@@ -55,7 +57,7 @@ class ResultPublisher:
         if value is None:
             return
         if self._plain_name is not None and value.__class__ is bytes:
-            key = None if message is None else self._input_keys[message.topic].encode_key(message.key)
+            key = None if message is None else self._input_key(message)
             send(self._plain_name, value, key=key)
             return
         if isinstance(value, Outgoing):
@@ -85,6 +87,11 @@ class ResultPublisher:
         """Return the input message's key for the topic `to`: bytes, unless this topic has a codec for keys."""
         if message is None:
             return None
-        if to.key is None:
-            return self._input_keys[message.topic].encode_key(message.key)
-        return message.key
+        return self._input_key(message) if to.key is None else message.key
+
+    def _input_key(self, message: Message) -> bytes | None:
+        topic = self._input_keys.get(message.topic)
+        if topic is None:  # it fits a pattern
+            topic = next(each for each in self._inputs if fnmatchcase(message.topic, each.name))
+            self._input_keys[message.topic] = topic
+        return topic.encode_key(message.key)

@@ -25,6 +25,9 @@ class Timing:
     # longer than brokers wait by default for a dead member (Kafka: 45 s), whose partitions may then be assigned to this
     # member.
     without_partition: float = 60.0
+    # The interval at which a processor with a pattern of topics looks for topics that have come or gone. Each look may
+    # end its membership in the group, and begin another one.
+    pattern_look: float = 30.0
     # The time from a half-message transaction's begin to its first check-back. Most local work has ended by then, and
     # messages of a dead process need not wait until the transaction's deadline.
     first_check: float = 6.0

@@ -35,6 +35,7 @@ from txnbridge._process.failure_policy import (
     require_not_ended,
 )
 from txnbridge._process.handler import call_inside, handler_location, loggable
+from txnbridge._process.input_topics import InputTopics
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
@@ -138,6 +139,8 @@ class Processor(ConnectionUser):
     than once for the same message, and only its sends with `txn` take effect once. It must neither commit nor
     acknowledge.
 
+    - `inputs`: topics, also as patterns: `orders.*` is all topics whose names fit, and those that come later, which are
+      found within half a minute and read from their begin.
     - `dead_letter`: the topic for poison: messages that cannot be decoded, or for which the handler raises `Poison` or
       an exception of a class in `poison`. Without this topic, poison stops the loop with the `Poison` error. More than
       `max_dead_letters_in_a_row` consecutive poison messages stop the loop, too (None: no limit).
@@ -213,7 +216,8 @@ class Processor(ConnectionUser):
         self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row, self._attempts_at)
-        self._retries = Retries(retry, group, [topic.name for topic in self._topics])
+        self._retries = Retries(retry, group)
+        self._input_topics = InputTopics(self._topics, [dead_topic, *self._retries.topics])
         self._waiting_keys = WaitingKeys(consumers, self._retries.topics, begin) if keep_order else None
         if retry is not None and max_attempts is None:
             max_attempts = 1
@@ -235,6 +239,8 @@ class Processor(ConnectionUser):
             raise errors.InvalidOption("keep_order=True is for retry=")
         if keep_order and db is not None:
             raise errors.NotSupported("keep_order=True is not for db=: a relay sends what waits for a retry, later")
+        if db is not None and self._input_topics.change:
+            raise errors.NotSupported("a pattern of topics is not for db=: name the topics")
         if db is not None:
             self._use_database(db, outbox)
         elif outbox is not None:
@@ -395,12 +401,15 @@ class Processor(ConnectionUser):
             elif self._dead_letters.topic is not None:  # with a database a relay sends them, perhaps to another broker
                 use = f"the dead letters of group {self._group!r} go to"
                 self._connection.require_topic(self._dead_letters.topic, use)
-            self._inputs = ProcessorInputs(
-                self._consumers, self._topics, self._retries.topics, self._group, self._start
-            )
+            self._input_topics.look(self._connection, now=True)
+            self._inputs = self._join(self._start)
             unless_opened.pop_all()
         self._retries.warn_of_unread_topics(self._connection)
         self._since = time.monotonic()
+
+    def _join(self, start: str | int | datetime) -> ProcessorInputs:
+        topics = self._input_topics.now
+        return ProcessorInputs(self._consumers, topics, self._retries.topics, self._group, start)
 
     def _late(self) -> errors.DeadlineExceeded:
         return errors.DeadlineExceeded(
@@ -509,6 +518,8 @@ class Processor(ConnectionUser):
         rest = False
         committed = self._stats.transactions
         try:
+            if not self._failures and not self._inputs.in_doubt:
+                self._follow_topics()
             items = self._poll(self._inputs)
             self._poll_by = time.monotonic() + self._timeout
             self._process(items)
@@ -518,6 +529,8 @@ class Processor(ConnectionUser):
         except BaseException as error:
             if not self._stop.forced:
                 self._take_back()
+            if isinstance(error, errors.NotFound) and self._follow_topics(now=True):
+                return self._stop.asked
             if not self._is_handled(error, progress=self._stats.transactions > committed):
                 raise
             return self._stop.asked
@@ -527,6 +540,15 @@ class Processor(ConnectionUser):
         idle = until_idle and not rest and len(items) < self._max_messages
         self._measure_lag(self._inputs, now=idle)
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
+
+    def _follow_topics(self, now: bool = False) -> bool:
+        """Join the group again if the topics that fit the inputs have changed; return whether they have."""
+        if not self._input_topics.look(self._connection, now):
+            return False
+        before, self._inputs = self._inputs, self._join("earliest")  # topics that are new are read whole
+        assert before is not None
+        close_logging_errors(before.close, self._timeout)
+        return True
 
     def _take_back(self, failed: bool = True) -> None:
         assert self._inputs is not None
@@ -591,7 +613,7 @@ class Processor(ConnectionUser):
         if self._waiting_keys is not None and delivered.topic in self._retries.topics and is_follower(delivered):
             self._waiting_keys.in_doubt = True
         try:
-            return self._retries.original(delivered)
+            return self._retries.original(delivered, self._input_topics.names)
         except errors.Poison as poison:
             items.set_aside(index, poison)
             return delivered
@@ -607,7 +629,12 @@ class Processor(ConnectionUser):
     def _measure_lag(self, inputs: ProcessorInputs, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
             self._asked_at = self._asked_at or time.monotonic()
-            self._lag = inputs.lag(min(_LAG_DEADLINE, self._timeout))
+            try:
+                self._lag = inputs.lag(min(_LAG_DEADLINE, self._timeout))
+            except errors.NotFound:
+                if not self._input_topics.change:
+                    raise
+                self._lag = None  # until `_follow_topics` finds out which topic is gone
             self._lag_at, self._asked_at = time.monotonic(), None
 
     def _process(self, items: PolledBatch) -> None:

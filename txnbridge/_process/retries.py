@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from txnbridge._base.connection import Connection
@@ -109,10 +109,9 @@ def seconds_until_due(message: Message) -> float:
 class Retries:
     """The retry topics of a processor: one for each of its `delays`, in seconds. Without delays it has none."""
 
-    def __init__(self, delays: Sequence[float] | None, group: str, inputs: Iterable[str]) -> None:
+    def __init__(self, delays: Sequence[float] | None, group: str) -> None:
         self._delays = _checked(delays)
         self._group = group
-        self._inputs = frozenset(inputs)
         self._delay_of = {retry_topic(group, delay): delay for delay in self._delays}
         self.topics = list(self._delay_of)
         for topic in self.topics:
@@ -149,18 +148,18 @@ class Retries:
         waited = self._waited(delivered)
         return 0 if waited is None else waited.attempts
 
-    def original(self, delivered: Message) -> Message:
+    def original(self, delivered: Message, inputs: Container[str]) -> Message:
         """Return a message of a retry topic as it was in its original topic. Return other messages as they are.
 
         Its `deliveries` are increased by the earlier attempts. Raise `Poison` for a message without valid headers of
-        txnbridge, `InvalidOption` for a message that comes from no input of this processor.
+        txnbridge, `InvalidOption` for a message that comes from none of the topics `inputs`.
         """
         if delivered.topic not in self.topics:
             return delivered
         waited = self._waited(delivered)
         if waited is None:
             raise Poison("is in a retry topic without the headers that name its original topic", message=delivered)
-        if waited.topic not in self._inputs:
+        if waited.topic not in inputs:
             raise InvalidOption(
                 f"{delivered!r} waits for a retry and comes from {waited.topic!r}, which is no input of this processor."
                 f" Give each processor with retry= a group of its own, or add {waited.topic!r} to the inputs"
