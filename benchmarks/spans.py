@@ -13,14 +13,14 @@ from txnbridge import Batch, Bridge, Transaction, connect, spanning
 
 BODY = b"x" * 100
 SPANS = 20
-BATCH = 2000
+BATCH = 5000
 
 
 def spans(settings: Settings, broker: str) -> None:
     """Measure spans of one message on each of two brokers, and the copy of a topic from one to the other."""
     started = import_module(f"benchmarks._{broker}")
     with started.broker(settings) as url:
-        count = BATCH if settings.quick else 10 * BATCH
+        count = BATCH if settings.quick else 40 * BATCH
         contenders = {"span": spanned(settings, url), "parts": in_parts(settings, url)}
         found = alternate(settings, contenders)
         report = Report(settings, f"{broker} and embedded: one message on each")
