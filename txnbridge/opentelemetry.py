@@ -109,8 +109,11 @@ class Tracing:
         """
         found: dict[str, str] = {}
         if not self._send_spans:
-            propagate.inject(found)
-            return found
+            last: tuple[object, dict[str, str]] = self._running.__dict__.get("injected", (None, found))
+            if last[0] is not (now := context.get_current()):  # a context does not change, so it is written once
+                propagate.inject(found)
+                last = self._running.injected = now, found
+            return last[1]
         attributes = {"messaging.operation.type": "send", "messaging.destination.name": topic}
         parent = propagate.extract(Headers(headers), getter=_GETTER) if headers else None
         span = self._tracer.start_span(f"send {topic}", parent, SpanKind.PRODUCER, attributes)
