@@ -106,20 +106,24 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
         ("txnbridge_conformance", "pytest"),
         ("txnbridge_conformance", "numpy"),  # the checker
         ("txnbridge_kafka", "confluent_kafka"),
+        ("txnbridge_pulsar", "google_crc32c"),
+        ("txnbridge_conformance", "google_crc32c"),  # what looks at Pulsar
         ("pyspark_txnbridge", "pyspark"),
     }
     assert [name for name, lacks in lacking.items() if lacks == "anyio"] == ["txnbridge.aio"]
     assert {name for name, lacks in lacking.items() if lacks == "sqlalchemy"} == {"txnbridge.sql"}
     # Spark imports it to see whether it is a data source, and that may never fail.
     assert "pyspark_txnbridge" not in lacking
-    # What is loaded before anybody asks for Kafka.
-    assert not {"txnbridge_kafka", "txnbridge_kafka.backend", "txnbridge_kafka.settings"} & lacking.keys()
+    # What is loaded before anybody asks for the broker.
+    assert not {f"txnbridge_{kind}{name}" for kind in ("kafka", "pulsar") for name in ("", ".backend", ".settings")} & {
+        *lacking
+    }
 
 
 def test_with_the_extra_for_the_suite_every_module_of_it_imports(with_the_suite):
     assert with_the_suite.python(FIND, *CLIENTS).split() == []
     lacking = with_the_suite.python(IMPORT_ALL, *PACKAGES).split()
-    assert set(lacking[1::2]) == {"anyio", "confluent_kafka", "opentelemetry", "pyspark", "sqlalchemy"}
+    assert set(lacking[1::2]) == {"anyio", "confluent_kafka", "google_crc32c", "opentelemetry", "pyspark", "sqlalchemy"}
 
 
 def test_a_module_that_lacks_something_would_be_seen(bare):
