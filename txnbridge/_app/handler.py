@@ -14,6 +14,7 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from types import FunctionType, MethodType, NoneType, SimpleNamespace
 from typing import Any, get_args, get_origin, get_type_hints
@@ -78,6 +79,9 @@ class Handler:
         self.inputs = [for_input(topic, codec) for topic in topic_list(inputs)]
         self.to = None if to is None else for_output(as_topic(to))
         self.output_types = self._read_output_types(None if to is None else as_topic(to))
+        patterns = [topic.name for topic in self.inputs if "*" in topic.name]
+        if on is None and self.to is not None and any(fnmatchcase(self.to.name, pattern) for pattern in patterns):
+            raise InvalidOption(f"{self.name} would read its own results: {self.to.name!r} fits its inputs' pattern")
         self._publisher = ResultPublisher(self.name, self.to, self.inputs)
 
     def _check_settings(self) -> None:

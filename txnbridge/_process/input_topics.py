@@ -9,11 +9,15 @@ from fnmatch import fnmatchcase
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.topic import Topic
+from txnbridge._process.retries import parse_retry_topic
 from txnbridge.errors import NotFound
 
 
 class InputTopics:
-    """The topics `given` to a processor. A name with `*` is a pattern, for all topics but those `apart`."""
+    """The topics `given` to a processor. A name with `*` is a pattern, for all topics but those `apart`.
+
+    Retry topics of whatever group fit no pattern.
+    """
 
     def __init__(self, given: list[Topic], apart: Iterable[str | None]) -> None:
         self._named = {topic.name: topic for topic in given if "*" not in topic.name}
@@ -37,7 +41,9 @@ class InputTopics:
             return False
         found = dict(self._named)
         for info in connection.broker.admin.topics(connection.deadline()):
-            for pattern in self._patterns if not info.internal and info.name not in self._apart else ():
+            if info.internal or info.name in self._apart or parse_retry_topic(info.name) is not None:
+                continue
+            for pattern in self._patterns:
                 if fnmatchcase(info.name, pattern.name):
                     found.setdefault(info.name, replace(pattern, name=info.name))
         if not found:

@@ -139,7 +139,7 @@ class Processor(ConnectionUser):
     than once for the same message, and only its sends with `txn` take effect once. It must neither commit nor
     acknowledge.
 
-    - `inputs`: topics, also as patterns: `orders.*` is all topics whose names fit, and those that come later, which are
+    - `inputs`: topics, also as patterns: `orders-*` is all topics whose names fit, and those that come later, which are
       found within half a minute and read from their begin.
     - `dead_letter`: the topic for poison: messages that cannot be decoded, or for which the handler raises `Poison` or
       an exception of a class in `poison`. Without this topic, poison stops the loop with the `Poison` error. More than
