@@ -132,6 +132,30 @@ def writing(url: str, topic: str, values: Sequence[bytes]) -> Iterator[Lap]:
 
 
 @contender
+def spread(url: str, topic: str, partitions: int, value: bytes) -> Iterator[Lap]:
+    """A lap is a transaction with one message to each partition."""
+    producer = plain_producer(url)
+
+    def lap() -> int:
+        producer.begin_transaction()
+        for number in range(partitions):
+            producer.produce(topic, value, partition=number)
+        producer.commit_transaction(30)
+        return partitions
+
+    yield lap
+
+
+def join(url: str, topic: str) -> Consumer:
+    """Return a plain consumer in a new group, which has read one message."""
+    consumer = plain_consumer(url, unique("plain"), FETCHING)
+    consumer.subscribe([topic])
+    while not consumer.consume(1, 1):
+        pass
+    return consumer
+
+
+@contender
 def reading(url: str, topic: str, count: int, at_once: int) -> Iterator[Lap]:
     """A lap takes the same seven fields of each message as `poll` does."""
     consumer = plain_consumer(url, unique("plain"), FETCHING)

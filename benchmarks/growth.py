@@ -1,0 +1,271 @@
+"""How costs grow: with partitions and groups, unended transactions, bridges and threads, and a decision log's length.
+
+Each figure names its size. A plain client is SQLite beside the embedded broker, and confluent-kafka beside Kafka.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import takewhile
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks import _harness as harness
+from benchmarks import _ours as ours
+from benchmarks._harness import PROCESSOR, WALL, Contender, Lap, Report, Settings, unique
+from benchmarks.half_messages import obey, sell, undecided
+from benchmarks.memory import resident
+from benchmarks.small_transactions import by_tasks_of_one_bridge
+from txnbridge import Bridge, Consumer, Decision, connect
+from txnbridge.cli.top import Watch
+
+CALL, MANY = harness.at_most(2), harness.at_most(30)  # seconds: an administrator's call; 10,000 transactions
+WORKERS = 16
+IDLE_SECONDS = 10.0
+CLAIM_SECONDS = 100.0  # the log gets no more claims after this time
+TIMEOUT = 600.0
+PREPARED_IDS = 1000  # the most prepared transactions of a transactional id on Kafka
+DUE_SECONDS = 9.0  # each undecided half message is due for a check-back after this time
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = WALL()
+    work()
+    return WALL() - begin
+
+
+def by_workers(work: Callable[[int], Any], count: int) -> list[Any]:
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def repeated(settings: Settings, work: Callable[[], object]) -> harness.Estimate:
+    return harness.estimate([seconds(work) for _ in range(settings.rounds)])
+
+
+def growth_partitions(settings: Settings, broker: str) -> None:
+    """Measure a transaction over many partitions, a group that reads them, and an administrator's calls."""
+    kit = ours.helper(broker)
+    sizes, groups = ((1, 10), 2) if settings.quick else ((1, 10, 100, 1000), 100)
+    with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
+        topics = {size: new_topic(bridge, size) for size in sizes}
+        report = Report(settings, f"{kit.NAME}: a transaction with a message of {len(ours.BODY)} B to each partition")
+        for size, topic in topics.items():
+            work = {"ours": spread(url, topic, size), "plain": plain_spread(settings, broker, url, topic, size)}
+            found = harness.alternate(settings, work)
+            report.ratio(f"{size:,} / plain client", found["ours"], found["plain"])
+            report.milliseconds(f"{size:,}", found["ours"], 0.5)
+        for size in sizes:
+            report_group(settings, report, broker, url, bridge, size)
+        report_calls(settings, report, bridge, sizes[-1], groups)
+
+
+def new_topic(bridge: Bridge, partitions: int) -> str:
+    """Create a topic with one message in each of its partitions."""
+    topic = unique("growth")
+    bridge.admin.create_topic(topic, partitions)
+    send_to_each(bridge, topic, partitions)
+    return topic
+
+
+def send_to_each(bridge: Bridge, topic: str, partitions: int) -> int:
+    with bridge.transaction() as txn:
+        for number in range(partitions):
+            txn.send(topic, ours.BODY, partition=number)
+    return partitions
+
+
+@harness.contender
+def spread(url: str, topic: str, partitions: int) -> Iterator[Lap]:
+    with connect(url) as bridge:
+        yield partial(send_to_each, bridge, topic, partitions)
+
+
+def plain_spread(settings: Settings, broker: str, url: str, topic: str, partitions: int) -> Contender:
+    if broker == "embedded":
+        from benchmarks import _embedded
+
+        return _embedded.inserting(settings, [ours.BODY] * partitions)
+    from benchmarks import _kafka
+
+    return _kafka.spread(url, topic, partitions, ours.BODY)
+
+
+def report_group(settings: Settings, report: Report, broker: str, url: str, bridge: Bridge, size: int) -> None:
+    topic, name = new_topic(bridge, size), f"a group on {size:,} partitions"
+
+    def join() -> None:
+        with bridge.consumer(topic, unique("group")) as consumer:
+            while not consumer.poll(1):
+                pass
+
+    report.figure(f"{name}: joined, and one message read", repeated(settings, join), "s")
+    with bridge.consumer(topic, unique("group")) as consumer:
+        read_all(bridge, consumer, size)
+        report.figure(f"{name}: lag", repeated(settings, consumer.lag), "s", CALL)
+        report.single(f"{name}, idle", busy(settings, lambda: consumer.poll(timeout=0.5)), "% of a core")
+    if broker == "kafka":
+        from benchmarks import _kafka
+
+        joined = repeated(settings, lambda: _kafka.join(url, topic).close())
+        report.figure(f"{name}, plain client: the same", joined, "s")
+        with closing(_kafka.join(url, topic)) as plain:
+            plain.consume(size, 1)
+            report.single(f"{name}, plain client, idle", busy(settings, lambda: plain.poll(0.5)), "% of a core")
+
+
+def busy(settings: Settings, poll: Callable[[], object]) -> float:
+    """Return the processor time, in per cent of a core, of polls that find nothing."""
+    begin, used = WALL(), PROCESSOR()
+    while WALL() < begin + (settings.seconds if settings.quick else IDLE_SECONDS):
+        poll()
+    return 100 * (PROCESSOR() - used) / (WALL() - begin)
+
+
+def read_all(bridge: Bridge, consumer: Consumer, count: int) -> None:
+    while count:
+        batch = consumer.poll(count)
+        with bridge.transaction() as txn:
+            txn.ack(batch)
+        count -= len(batch)
+
+
+def report_calls(settings: Settings, report: Report, bridge: Bridge, size: int, groups: int) -> None:
+    topic, names = new_topic(bridge, size), [unique("filled") for _ in range(groups)]
+
+    for group in names:
+        with bridge.consumer(topic, group) as consumer:
+            read_all(bridge, consumer, size)
+    send_to_each(bridge, topic, size)  # so that each group has a lag in each partition
+    admin, name = bridge.admin, f"{groups} groups on {size:,} partitions"
+    report.figure(f"{name}: groups", repeated(settings, admin.groups), "s", CALL)
+    report.figure(f"{name}: one group", repeated(settings, partial(admin.group, names[0])), "s", CALL)
+    report.figure(f"{name}: doctor", repeated(settings, admin.doctor), "s", CALL)
+    report.figure(f"{name}: top", repeated(settings, lambda: Watch(bridge, ()).look()), "s", CALL)
+
+
+# --- transactions ----------------------------------------------------------------------------------------------------
+
+
+def growth_transactions(settings: Settings, broker: str) -> None:
+    """Measure the list of prepared transactions, and the start of a resolver of undecided half messages."""
+    kit = ours.helper(broker)
+    sizes = (5,) if settings.quick else (10, 1000, 10_000)
+    options: dict[str, Any] = {"kafka": {"prepared_ids": PREPARED_IDS}} if broker == "kafka" else {}
+    tokens: list[str] = []
+    with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
+        report = Report(settings, f"{kit.NAME}: prepared transactions, and undecided half messages")
+        topic = new_topic(bridge, 1)
+        for size in sizes:
+            while (missing := size - len(tokens)) > 0:
+                with connect(url, transactional_id=unique("owner"), hold=600, **options) as owner:
+                    tokens += by_workers(partial(prepare, owner, topic), min(missing, PREPARED_IDS))
+            assert len(bridge.admin.transactions()) == size
+            report.figure(f"{size:,} prepared: listed", repeated(settings, bridge.admin.transactions), "s", MANY)
+            report.single(f"{size:,} prepared: a commit", seconds(partial(bridge.commit, tokens.pop())), "s")
+        for size in sizes:
+            report_resolver(report, broker, url, topic, size)
+
+
+def prepare(owner: Bridge, topic: str, _: int) -> str:
+    with owner.transaction(prepare=True) as txn:
+        txn.send(topic, ours.BODY)
+    return str(txn.token)
+
+
+def report_resolver(report: Report, broker: str, url: str, topic: str, size: int) -> None:
+    group, checked = unique("group"), threading.Event()
+    times: list[float] = []
+
+    def check(*_: object) -> Decision:
+        times.append(WALL())
+        if len(times) >= size:
+            checked.set()
+        return Decision.COMMIT
+
+    options: dict[str, Any] = {broker: {"half_check_seconds": 1}}
+    with connect(url, timeout=TIMEOUT, **options) as bridge:
+        with bridge.half_messages(group, execute=obey, check=undecided) as sales:
+            by_workers(lambda _: sell(sales, topic, Decision.UNDECIDED, 1), size)
+    time.sleep(DUE_SECONDS)
+    begin = WALL()
+    with connect(url, timeout=TIMEOUT) as bridge, bridge.resolver(group, check=check):
+        assert checked.wait(TIMEOUT)
+    report.single(f"{size:,} undecided: a resolver's first check", times[0] - begin, "s", MANY)
+    report.single(f"{size:,} undecided: the last check", times[-1] - begin, "s")
+
+
+def growth_bridges(settings: Settings, broker: str) -> None:
+    """Measure what each bridge of a process needs, and transactions by many threads and tasks of one bridge."""
+    kit = ours.helper(broker)
+    few, many, bridges = (2, 4, 3) if settings.quick else (64, 1000, 100)
+    with kit.broker(settings) as url:
+        topic = kit.new_topic(url, 6)
+        report = Report(settings, f"{kit.NAME}: each of {bridges} in a process, after a transaction")
+        for plain in (False, True):
+            name = "a plain client" if plain else "a bridge"
+            report_child(report, name, open_many, settings, broker, url, topic, bridges, plain)
+        report = Report(settings, f"{kit.NAME}: transactions of one message by threads and tasks of one bridge")
+        for way, work in (("threads", ours.by_threads_of_one_bridge), ("tasks", by_tasks_of_one_bridge)):
+            turns = {f"{size:,} {way}": partial(work, settings, url, topic, size) for size in (few, many)}
+            found = harness.in_turn(turns, settings.rounds)
+            report.rates(found, "transactions")
+            report.ratio(" / ".join(reversed(found)), *reversed(found.values()))
+            report.milliseconds(f"{many:,} {way}: p99", found[f"{many:,} {way}"], 0.99)
+
+
+def report_child(report: Report, name: str, *work: Any) -> None:
+    with harness.child(*work) as pipe:
+        for figure, value, unit in pipe.recv():
+            report.single(f"{name}: {figure}", value, unit)
+
+
+def open_many(pipe: Connection, settings: Settings, broker: str, url: str, topic: str, count: int, plain: bool) -> None:
+    """Open and use bridges or clients one after another; send what each of them needs, without the first."""
+
+    def needs() -> list[float]:
+        return [*(len(os.listdir(f"/proc/self/{of}")) for of in ("task", "fd")), 1024 * resident(), 1e3 * WALL()]
+
+    with ExitStack() as stack:
+        for number in range(count):
+            if number == 1:
+                before = needs()
+            make = plain_spread(settings, broker, url, topic, 1) if plain else spread(url, topic, 1)
+            stack.enter_context(make())()
+        each = [(now - then) / (count - 1) for now, then in zip(needs(), before, strict=True)]
+    pipe.send([*zip(("threads", "descriptors", "memory", "opened and used"), each, ("", "", "KiB", "ms"), strict=True)])
+
+
+def growth_log(settings: Settings, broker: str) -> None:
+    """Measure the first and the next answer of a decision log with many claims, its memory and its snapshots."""
+    kit = ours.helper(broker)
+    sizes = (20, 50) if settings.quick else (1000, 100_000, 1_000_000)
+    with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
+        report = Report(settings, f"{kit.NAME}: a decision log")
+        decisions, begin, made = bridge.decisions("growth"), WALL(), 0
+
+        def claim(up_to: int, worker: int) -> int:
+            ids = takewhile(lambda _: WALL() < begin + CLAIM_SECONDS, range(made + worker, up_to, WORKERS))
+            return sum(decisions.claim(("growth", number), Decision.COMMIT).mine for number in ids)
+
+        for size in sizes:
+            made += sum(by_workers(partial(claim, size), WORKERS))
+            report_child(report, f"{made:,} claims", read_log, url)
+            report.single(f"{made:,} claims: a snapshot", seconds(decisions.tidy), "s")
+        decisions.done("growth", sizes[-1])
+        report.single(f"{made:,} claims, all done: a snapshot", seconds(decisions.tidy), "s")
+        report_child(report, f"{made:,} claims, all done", read_log, url)
+
+
+def read_log(pipe: Connection, url: str) -> None:
+    with connect(url, timeout=TIMEOUT) as bridge:
+        before, decisions = resident(), bridge.decisions("growth")
+        first, following = (seconds(partial(decisions.read, ("growth", number))) for number in range(2))
+        grown = resident() - before
+    pipe.send([("first answer", first, "s"), ("next answer", 1e3 * following, "ms"), ("memory", grown, "MiB")])
