@@ -6,7 +6,6 @@ Each figure names its size. A plain client is SQLite beside the embedded broker,
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +26,7 @@ from txnbridge.cli.top import Watch
 
 CALL, MANY = harness.at_most(2), harness.at_most(30)  # seconds: an administrator's call; 10,000 transactions
 WORKERS = 16
-IDLE_SECONDS = 10.0
-CLAIM_SECONDS = 100.0  # the log gets no more claims after this time
-TIMEOUT = 600.0
+IDLE_SECONDS, CLAIM_SECONDS, TIMEOUT = 10.0, 100.0, 600.0  # the log gets no more claims after CLAIM_SECONDS
 PREPARED_IDS = 1000  # the most prepared transactions of a transactional id on Kafka
 DUE_SECONDS = 9.0  # each undecided half message is due for a check-back after this time
 
@@ -54,9 +51,9 @@ def growth_partitions(settings: Settings, broker: str) -> None:
     kit = ours.helper(broker)
     sizes, groups = ((1, 10), 2) if settings.quick else ((1, 10, 100, 1000), 100)
     with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
-        topics = {size: new_topic(bridge, size) for size in sizes}
         report = Report(settings, f"{kit.NAME}: a transaction with a message of {len(ours.BODY)} B to each partition")
-        for size, topic in topics.items():
+        for size in sizes:
+            topic = new_topic(bridge, size)
             work = {"ours": spread(url, topic, size), "plain": plain_spread(settings, broker, url, topic, size)}
             found = harness.alternate(settings, work)
             report.ratio(f"{size:,} / plain client", found["ours"], found["plain"])
@@ -113,8 +110,8 @@ def report_group(settings: Settings, report: Report, broker: str, url: str, brid
     if broker == "kafka":
         from benchmarks import _kafka
 
-        joined = repeated(settings, lambda: _kafka.join(url, topic).close())
-        report.figure(f"{name}, plain client: the same", joined, "s")
+        plain_join = repeated(settings, lambda: _kafka.join(url, topic).close())
+        report.figure(f"{name}, plain client: the same", plain_join, "s")
         with closing(_kafka.join(url, topic)) as plain:
             plain.consume(size, 1)
             report.single(f"{name}, plain client, idle", busy(settings, lambda: plain.poll(0.5)), "% of a core")
@@ -138,19 +135,14 @@ def read_all(bridge: Bridge, consumer: Consumer, count: int) -> None:
 
 def report_calls(settings: Settings, report: Report, bridge: Bridge, size: int, groups: int) -> None:
     topic, names = new_topic(bridge, size), [unique("filled") for _ in range(groups)]
-
     for group in names:
         with bridge.consumer(topic, group) as consumer:
             read_all(bridge, consumer, size)
     send_to_each(bridge, topic, size)  # so that each group has a lag in each partition
-    admin, name = bridge.admin, f"{groups} groups on {size:,} partitions"
-    report.figure(f"{name}: groups", repeated(settings, admin.groups), "s", CALL)
-    report.figure(f"{name}: one group", repeated(settings, partial(admin.group, names[0])), "s", CALL)
-    report.figure(f"{name}: doctor", repeated(settings, admin.doctor), "s", CALL)
-    report.figure(f"{name}: top", repeated(settings, lambda: Watch(bridge, ()).look()), "s", CALL)
-
-
-# --- transactions ----------------------------------------------------------------------------------------------------
+    one, top = partial(bridge.admin.group, names[0]), lambda: Watch(bridge, ()).look()
+    calls = {"groups": bridge.admin.groups, "one group": one, "doctor": bridge.admin.doctor, "top": top}
+    for name, call in calls.items():
+        report.figure(f"{groups} groups on {size:,} partitions: {name}", repeated(settings, call), "s", CALL)
 
 
 def growth_transactions(settings: Settings, broker: str) -> None:
@@ -180,13 +172,10 @@ def prepare(owner: Bridge, topic: str, _: int) -> str:
 
 
 def report_resolver(report: Report, broker: str, url: str, topic: str, size: int) -> None:
-    group, checked = unique("group"), threading.Event()
-    times: list[float] = []
+    group, times = unique("group"), list[float]()
 
     def check(*_: object) -> Decision:
         times.append(WALL())
-        if len(times) >= size:
-            checked.set()
         return Decision.COMMIT
 
     options: dict[str, Any] = {broker: {"half_check_seconds": 1}}
@@ -196,7 +185,8 @@ def report_resolver(report: Report, broker: str, url: str, topic: str, size: int
     time.sleep(DUE_SECONDS)
     begin = WALL()
     with connect(url, timeout=TIMEOUT) as bridge, bridge.resolver(group, check=check):
-        assert checked.wait(TIMEOUT)
+        while len(times) < size:
+            time.sleep(0.01)
     report.single(f"{size:,} undecided: a resolver's first check", times[0] - begin, "s", MANY)
     report.single(f"{size:,} undecided: the last check", times[-1] - begin, "s")
 
@@ -267,5 +257,6 @@ def read_log(pipe: Connection, url: str) -> None:
     with connect(url, timeout=TIMEOUT) as bridge:
         before, decisions = resident(), bridge.decisions("growth")
         first, following = (seconds(partial(decisions.read, ("growth", number))) for number in range(2))
-        grown = resident() - before
-    pipe.send([("first answer", first, "s"), ("next answer", 1e3 * following, "ms"), ("memory", grown, "MiB")])
+        pipe.send(
+            [("first answer", first, "s"), ("next answer", following, "s"), ("memory", resident() - before, "MiB")]
+        )
