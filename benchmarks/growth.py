@@ -110,11 +110,10 @@ def report_group(settings: Settings, report: Report, broker: str, url: str, brid
     if broker == "kafka":
         from benchmarks import _kafka
 
-        plain_join = repeated(settings, lambda: _kafka.join(url, topic).close())
-        report.figure(f"{name}, plain client: the same", plain_join, "s")
+        report.figure(f"{name}, plain", repeated(settings, lambda: _kafka.join(url, topic).close()), "s")
         with closing(_kafka.join(url, topic)) as plain:
             plain.consume(size, 1)
-            report.single(f"{name}, plain client, idle", busy(settings, lambda: plain.poll(0.5)), "% of a core")
+            report.single(f"{name}, plain, idle", busy(settings, lambda: plain.poll(0.5)), "% of a core")
 
 
 def busy(settings: Settings, poll: Callable[[], object]) -> float:
@@ -256,7 +255,6 @@ def growth_log(settings: Settings, broker: str) -> None:
 def read_log(pipe: Connection, url: str) -> None:
     with connect(url, timeout=TIMEOUT) as bridge:
         before, decisions = resident(), bridge.decisions("growth")
-        first, following = (seconds(partial(decisions.read, ("growth", number))) for number in range(2))
-        pipe.send(
-            [("first answer", first, "s"), ("next answer", following, "s"), ("memory", resident() - before, "MiB")]
-        )
+        first, second = (seconds(partial(decisions.read, ("growth", number))) for number in range(2))
+        grown = resident() - before
+        pipe.send([("first answer", first, "s"), ("second answer", second, "s"), ("memory", grown, "MiB")])
