@@ -21,12 +21,12 @@ from benchmarks._harness import PROCESSOR, WALL, Contender, Lap, Report, Setting
 from benchmarks.half_messages import obey, sell, undecided
 from benchmarks.memory import resident
 from benchmarks.small_transactions import by_tasks_of_one_bridge
-from txnbridge import Bridge, Consumer, Decision, connect
+from txnbridge import Bridge, Consumer, Decision, Decisions, connect
 from txnbridge.cli.top import Watch
 
 CALL, MANY = harness.at_most(2), harness.at_most(30)  # seconds: an administrator's call; 10,000 transactions
-WORKERS = 16
-IDLE_SECONDS, CLAIM_SECONDS, TIMEOUT = 10.0, 100.0, 600.0  # the log gets no more claims after CLAIM_SECONDS
+WORKERS = 20
+IDLE_SECONDS, CLAIM_SECONDS, TIMEOUT = 10.0, 60.0, 600.0  # a log gets no more claims after CLAIM_SECONDS
 PREPARED_IDS = 1000  # the most prepared transactions of a transactional id on Kafka
 DUE_SECONDS = 9.0  # each undecided half message is due for a check-back after this time
 
@@ -58,7 +58,7 @@ def growth_partitions(settings: Settings, broker: str) -> None:
             found = harness.alternate(settings, work)
             report.ratio(f"{size:,} / plain client", found["ours"], found["plain"])
             report.milliseconds(f"{size:,}", found["ours"], 0.5)
-        for size in sizes:
+        for size in (sizes[0], sizes[-1]):
             report_group(settings, report, broker, url, bridge, size)
         report_calls(settings, report, bridge, sizes[-1], groups)
 
@@ -103,8 +103,7 @@ def report_group(settings: Settings, report: Report, broker: str, url: str, brid
                 pass
 
     report.figure(f"{name}: joined, and one message read", repeated(settings, join), "s")
-    with bridge.consumer(topic, unique("group")) as consumer:
-        read_all(bridge, consumer, size)
+    with read_all(bridge, topic, unique("group"), size) as consumer:
         report.figure(f"{name}: lag", repeated(settings, consumer.lag), "s", CALL)
         report.single(f"{name}, idle", busy(settings, lambda: consumer.poll(timeout=0.5)), "% of a core")
     if broker == "kafka":
@@ -124,19 +123,19 @@ def busy(settings: Settings, poll: Callable[[], object]) -> float:
     return 100 * (PROCESSOR() - used) / (WALL() - begin)
 
 
-def read_all(bridge: Bridge, consumer: Consumer, count: int) -> None:
+def read_all(bridge: Bridge, topic: str, group: str, count: int) -> Consumer:
+    consumer = bridge.consumer(topic, group)
     while count:
         batch = consumer.poll(count)
         with bridge.transaction() as txn:
             txn.ack(batch)
         count -= len(batch)
+    return consumer
 
 
 def report_calls(settings: Settings, report: Report, bridge: Bridge, size: int, groups: int) -> None:
     topic, names = new_topic(bridge, size), [unique("filled") for _ in range(groups)]
-    for group in names:
-        with bridge.consumer(topic, group) as consumer:
-            read_all(bridge, consumer, size)
+    by_workers(lambda number: read_all(bridge, topic, names[number], size).close(), groups)
     send_to_each(bridge, topic, size)  # so that each group has a lag in each partition
     one, top = partial(bridge.admin.group, names[0]), lambda: Watch(bridge, ()).look()
     calls = {"groups": bridge.admin.groups, "one group": one, "doctor": bridge.admin.doctor, "top": top}
@@ -232,29 +231,32 @@ def open_many(pipe: Connection, settings: Settings, broker: str, url: str, topic
 
 
 def growth_log(settings: Settings, broker: str) -> None:
-    """Measure the first and the next answer of a decision log with many claims, its memory and its snapshots."""
+    """Measure the answers that a new process gets from a decision log, whose claims are kept or marked as done."""
     kit = ours.helper(broker)
-    sizes = (20, 50) if settings.quick else (1000, 100_000, 1_000_000)
+    sizes = (20, 40) if settings.quick else (1000, 100_000, 1_000_000)
     with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
         report = Report(settings, f"{kit.NAME}: a decision log")
-        decisions, begin, made = bridge.decisions("growth"), WALL(), 0
-
-        def claim(up_to: int, worker: int) -> int:
-            ids = takewhile(lambda _: WALL() < begin + CLAIM_SECONDS, range(made + worker, up_to, WORKERS))
-            return sum(decisions.claim(("growth", number), Decision.COMMIT).mine for number in ids)
-
-        for size in sizes:
-            made += sum(by_workers(partial(claim, size), WORKERS))
-            report_child(report, f"{made:,} claims", read_log, url)
-            report.single(f"{made:,} claims: a snapshot", seconds(decisions.tidy), "s")
-        decisions.done("growth", sizes[-1])
-        report.single(f"{made:,} claims, all done: a snapshot", seconds(decisions.tidy), "s")
-        report_child(report, f"{made:,} claims, all done", read_log, url)
+        for kind in ("kept", "done"):
+            decisions, until, made = bridge.decisions(kind), WALL() + CLAIM_SECONDS, 0
+            for size in sizes:
+                numbers = range(made // WORKERS, size // WORKERS)
+                made += sum(by_workers(partial(claim, decisions, kind, until, numbers), WORKERS))
+                report_child(report, f"{made:,} claims, {kind}", read_log, url, kind)
+                report.single(f"{made:,} claims, {kind}: a snapshot", seconds(decisions.tidy), "s")
 
 
-def read_log(pipe: Connection, url: str) -> None:
+def claim(decisions: Decisions, kind: str, until: float, numbers: range, worker: int) -> int:
+    count = 0
+    for count, number in enumerate(takewhile(lambda _: WALL() < until, numbers), 1):  # noqa: B007
+        decisions.claim(("growth", worker, number), Decision.COMMIT)
+        if kind == "done" and number % 100 == 0:
+            decisions.done(("growth", worker), number)
+    return count
+
+
+def read_log(pipe: Connection, url: str, log: str) -> None:
     with connect(url, timeout=TIMEOUT) as bridge:
-        before, decisions = resident(), bridge.decisions("growth")
-        first, second = (seconds(partial(decisions.read, ("growth", number))) for number in range(2))
+        before, decisions = resident(), bridge.decisions(log)
+        first, second = (seconds(partial(decisions.read, ("growth", 0, number))) for number in range(2))
         grown = resident() - before
         pipe.send([("first answer", first, "s"), ("second answer", second, "s"), ("memory", grown, "MiB")])
