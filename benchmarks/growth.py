@@ -25,9 +25,8 @@ from txnbridge import Bridge, Consumer, Decision, Decisions, connect
 from txnbridge.cli.top import Watch
 
 CALL, MANY = harness.at_most(2), harness.at_most(30)  # seconds: an administrator's call; 10,000 transactions
-WORKERS = 20
+WORKERS, PREPARED_IDS = 20, 1000  # PREPARED_IDS: the most prepared transactions of a transactional id on Kafka
 IDLE_SECONDS, CLAIM_SECONDS, TIMEOUT = 10.0, 60.0, 600.0  # a log gets no more claims after CLAIM_SECONDS
-PREPARED_IDS = 1000  # the most prepared transactions of a transactional id on Kafka
 DUE_SECONDS = 9.0  # each undecided half message is due for a check-back after this time
 
 
@@ -233,12 +232,11 @@ def open_many(pipe: Connection, settings: Settings, broker: str, url: str, topic
 def growth_log(settings: Settings, broker: str) -> None:
     """Measure the answers that a new process gets from a decision log, whose claims are kept or marked as done."""
     kit = ours.helper(broker)
-    sizes = (20, 40) if settings.quick else (1000, 100_000, 1_000_000)
     with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
         report = Report(settings, f"{kit.NAME}: a decision log")
         for kind in ("kept", "done"):
             decisions, until, made = bridge.decisions(kind), WALL() + CLAIM_SECONDS, 0
-            for size in sizes:
+            for size in (20, 40) if settings.quick else (1000, 100_000, 1_000_000):
                 numbers = range(made // WORKERS, size // WORKERS)
                 made += sum(by_workers(partial(claim, decisions, kind, until, numbers), WORKERS))
                 report_child(report, f"{made:,} claims, {kind}", read_log, url, kind)
