@@ -133,6 +133,11 @@ def inserting(
     return contender
 
 
+def spread(settings: Settings, url: str, topic: str, partitions: int, value: bytes) -> Contender:
+    """Return a contender whose lap inserts as many rows as a topic has partitions."""
+    return inserting(settings, [value] * partitions)
+
+
 def select(connection: sqlite3.Connection, first: int, last: int, piece: int) -> int:
     """Select rows by their ids, `piece` rows at a time; return their number."""
     count = 0

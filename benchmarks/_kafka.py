@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
@@ -132,7 +132,7 @@ def writing(url: str, topic: str, values: Sequence[bytes]) -> Iterator[Lap]:
 
 
 @contender
-def spread(url: str, topic: str, partitions: int, value: bytes) -> Iterator[Lap]:
+def spread(settings: Settings, url: str, topic: str, partitions: int, value: bytes) -> Iterator[Lap]:
     """A lap is a transaction with one message to each partition."""
     producer = plain_producer(url)
 
@@ -153,6 +153,15 @@ def join(url: str, topic: str) -> Consumer:
     while not consumer.consume(1, 1):
         pass
     return consumer
+
+
+def store_positions(url: str, groups: Sequence[str], topic: str, partitions: int) -> None:
+    """Store, for each group, that it has read one message of each partition. The broker needs no memory for members."""
+    admin = AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT)
+    for group in groups:
+        offsets = [TopicPartition(topic, number, 1) for number in range(partitions)]
+        for stored in admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, offsets)]).values():
+            stored.result(30)
 
 
 @contender

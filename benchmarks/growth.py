@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from importlib import import_module
 from itertools import takewhile
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import _harness as harness
 from benchmarks import _ours as ours
-from benchmarks._harness import PROCESSOR, WALL, Contender, Lap, Report, Settings, unique
+from benchmarks._harness import PROCESSOR, WALL, Lap, Report, Settings, unique
 from benchmarks.half_messages import obey, sell, undecided
 from benchmarks.memory import resident
 from benchmarks.small_transactions import by_tasks_of_one_bridge
@@ -47,19 +48,19 @@ def repeated(settings: Settings, work: Callable[[], object]) -> harness.Estimate
 
 def growth_partitions(settings: Settings, broker: str) -> None:
     """Measure a transaction over many partitions, a group that reads them, and an administrator's calls."""
-    kit = ours.helper(broker)
+    kit = import_module(f"benchmarks._{broker}")
     sizes, groups = ((1, 10), 2) if settings.quick else ((1, 10, 100, 1000), 100)
     with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
         report = Report(settings, f"{kit.NAME}: a transaction with a message of {len(ours.BODY)} B to each partition")
         for size in sizes:
             topic = new_topic(bridge, size)
-            work = {"ours": spread(url, topic, size), "plain": plain_spread(settings, broker, url, topic, size)}
-            found = harness.alternate(settings, work)
+            plain = kit.spread(settings, url, topic, size, ours.BODY)
+            found = harness.alternate(settings, {"ours": spread(url, topic, size), "plain": plain})
             report.ratio(f"{size:,} / plain client", found["ours"], found["plain"])
             report.milliseconds(f"{size:,}", found["ours"], 0.5)
         for size in (sizes[0], sizes[-1]):
-            report_group(settings, report, broker, url, bridge, size)
-        report_calls(settings, report, bridge, sizes[-1], groups)
+            report_group(settings, report, kit, url, bridge, size)
+        report_calls(settings, report, kit, url, bridge, sizes[-1], groups)
 
 
 def new_topic(bridge: Bridge, partitions: int) -> str:
@@ -83,17 +84,7 @@ def spread(url: str, topic: str, partitions: int) -> Iterator[Lap]:
         yield partial(send_to_each, bridge, topic, partitions)
 
 
-def plain_spread(settings: Settings, broker: str, url: str, topic: str, partitions: int) -> Contender:
-    if broker == "embedded":
-        from benchmarks import _embedded
-
-        return _embedded.inserting(settings, [ours.BODY] * partitions)
-    from benchmarks import _kafka
-
-    return _kafka.spread(url, topic, partitions, ours.BODY)
-
-
-def report_group(settings: Settings, report: Report, broker: str, url: str, bridge: Bridge, size: int) -> None:
+def report_group(settings: Settings, report: Report, kit: Any, url: str, bridge: Bridge, size: int) -> None:
     topic, name = new_topic(bridge, size), f"a group on {size:,} partitions"
 
     def join() -> None:
@@ -105,11 +96,9 @@ def report_group(settings: Settings, report: Report, broker: str, url: str, brid
     with read_all(bridge, topic, unique("group"), size) as consumer:
         report.figure(f"{name}: lag", repeated(settings, consumer.lag), "s", CALL)
         report.single(f"{name}, idle", busy(settings, lambda: consumer.poll(timeout=0.5)), "% of a core")
-    if broker == "kafka":
-        from benchmarks import _kafka
-
-        report.figure(f"{name}, plain", repeated(settings, lambda: _kafka.join(url, topic).close()), "s")
-        with closing(_kafka.join(url, topic)) as plain:
+    if kit.NAME == "Kafka":
+        report.figure(f"{name}, plain", repeated(settings, lambda: kit.join(url, topic).close()), "s")
+        with closing(kit.join(url, topic)) as plain:
             plain.consume(size, 1)
             report.single(f"{name}, plain, idle", busy(settings, lambda: plain.poll(0.5)), "% of a core")
 
@@ -132,9 +121,14 @@ def read_all(bridge: Bridge, topic: str, group: str, count: int) -> Consumer:
     return consumer
 
 
-def report_calls(settings: Settings, report: Report, bridge: Bridge, size: int, groups: int) -> None:
+def report_calls(
+    settings: Settings, report: Report, kit: Any, url: str, bridge: Bridge, size: int, groups: int
+) -> None:
     topic, names = new_topic(bridge, size), [unique("filled") for _ in range(groups)]
-    by_workers(lambda number: read_all(bridge, topic, names[number], size).close(), groups)
+    if kit.NAME == "Kafka":
+        kit.store_positions(url, names, topic, size)
+    else:
+        by_workers(lambda number: read_all(bridge, topic, names[number], size).close(), groups)
     send_to_each(bridge, topic, size)  # so that each group has a lag in each partition
     one, top = partial(bridge.admin.group, names[0]), lambda: Watch(bridge, ()).look()
     calls = {"groups": bridge.admin.groups, "one group": one, "doctor": bridge.admin.doctor, "top": top}
@@ -144,7 +138,7 @@ def report_calls(settings: Settings, report: Report, bridge: Bridge, size: int, 
 
 def growth_transactions(settings: Settings, broker: str) -> None:
     """Measure the list of prepared transactions, and the start of a resolver of undecided half messages."""
-    kit = ours.helper(broker)
+    kit = import_module(f"benchmarks._{broker}")
     sizes = (5,) if settings.quick else (10, 1000, 10_000)
     options: dict[str, Any] = {"kafka": {"prepared_ids": PREPARED_IDS}} if broker == "kafka" else {}
     tokens: list[str] = []
@@ -190,7 +184,7 @@ def report_resolver(report: Report, broker: str, url: str, topic: str, size: int
 
 def growth_bridges(settings: Settings, broker: str) -> None:
     """Measure what each bridge of a process needs, and transactions by many threads and tasks of one bridge."""
-    kit = ours.helper(broker)
+    kit = import_module(f"benchmarks._{broker}")
     few, many, bridges = (2, 4, 3) if settings.quick else (64, 1000, 100)
     with kit.broker(settings) as url:
         topic = kit.new_topic(url, 6)
@@ -215,6 +209,7 @@ def report_child(report: Report, name: str, *work: Any) -> None:
 
 def open_many(pipe: Connection, settings: Settings, broker: str, url: str, topic: str, count: int, plain: bool) -> None:
     """Open and use bridges or clients one after another; send what each of them needs, without the first."""
+    kit = import_module(f"benchmarks._{broker}")
 
     def needs() -> list[float]:
         return [*(len(os.listdir(f"/proc/self/{of}")) for of in ("task", "fd")), 1024 * resident(), 1e3 * WALL()]
@@ -223,7 +218,7 @@ def open_many(pipe: Connection, settings: Settings, broker: str, url: str, topic
         for number in range(count):
             if number == 1:
                 before = needs()
-            make = plain_spread(settings, broker, url, topic, 1) if plain else spread(url, topic, 1)
+            make = kit.spread(settings, url, topic, 1, ours.BODY) if plain else spread(url, topic, 1)
             stack.enter_context(make())()
         each = [(now - then) / (count - 1) for now, then in zip(needs(), before, strict=True)]
     pipe.send([*zip(("threads", "descriptors", "memory", "opened and used"), each, ("", "", "KiB", "ms"), strict=True)])
@@ -231,7 +226,7 @@ def open_many(pipe: Connection, settings: Settings, broker: str, url: str, topic
 
 def growth_log(settings: Settings, broker: str) -> None:
     """Measure the answers that a new process gets from a decision log, whose claims are kept or marked as done."""
-    kit = ours.helper(broker)
+    kit = import_module(f"benchmarks._{broker}")
     with kit.broker(settings) as url, connect(url, timeout=TIMEOUT) as bridge:
         report = Report(settings, f"{kit.NAME}: a decision log")
         for kind in ("kept", "done"):
