@@ -161,7 +161,7 @@ def store_positions(url: str, groups: Sequence[str], topic: str, partitions: int
     for group in groups:
         offsets = [TopicPartition(topic, number, 1) for number in range(partitions)]
         for stored in admin.alter_consumer_group_offsets([ConsumerGroupTopicPartitions(group, offsets)]).values():
-            stored.result(30)
+            assert all(each.error is None for each in stored.result(30).topic_partitions)
 
 
 @contender
