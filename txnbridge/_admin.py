@@ -199,7 +199,7 @@ class Admin:
         found = self._broker.admin.check(self._deadline())
         if self._connection.capabilities[Capability.HALF_MESSAGES].level is Level.EMULATED:
             found += half_store(self._connection).check(self._deadline())
-        by_hand = [advice for advice in found if advice.remedy.startswith("txnbridge transactions commit")]
+        by_hand = {advice for advice in found if advice.remedy.startswith("txnbridge transactions commit")}
         parts = {f"transaction {each.transaction}" for each in self.transactions() if is_part(each)} if by_hand else ()
         return [replace(a, remedy=PART_OF_SPAN) if a in by_hand and a.subject in parts else a for a in found]
 
