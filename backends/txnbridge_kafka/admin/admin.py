@@ -45,6 +45,7 @@ _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 _WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.(?P<opening>[0-9a-f]{16}|(?P=owner)))?\.p\d+))", re.DOTALL)
 # The pause before a topic's partitions, or the transactions that use a topic, are looked up again.
 _CHECK_SECONDS = 0.02
+_Key = tuple[str, int, int | None]  # the transactional.id of a transaction, its producer id and its start
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,6 @@ class _Prepared:
 
     entry: LedgerEntry
     ledger: Ledger
-
-    def is_about(self, description: TransactionDescription) -> bool:
-        data = self.entry.data
-        return (data["id"], data["pid"], data["start"]) == (description.id, description.pid, description.start)
 
 
 class KafkaAdmin(Admin):
@@ -160,8 +157,8 @@ class KafkaAdmin(Admin):
         return KafkaGroups(self._cluster, deadline).reset(name, to, topics)
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
-        records = self._records(deadline)
-        return [self._info_of(last, records, deadline) for last in self._unended(deadline, owners)]
+        records, cluster = self._records(deadline), self._requests.cluster_id(deadline)
+        return [self._info_of(last, records, cluster) for last in self._unended(deadline, owners)]
 
     def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
@@ -171,7 +168,7 @@ class KafkaAdmin(Admin):
         # Transactions that have ended since they were listed are left out.
         return [last for last in described.values() if last.state in _UNENDED]
 
-    def _info_of(self, last: TransactionDescription, records: _PrepareRecords, deadline: Deadline) -> OpenTransaction:
+    def _info_of(self, last: TransactionDescription, records: _PrepareRecords, cluster: str) -> OpenTransaction:
         prepared = records.of(last)
         until = None
         if prepared is None:
@@ -181,7 +178,7 @@ class KafkaAdmin(Admin):
                 # Without its owner's log nobody knows whether it is prepared.
                 until = last.start + 1000 * seconds if records.knows(writer["owner"]) else None
         else:
-            token = token_of(prepared.entry, self._cluster, deadline)
+            token = token_of(prepared.entry, cluster)
             transaction, messages = token.transaction, token.messages
         open_state = "open" if prepared is None else "prepared"
         return OpenTransaction(
@@ -207,7 +204,7 @@ class KafkaAdmin(Admin):
         last, prepared = self._look_up(transaction, records, deadline)
         commit = decision is Decision.COMMIT
         if prepared is not None:
-            token = token_of(prepared.entry, self._cluster, deadline)
+            token = token_of(prepared.entry, self._requests.cluster_id(deadline))
             return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
         if last is None or last.state not in _UNENDED:
             raise errors.NotFound(
@@ -297,7 +294,7 @@ class _PrepareRecords:
         self._context = context
         self._deadline = deadline
         self._applications: list[str] | None = None
-        self._by_owner: dict[str, list[_Prepared]] = {}
+        self._by_owner: dict[str, dict[_Key, _Prepared]] = {}
         self.unread: errors.TxnBridgeError | None = None  # the error of a decision log that could not be read
 
     def of(self, last: TransactionDescription) -> _Prepared | None:
@@ -305,7 +302,7 @@ class _PrepareRecords:
         writer = _WRITER.fullmatch(last.id)
         if writer is None or not writer["prepared"] or last.state == "Empty":
             return None
-        return next((each for each in self._of_owner(writer["owner"]) if each.is_about(last)), None)
+        return self._of_owner(writer["owner"]).get((last.id, last.pid, last.start))
 
     def by_transaction(self, transaction: str) -> _Prepared | None:
         """Return the prepare record of the transaction with this own id; None if there is no such record.
@@ -315,7 +312,7 @@ class _PrepareRecords:
         owner, *rest = transaction.rsplit("/", 2)
         if len(rest) != 2:
             return None
-        return next((each for each in self._of_owner(owner) if each.entry.transaction == transaction), None)
+        return next((p for p in self._of_owner(owner).values() if p.entry.transaction == transaction), None)
 
     def knows(self, owner: str) -> bool:
         """Return whether a decision log that could be read has the owner's opening, and so its prepare records."""
@@ -325,10 +322,14 @@ class _PrepareRecords:
                     return True
         return False
 
-    def _of_owner(self, owner: str) -> list[_Prepared]:
+    def _of_owner(self, owner: str) -> dict[_Key, _Prepared]:
         if owner not in self._by_owner:
             ledgers = [self._context.ledger(application, owner) for application in self._application_names()]
-            self._by_owner[owner] = [_Prepared(entry, ledger) for ledger in ledgers for entry in self._entries(ledger)]
+            self._by_owner[owner] = {
+                (each.data["id"], each.data["pid"], each.data["start"]): _Prepared(each, ledger)
+                for ledger in ledgers
+                for each in self._entries(ledger)
+            }
         return self._by_owner[owner]
 
     def _entries(self, ledger: Ledger) -> list[LedgerEntry]:

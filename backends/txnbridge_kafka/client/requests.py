@@ -58,26 +58,24 @@ class Requests:
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
         """Return the coordinators' descriptions of transactional ids; an unknown id is absent."""
         described: dict[str, TransactionDescription] = {}
-        left = list(dict.fromkeys(ids))
-        if not left:
-            return described
+        left = dict.fromkeys(ids)
 
         def attempt(connections: Connections) -> dict[str, TransactionDescription]:
-            for node, keys in connections.coordinators(left).items():
+            for node, keys in connections.coordinators(list(left)).items():
                 answer = connections.send(node, wire.DESCRIBE_TRANSACTIONS(transactional_ids=keys))
                 for each in answer.transaction_states:
                     if each.error_code in COORDINATOR_RETRY_CODES:
                         continue
-                    left.remove(each.transactional_id)
+                    del left[each.transactional_id]
                     if each.error_code == DONE:
                         described[each.transactional_id] = messages.transaction_description(each)
                     elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
                         raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
             if left:
-                raise RetryLaterError(f"the coordinator of {left[0]!r} is moving")
+                raise RetryLaterError(f"the coordinator of {next(iter(left))!r} is moving")
             return described
 
-        return self._runner.repeat(deadline, "describing transactions", attempt)
+        return self._runner.repeat(deadline, "describing transactions", attempt) if left else described
 
     def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
         """Return a new connection to a transactional id's coordinator, which is never re-established."""

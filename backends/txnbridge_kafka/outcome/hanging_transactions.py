@@ -74,7 +74,8 @@ def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
         for id, each in before.items()
         if each.pid in open_now and after.get(id) == each
     ]
-    unknown = {pid: open_in for pid, open_in in open_before.items() if pid not in set(ids.values())}
+    known = set(ids.values())
+    unknown = {pid: open_in for pid, open_in in open_before.items() if pid not in known}
     return HangingSurvey(hanging, unknown, unread=len(everywhere) - len(producers))
 
 

@@ -315,7 +315,7 @@ class PreparedIdPool:
             unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}
             for entry in self._owner.ledger.entries(PREPARE, deadline):
                 if (entry.data["id"], entry.data["pid"], entry.data["start"]) in unresolved:
-                    return token_of(entry, self._cluster, deadline)
+                    return token_of(entry, self._cluster.requests.cluster_id(deadline))
         except TxnBridgeError as error:
             _log.debug("the oldest prepared transaction could not be looked up: %s", error)
         return None
@@ -327,12 +327,12 @@ class PreparedIdPool:
         return f"{text}: commit or abort some, or connect with a larger prepared_ids"
 
 
-def token_of(entry: LedgerEntry, cluster: KafkaCluster, deadline: Deadline) -> Token:
+def token_of(entry: LedgerEntry, cluster: str) -> Token:
     """Return the token of a prepared transaction, made from the record in the decision log that it is prepared."""
     data: Mapping[str, Any] = entry.data
     return Token(
         broker="kafka",
-        cluster=cluster.requests.cluster_id(deadline),
+        cluster=cluster,
         transaction=entry.transaction,
         how={name: data[name] for name in ("id", "pid", "epoch", "start", "opening") if name in data},
         prepared=True,
