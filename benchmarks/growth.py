@@ -151,6 +151,7 @@ def growth_transactions(settings: Settings, broker: str) -> None:
                     tokens += by_workers(partial(prepare, owner, topic), min(missing, PREPARED_IDS))
             assert len(bridge.admin.transactions()) == size
             report.figure(f"{size:,} prepared: listed", repeated(settings, bridge.admin.transactions), "s", MANY)
+            report.figure(f"{size:,} prepared: doctor", repeated(settings, bridge.admin.doctor), "s", MANY)
             report.single(f"{size:,} prepared: a commit", seconds(partial(bridge.commit, tokens.pop())), "s")
         for size in sizes:
             report_resolver(report, broker, url, topic, size)
