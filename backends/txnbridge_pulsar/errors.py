@@ -31,6 +31,8 @@ _REMEDIES: Mapping[type[wire.PulsarError], str] = {
     wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
     wire.NotOwner: ": the user who began it has to do this, or a superuser",
 }
+# What a broker answers, as NOT_ALLOWED, about a partition of a topic that was deleted.
+_NO_PARTITION = "Partition metadata not found"
 _QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_EXCEEDED_EXCEPTION)
 
 
@@ -42,7 +44,7 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
     text = f"{what}: {error}"
     if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
         return AccessDenied(text + _REMEDIES.get(type(error), ""))
-    if isinstance(error, wire.TopicNotFound):
+    if isinstance(error, wire.TopicNotFound) or _NO_PARTITION in text:
         return NotFound(text)
     if isinstance(error, wire.ProducerFenced):
         return Fenced(text)

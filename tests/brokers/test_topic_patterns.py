@@ -1,0 +1,48 @@
+"""Two processors read the topics of a real broker that fit a pattern, while topics come and go."""
+
+import uuid
+from dataclasses import replace
+
+import pytest
+
+import txnbridge
+from tests.brokers.test_spanning import url_of
+from tests.in_time import wait_until
+from txnbridge._base.connection import Connection
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
+def test_each_message_is_processed_once_while_topics_come_and_go(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    url, tag = url_of(request, name), uuid.uuid4().hex[:8]
+    monkeypatch.setattr(Connection, "timing", replace(Connection.timing, pattern_look=1.0))
+    topics, out = [f"{tag}-{number}" for number in range(4)], f"out-{tag}"
+    sent: list[bytes | None] = []
+
+    def copy(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
+        txn.send(out, message.value)
+
+    def copied() -> list[bytes | None]:
+        return sorted(message.value or b"" for message in bridge.read(out, 1000))
+
+    with txnbridge.connect(url, create_topics=2) as bridge, txnbridge.connect(url) as other:
+        bridge.ensure_topics(out, topics[0])
+        first, second = (each.processor(f"{tag}-*", group=tag, each=copy) for each in (bridge, other))
+        with first, second:
+            for step in range(8):
+                if step == 5:
+                    wait_until(lambda: copied() == sent)
+                    bridge.admin.delete_topic(topics.pop(1))
+                for topic in topics[: 1 + step // 2]:
+                    bridge.ensure_topics(topic)
+                    values = [b"%03d" % number for number in range(len(sent), len(sent) + 10)]
+                    with bridge.transaction() as txn:
+                        txn.send_many(topic, values)
+                    sent.extend(values)
+                wait_until(lambda: len(copied()) > len(sent) // 2)  # then, perhaps, the next topic is made
+            wait_until(lambda: len(copied()) >= len(sent))
+            assert first.healthy and second.healthy
+        assert copied() == sent
