@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import wraps
@@ -17,11 +17,9 @@ from txnbridge import errors
 from txnbridge._base.connection import Connection, ConnectionUser, never_ran
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import (
-    Headers,
     Message,
     as_messages,
     check_place,
-    encode_headers,
     encode_key,
     split_item,
 )
@@ -332,14 +330,16 @@ class Transaction(ConnectionUser):
     def _send_all(self, topic: str | Topic, items: Iterable[Any]) -> None:
         before = self._writer.messages
         try:
-            if self._slow:
+            makers, name = self._connection.header_makers, topic.name if isinstance(topic, Topic) else topic
+            if self._events.wants("message.send") or self._fingerprint is not None:
                 for item in items:
                     value, key, headers = split_item(item)
                     self._send_slowly(topic, value, key, headers, None, None)
-            elif isinstance(topic, Topic) and not topic.plain:
-                self._writer.send_many(topic.name, (_encode_item(topic, item) for item in items))
+            elif makers or (isinstance(topic, Topic) and not topic.plain):
+                target = as_topic(topic)
+                self._writer.send_many(name, (_encode_item(target, item, makers) for item in items))
             else:
-                self._writer.send_many(topic.name if isinstance(topic, Topic) else topic, items)
+                self._writer.send_many(name, items)
         except BaseException as error:
             if isinstance(error, errors.UsageError):
                 error.args = (f"item {self._writer.messages - before} of send_many (counted from 0): {error}",)
@@ -703,10 +703,9 @@ class Transaction(ConnectionUser):
             )
 
 
-def _encode_item(topic: Topic, item: Any) -> Any:
-    value, key, headers = split_item(item)
-    pairs = None if headers is None else encode_headers(headers)
-    return topic.encode_value(value, Headers(pairs or ())), topic.encode_key(key), pairs
+def _encode_item(topic: Topic, item: Any, makers: Sequence[Any]) -> Any:
+    _, value, key, pairs = encode_message(topic, *split_item(item), makers)
+    return value, key, pairs or None
 
 
 def _hash(key: bytes | None, value: bytes | None) -> int:
