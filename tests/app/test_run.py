@@ -21,6 +21,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge.cli import _supervisor, main
 from txnbridge.cli._health import health, serving
@@ -354,7 +355,7 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkey
     supervisor, worker = supervised
     open_files = os.listdir("/dev/fd")
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", refuse_to_fork)
+        patch.setattr(subprocess, "Popen", raising(BlockingIOError("a test says so")))
         supervisor._start_again(worker)
     assert worker.start_at is not None and not worker.runs
     assert os.listdir("/dev/fd") == open_files
@@ -364,10 +365,6 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkey
         return bool(worker.runs)
 
     wait_until(started)
-
-
-def refuse_to_fork(*args: Any, **more: Any) -> None:
-    raise BlockingIOError("a test says so")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

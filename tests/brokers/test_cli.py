@@ -16,6 +16,7 @@ from txnbridge_conformance.brokers._broker import wait_until
 
 from tests.brokers import programs
 from tests.brokers.kit import Toy, create_topic, state
+from tests.failing import raising
 from txnbridge.cli import main
 from txnbridge.cli._common import ExitCode
 from txnbridge.testing import Child
@@ -211,9 +212,6 @@ def test_options_that_cannot_be_combined_are_refused(invoke):
 
 @pytest.mark.usefixtures("home")
 def test_an_unexpected_error_shows_its_traceback_with_debug(invoke, monkeypatch):
-    def fail(name: str) -> None:
-        raise ZeroDivisionError("secret")
-
-    monkeypatch.setattr(_detached, "find", fail)
+    monkeypatch.setattr(_detached, "find", raising(ZeroDivisionError("secret")))
     assert "secret" not in invoke("status").stderr
     assert "secret" in invoke("status", "--debug").stderr

@@ -9,6 +9,7 @@ import sys
 import time
 
 import txnbridge
+from tests.failing import raising
 from txnbridge.cli.top import BrokerState, _rates
 from txnbridge.spi import GroupInfo
 
@@ -30,9 +31,7 @@ def test_top_once_shows_lag_open_transactions_and_parked_half_messages(invoke, b
 
 
 def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monkeypatch):
-    def refuse(*_: object) -> list[object]:
-        raise txnbridge.NotSupported("no")
-
+    refuse = raising(txnbridge.NotSupported("no"))
     monkeypatch.setattr(txnbridge.Admin, "groups", refuse)
     monkeypatch.setattr(txnbridge.Admin, "transactions", refuse)
     assert json.loads(invoke("top", "--once", "--json").stdout)["missing"] == ["groups", "open transactions"]
@@ -40,10 +39,7 @@ def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monke
 
 
 def test_a_broker_that_does_not_answer_is_an_error_on_the_screen(invoke, bridge, monkeypatch):
-    def away(*_: object) -> list[object]:
-        raise txnbridge.BrokerUnavailable("the broker is away")
-
-    monkeypatch.setattr(txnbridge.Admin, "transactions", away)
+    monkeypatch.setattr(txnbridge.Admin, "transactions", raising(txnbridge.BrokerUnavailable("the broker is away")))
     assert "the broker is away" in invoke("top", "--once").stdout
 
 

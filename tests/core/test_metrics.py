@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import Bridge, Decision, _metrics, metrics
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, OutcomeUnknown
@@ -60,11 +61,7 @@ def test_each_transaction_is_counted_once_by_its_state_at_its_end(bridge, collec
 def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected, monkeypatch):
     txn = bridge.transaction()
     txn.send("orders", b"1")
-
-    def lost(self: object, deadline: object) -> None:
-        raise EvidenceLost("the answer was lost")
-
-    monkeypatch.setattr(type(txn._taken), "commit", lost)
+    monkeypatch.setattr(type(txn._taken), "commit", raising(EvidenceLost("the answer was lost")))
     with pytest.raises(OutcomeUnknown):
         txn.commit()
     assert values(collected, "transactions_total") == {"unknown": 1}
@@ -114,11 +111,7 @@ def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed
     assert caplog.text.count("readers may wait for it (orders[0])") == 1
     bridge.abort(str(txn.token))
     wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
-
-    def away(*_: object) -> list[object]:
-        raise BrokerUnavailable("away")
-
-    monkeypatch.setattr(connection.broker.admin, "transactions", away)
+    monkeypatch.setattr(connection.broker.admin, "transactions", raising(BrokerUnavailable("away")))
     wait_until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
     bridge.close()
     assert values(collected, "open_transactions") == {}

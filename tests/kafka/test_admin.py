@@ -31,6 +31,7 @@ from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.topics import KEEP_ALL, KafkaTopics
 
 import txnbridge
+from tests.failing import raising
 from tests.in_time import takes, within
 from tests.kafka.kit import stand_still, without_epoch_bumps
 from tests.keeping import keeping
@@ -181,10 +182,7 @@ def listed(bridge: Bridge, id: str) -> list[OpenTransaction]:
 
 
 def test_administering_makes_no_connections_beside_the_bridges_own(bridge, monkeypatch):
-    def refuse(settings: object) -> None:
-        raise AssertionError("another client")
-
-    monkeypatch.setattr("txnbridge_kafka.topics.ConfluentAdminClient", refuse)
+    monkeypatch.setattr("txnbridge_kafka.topics.ConfluentAdminClient", raising(AssertionError("another client")))
     for _ in range(2):
         assert bridge.admin.topics(internal=True)
 

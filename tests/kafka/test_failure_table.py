@@ -20,6 +20,7 @@ from txnbridge_kafka.write.acks import KafkaAckContext
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
+from tests.failing import raising
 from tests.in_time import within
 from tests.kafka.kit import writer_of
 from tests.kafka.mock_kit import HANG_UP, KEYS, Coordinator, MockCluster
@@ -635,10 +636,7 @@ def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(
     writer = writer_of(txn)
     writer.send_many(TOPIC, [])  # so that the writer has looked at the topic
 
-    def full(*message: object, **where: object) -> None:
-        raise BufferError("full")
-
-    writer.quick[TOPIC] = full
+    writer.quick[TOPIC] = raising(BufferError("full"))
     with within(SHORT), pytest.raises(DeadlineExceeded, match="waiting for the broker to take messages"):
         with txn:
             txn.send_many(TOPIC, [b"1"]) if many else txn.send(TOPIC, b"1")

@@ -15,6 +15,7 @@ from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import offsets_partition
 
 import txnbridge
+from tests.failing import raising
 from tests.java_kit import ask_java
 from tests.kafka.kit import without_epoch_bumps
 from tests.kafka.test_admin import (
@@ -144,10 +145,7 @@ def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_cou
 ) -> None:
     held = hold(True)
 
-    def deny(*_: object) -> list[RecordedDecision]:
-        raise AccessDenied("this user may not read it")
-
-    monkeypatch.setattr(hanging_transactions, "recorded_decisions", deny)
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", raising(AccessDenied("this user may not read it")))
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
@@ -29,8 +29,10 @@ from txnbridge_kafka.settings.security import Access
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, topic_appears
+from tests.failing import raising
 from tests.in_time import takes
 from tests.kafka.kit import stand_still, without_epoch_bumps
+from tests.kafka.test_admin import visible
 from tests.keeping import keeping
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -128,27 +130,7 @@ class World:
 
     def visible(self) -> list[bytes]:
         """The messages of this world's producer that readers of committed messages see, up to the end."""
-        settings = {
-            "bootstrap.servers": self.bootstrap,
-            "group.id": self.id,
-            "enable.partition.eof": True,
-            "enable.auto.commit": False,
-        }
-        reader = Consumer(settings, logger=_silent)
-        reader.assign([TopicPartition(self.topic, 0, 0)])
-        found: list[bytes] = []
-        try:
-            while True:
-                message = reader.poll(LONG)
-                assert message is not None
-                error, value = message.error(), message.value()
-                if error is not None:
-                    assert error.code() == KafkaError._PARTITION_EOF
-                    return found
-                if value == self.id.encode():
-                    found.append(value)
-        finally:
-            reader.close()
+        return [value for value in visible(self.broker, self.topic) if value == self.id.encode()]
 
 
 @pytest.fixture
@@ -859,13 +841,10 @@ def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
 def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_flow(kafka_broker, monkeypatch):
     """The administrator's other requests have ended the process when a broker died meanwhile."""
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise AssertionError("asked")
-
     names = {name for name, value in vars(AdminClient).items() if callable(value) and not name.startswith("_")}
     assert {"create_topics", "describe_configs", "delete_records"} <= names
     for name in names - {"list_topics"}:
-        monkeypatch.setattr(AdminClient, name, refuse)
+        monkeypatch.setattr(AdminClient, name, raising(AssertionError("asked")))
     topic = f"flow-{next(_numbers)}"
     with txnbridge.connect(kafka_broker.url, transactional_id=topic, writers=1, create_topics=2) as bridge:
         with bridge.transaction(prepare=True) as txn:

@@ -22,6 +22,7 @@ from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import KafkaOwner
 
 import txnbridge
+from tests.failing import raising
 from tests.kafka.kit import describe, flush
 from tests.kafka.test_settings import PLAIN, read
 from txnbridge import Bridge, Outcome, TokenState
@@ -441,11 +442,7 @@ def test_an_owner_without_the_log_whose_writer_must_be_replaced_goes_on(logless)
 @pytest.fixture
 def denied(monkeypatch: pytest.MonkeyPatch) -> None:
     """No owner may use its log."""
-
-    def deny(*_: object) -> None:
-        raise AccessDenied("this user may not use the log")
-
-    monkeypatch.setattr(KafkaOwner, "open", deny)
+    monkeypatch.setattr(KafkaOwner, "open", raising(AccessDenied("this user may not use the log")))
 
 
 @pytest.mark.usefixtures("denied")

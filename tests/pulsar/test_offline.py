@@ -29,6 +29,7 @@ from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
+from tests.failing import raising
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.kit import Kept
 from txnbridge import (
@@ -103,10 +104,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | 
 def test_the_evidence_of_a_commit_without_an_answer_is_kept(
     ready: PulsarWriter, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def end(*_: object) -> EndResult:
-        raise error
-
-    monkeypatch.setattr(writer, "end", end)
+    monkeypatch.setattr(writer, "end", raising(error))
     with pytest.raises(type(error)):
         ready.commit(Deadline(SOON))
     assert ready.unknown
@@ -197,10 +195,7 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
 def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arrived_everywhere(
     monkeypatch: pytest.MonkeyPatch, error: Exception, known: bool
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise error
-
-    requests = SimpleNamespace(end_on_partition=lambda *_: None, end_on_subscription=refuse)
+    requests = SimpleNamespace(end_on_partition=lambda *_: None, end_on_subscription=raising(error))
     cluster = cluster_with(client=SimpleNamespace(transactions=requests))
     participants = Participants(("topic",), (("topic", "group"),))
     token = Token("p", "c", "a/b/1", TokenEvidence(TXN, PROOF_LOCATION, True, participants).fields(), True)
@@ -458,9 +453,7 @@ def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> 
 
 
 def test_a_publisher_that_may_not_note_its_sequence_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    def denied(*_: object) -> Any:
-        raise AccessDenied("no right")
-
+    denied = raising(AccessDenied("no right"))
     publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, open_behind=denied))
     send_one(publisher, 5)
     assert sent == [5] and "it will not be noticed if the broker forgets" in caplog.text

@@ -21,6 +21,7 @@ from txnbridge_rocketmq.read import start_positions
 from txnbridge_rocketmq.read.rebalance import assign
 
 from tests.core.reading_kit import SOON, values
+from tests.failing import raising
 from tests.in_time import paused, within
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, unique
@@ -146,11 +147,7 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
 ) -> None:
     reader = join(topic, group)
     assert reader.reader._group is not None
-
-    def positions(group: str, deadline: Deadline) -> Any:
-        raise EvidenceLost("it was trimmed")
-
-    monkeypatch.setattr(reader.reader._group._ledger, "positions", positions)
+    monkeypatch.setattr(reader.reader._group._ledger, "positions", raising(EvidenceLost("it was trimmed")))
     with pytest.raises(PositionLost, match="trimmed"):
         reader.until(lambda: False)
 
@@ -163,12 +160,8 @@ def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
     reader = join(topic, group)
     reader.acknowledge(reader.take(2)[:1])
     reader.close()
-
-    def publish_decided(*given: Any) -> None:
-        raise EvidenceLost("its halves are gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(start_positions, "publish_decided", publish_decided)
+        patch.setattr(start_positions, "publish_decided", raising(EvidenceLost("its halves are gone")))
         reader = join(topic, group)
         with pytest.raises(EvidenceLost, match="halves are gone"):
             reader.until(lambda: False)
@@ -338,9 +331,6 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
 ) -> None:
     publish(client, topic, b"1", b"2")
 
-    def lose(*_: object) -> None:
-        raise OutcomeUnknown("no answer")
-
     def values_read() -> list[object]:
         try:
             found: list[object] = values(consumer.poll(timeout=1))
@@ -352,7 +342,7 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
         (message,) = take(consumer, 1)
         with monkeypatch.context() as patched, pytest.raises(OutcomeUnknown), bridge.transaction(timeout=1) as txn:
             txn.ack(message)  # only an ack: without halves, no check-back follows
-            patched.setattr(RocketMQDecisionLog, "append", lose)
+            patched.setattr(RocketMQDecisionLog, "append", raising(OutcomeUnknown("no answer")))
         assert txn.outcome is Outcome.UNKNOWN
         assert becomes_true(lambda: values_read() == [b"1", b"2"])
 

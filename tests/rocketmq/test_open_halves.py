@@ -10,6 +10,7 @@ from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEn
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import end_prepared
 
+from tests.failing import raising
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
@@ -85,12 +86,9 @@ def test_an_open_transaction_is_listed_until_it_ends(open_bridge, observer, topi
 def test_a_decided_transaction_not_published_is_listed_and_published_by_hand(
     open_bridge, observer, client, topic, monkeypatch
 ):
-    def die(*args, **how):
-        raise BrokerUnavailable("as if the process were killed")
-
     with monkeypatch.context() as patched, open_bridge(application=unique("gone")) as bridge:
         patched.setattr(HalfEnder, "publish_fresh", lambda *args: False)
-        patched.setattr(HalfEnder, "publish", die)
+        patched.setattr(HalfEnder, "publish", raising(BrokerUnavailable("as if the process were killed")))
         with pytest.raises(OutcomeUnknown, match="it is committed"):
             with bridge.transaction(timeout=10) as txn:
                 txn.send(topic, b"late", partition=0)

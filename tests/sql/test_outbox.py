@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
+from tests.failing import raising
 from tests.sql.outbox_programs import TOPIC, Shop, confuse_names, outbox, publish_all, relay_until_killed
 from tests.sql.test_database_chaos import started
 from txnbridge import Outcome, Transaction, codecs
@@ -564,9 +565,7 @@ def test_a_relay_publishes_nothing_on_another_cluster_than_the_first(engine, sho
 
 
 def test_a_relay_whose_run_has_died_is_not_healthy(engine, bridge, monkeypatch):
-    def fail(*_):
-        raise ZeroDivisionError
-
+    fail = raising(ZeroDivisionError)
     relay = bridge.relay(outbox(), engine)
     monkeypatch.setattr(OutboxStore, "waiting", fail)
     monkeypatch.setattr(OutboxStore, "close", fail)

@@ -15,6 +15,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
+from tests.failing import fail_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import (
@@ -500,29 +501,20 @@ def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(
 
 
 def test_a_database_that_fails_while_a_message_is_set_aside_is_asked_again(bridge, run, monkeypatch):
-    send = Outbox.send
-    failures = [sa.exc.OperationalError("INSERT", {}, ValueError("database is locked"))]
-
-    def send_later(*args, **more):
-        if failures:
-            raise failures.pop()
-        send(*args, **more)
-
     def each(message, db):
         raise Poison("a test says so")
 
-    monkeypatch.setattr(Outbox, "send", send_later)
+    fail_call(monkeypatch, Outbox, "send", sa.exc.OperationalError("INSERT", {}, ValueError("database is locked")))
     feed(bridge, b"1")
     stats = run(each, dead_letter="dead", outbox=BOX)
     assert (stats.dead_letters, stats.retries) == (1, 1)
 
 
 def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, monkeypatch):
-    def refuse(connection):
-        raise sa.exc.IntegrityError("COMMIT", {}, ValueError("refused"))
-
     def each(message, db):
-        monkeypatch.setattr(sa.Connection, "commit", refuse)
+        monkeypatch.setattr(
+            sa.Connection, "commit", raising(sa.exc.IntegrityError("COMMIT", {}, ValueError("refused")))
+        )
         raise Poison("a test says so")
 
     feed(bridge, b"1")

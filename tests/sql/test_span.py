@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from sqlalchemy import orm
 from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
+from tests.failing import raising
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
@@ -78,6 +79,20 @@ def test_rows_and_messages_are_committed_together_or_not_at_all(pair, engine):
     assert [each for bridge in pair for each in bridge.admin.transactions()] == []
 
 
+LOST = sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))
+
+
+def when_its_row_is_made(monkeypatch: pytest.MonkeyPatch, commit: Callable[[sa.Connection], None]) -> None:
+    """Let the database commit by this function, from the barrier's row on."""
+    before = BarrierTable.commit_row
+
+    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
+        monkeypatch.setattr(sa.Connection, "commit", commit)
+        return before(self, transaction, deadline_at)
+
+    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+
+
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, engine, monkeypatch, committed):
     commit = sa.Connection.commit
@@ -86,15 +101,9 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
         monkeypatch.undo()
         if committed:
             commit(self)
-        raise sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))
+        raise LOST
 
-    before = BarrierTable.commit_row
-
-    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
-        monkeypatch.setattr(sa.Connection, "commit", lose)
-        return before(self, transaction, deadline_at)
-
-    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+    when_its_row_is_made(monkeypatch, lose)
     if committed:
         assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     else:
@@ -104,24 +113,12 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
 
 
 def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(pair, engine, monkeypatch):
-    def lose(self: sa.Connection) -> None:
-        raise sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))
-
-    def away(*_: object) -> Outcome:
-        raise BrokerUnavailable("a test says so")
-
-    before = BarrierTable.commit_row
-
-    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
-        monkeypatch.setattr(sa.Connection, "commit", lose)
-        return before(self, transaction, deadline_at)
-
     def settle(*_: object) -> Decision:
         monkeypatch.undo()
-        monkeypatch.setattr(Bridge, "abort", away)
+        monkeypatch.setattr(Bridge, "abort", raising(BrokerUnavailable("a test says so")))
         return Decision.ABORT
 
-    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+    when_its_row_is_made(monkeypatch, raising(LOST))
     monkeypatch.setattr(BarrierTable, "settle", settle)
     with pytest.raises(OutcomeUnknown), spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
@@ -227,13 +224,7 @@ def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, 
         assert waiting(pair) == 2
         commit(self)
 
-    before = BarrierTable.commit_row
-
-    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
-        monkeypatch.setattr(sa.Connection, "commit", pause)
-        return before(self, transaction, deadline_at)
-
-    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+    when_its_row_is_made(monkeypatch, pause)
     assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     assert found(pair, engine) == [[1]] * 3
 

@@ -14,6 +14,7 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 import txnbridge
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.embedded.kit import rows
+from tests.failing import raising
 from tests.kill_walk import KillWalk
 from txnbridge import (
     Abort,
@@ -82,11 +83,7 @@ def topics(bridge: Bridge) -> None:
 # --- what execute says ----------------------------------------------------------------------------------------------
 
 
-def raise_abort(*_: Any) -> Decision:
-    raise Abort
-
-
-@pytest.mark.parametrize("execute", [says(ABORT), raise_abort])
+@pytest.mark.parametrize("execute", [says(ABORT), raising(Abort)])
 def test_a_half_message_that_execute_refuses_is_never_seen(bridge: Bridge, execute: Callable[..., Decision]) -> None:
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
         assert sell(sales).outcome is Outcome.ABORTED
@@ -95,23 +92,17 @@ def test_a_half_message_that_execute_refuses_is_never_seen(bridge: Bridge, execu
 
 @pytest.mark.parametrize("error", [Abort, ZeroDivisionError])
 def test_an_exception_in_the_block_stores_nothing_and_does_no_work(bridge: Bridge, error: type[Exception]) -> None:
-    def execute(*_: Any) -> Decision:
-        raise AssertionError("no work")
-
-    with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
+    no_work = raising(AssertionError("no work"))
+    with bridge.half_messages("shop", execute=no_work, check=says(COMMIT)) as sales:
         with suppress(ZeroDivisionError), sales.transaction() as txn:
             txn.send("orders", b"never")
             raise error
     assert (txn.outcome, stored(bridge, "SELECT * FROM halves")) == (Outcome.ABORTED, [])
 
 
-def boom(*_: Any) -> Decision:
-    raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
     ("execute", "error"),
-    [(boom, ZeroDivisionError), (says(UNDECIDED), None), (lambda *_: None, InvalidOption)],
+    [(raising(ZeroDivisionError), ZeroDivisionError), (says(UNDECIDED), None), (lambda *_: None, InvalidOption)],
     ids=["raises", "undecided", "nonsense"],
 )
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
@@ -287,19 +278,12 @@ def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout
     with resolver:
         eventually(lambda: resolver.healthy, "it runs")
         with monkeypatch.context() as patch:
-            patch.setattr(resolver._store, "checks", raises(BrokerUnavailable("away")))
+            patch.setattr(resolver._store, "checks", raising(BrokerUnavailable("away")))
             eventually(lambda: resolver._failing_since is not None, "it has failed")
             assert resolver.healthy
             patch.setattr(bridge._connection, "timeout", 0.0)
             eventually(lambda: not resolver.healthy, "it has failed for too long")
         eventually(lambda: resolver.healthy, "it can look again")
-
-
-def raises(error: Exception) -> Callable[..., Any]:
-    def raising(*_: Any) -> Any:
-        raise error
-
-    return raising
 
 
 def test_a_check_that_hangs_keeps_one_place_however_often_it_is_due(bridge: Bridge) -> None:

@@ -17,6 +17,7 @@ from txnbridge_embedded.write.writer import PreparingWriter
 
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
+from tests.failing import fail_call, raising
 from tests.in_time import wait_until
 from txnbridge import (
     Abort,
@@ -35,7 +36,7 @@ from txnbridge._base.state import State
 from txnbridge._half.half_messages import HalfMessages
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import digest, mark
-from txnbridge.spi import Deadline, Half, OpenTransaction
+from txnbridge.spi import Deadline, OpenTransaction
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
 
@@ -134,6 +135,9 @@ def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided
     assert values(pair) == [[b"1"] * decided] * 2
 
 
+AWAY = txnbridge.BrokerUnavailable("a test says so")
+
+
 def no_checks(*_: object) -> list[object]:
     time.sleep(0.1)
     return []
@@ -141,15 +145,8 @@ def no_checks(*_: object) -> list[object]:
 
 @pytest.mark.parametrize("checks", [EmbeddedHalves.checks, no_checks])
 def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch, quick_sweep, checks):
-    commit, calls = Bridge.commit, count()
     monkeypatch.setattr(EmbeddedHalves, "checks", checks)  # the next check-back may be minutes away
-
-    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        if next(calls) == 1:
-            raise txnbridge.BrokerUnavailable("a test says so")
-        return commit(self, token)
-
-    monkeypatch.setattr(Bridge, "commit", fail_once)
+    fail_call(monkeypatch, Bridge, "commit", AWAY, 1)
     with spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.COMMITTED
@@ -157,15 +154,8 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
 
 
 def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, quick_sweep):
-    abort, calls = Bridge.abort, count()
-
-    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        if next(calls) == 1:
-            raise txnbridge.BrokerUnavailable("a test says so")
-        return abort(self, token)
-
-    monkeypatch.setattr(Bridge, "abort", fail_once)
-    monkeypatch.setattr(HalfMessages, "transaction", raising(txnbridge.BrokerUnavailable("a test says so")))
+    fail_call(monkeypatch, Bridge, "abort", AWAY, 1)
+    monkeypatch.setattr(HalfMessages, "transaction", raising(AWAY))
     with pytest.raises(txnbridge.BrokerUnavailable), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
@@ -402,14 +392,7 @@ def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
 
 def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, monkeypatch):
     a, b = with_input(pair)
-    commit, calls = Bridge.commit, count()
-
-    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        if self is a and next(calls) == 0:
-            raise txnbridge.BrokerUnavailable("a test says so")
-        return commit(self, token)
-
-    monkeypatch.setattr(Bridge, "commit", fail_once)
+    fail_call(monkeypatch, a, "commit", AWAY)
     a.processor("in", group="g", each=move, to=b).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]
@@ -417,28 +400,14 @@ def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, 
 
 def test_a_pass_that_failed_is_repeated_before_later_messages(pair, monkeypatch):
     a, b = with_input(pair)
-    put, calls = EmbeddedHalves.put, count()
-
-    def fail_once(self: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
-        if next(calls) == 0:
-            raise txnbridge.BrokerUnavailable("a test says so")
-        return put(self, half, deadline)
-
-    monkeypatch.setattr(EmbeddedHalves, "put", fail_once)
+    fail_call(monkeypatch, EmbeddedHalves, "put", AWAY)
     a.processor("in", group="g", each=move, to=b, max_messages=1).run(until_idle=True)
     assert values(pair) == [[], [b"1", b"2", b"3"]]
 
 
 def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monkeypatch):
     a, b = with_input(pair)
-    commit, calls = Bridge.commit, count()
-
-    def lose_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        if next(calls) == 0:
-            raise OutcomeUnknown("a test says so")
-        return commit(self, token)
-
-    monkeypatch.setattr(Bridge, "commit", lose_once)
+    fail_call(monkeypatch, Bridge, "commit", OutcomeUnknown("a test says so"))
     a.processor("in", group="g", each=move, to=b, max_messages=1, timeout=1).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]
@@ -447,30 +416,16 @@ def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monke
 def die_before_the_record(pair: tuple[Bridge, Bridge]) -> None:
     """Leave the parts of a span prepared, as a process does that dies before it has stored the record."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Bridge, "abort", raising(txnbridge.BrokerUnavailable("a test says so")))
+        patch.setattr(Bridge, "abort", raising(AWAY))
         patch.setattr(HalfMessages, "transaction", raising(KeyboardInterrupt()))
         with txnbridge.connect(pair[0].url) as a, txnbridge.connect(pair[1].url) as b:
             with spanning(a, b, timeout=0.5) as span:
                 send(span, (a, b), b"1")
 
 
-def raising(error: BaseException) -> Any:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    return fail
-
-
 def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair, monkeypatch, quick_sweep):
     die_before_the_record(pair)
-    abort, calls = Bridge.abort, count()
-
-    def fail_once(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        if next(calls) == 1:
-            raise txnbridge.BrokerUnavailable("a test says so")
-        return abort(self, token)
-
-    monkeypatch.setattr(Bridge, "abort", fail_once)
+    fail_call(monkeypatch, Bridge, "abort", AWAY, 1)
     with spanning(*pair):
         pass
     wait_until(lambda: open_ones(pair) == [])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import ToyBackend, ToyReader, connect_toy
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import (
     Abort,
@@ -472,17 +473,11 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
 
 @pytest.mark.parametrize("left", ["leaves", "cannot leave"])
 def test_an_exception_of_another_library_closes_the_consumer(room, monkeypatch, left):
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    def away(deadline: object) -> None:
-        raise BrokerUnavailable("away")
-
     with pytest.raises(Conflict), room.bridge.transaction() as txn:
         txn.ack(room.consumer.poll(1))
-        monkeypatch.setattr(room.reader, "poll", interrupted)
+        monkeypatch.setattr(room.reader, "poll", raising(KeyboardInterrupt))
         if left != "leaves":
-            monkeypatch.setattr(room.reader, "close", away)
+            monkeypatch.setattr(room.reader, "close", raising(BrokerUnavailable("away")))
         with pytest.raises(KeyboardInterrupt):
             room.consumer.poll(10)
     assert (txn.outcome, room.reader.calls.count("close")) == (Outcome.ABORTED, left == "leaves")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBroker, ToyWriter, connect_toy
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import (
     Bridge,
@@ -335,10 +336,7 @@ def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(monkeypatch: py
 
 
 def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
     assert work(bridge, b"1").outcome is Outcome.COMMITTED
     assert values(writer) == [b"1"]
 
