@@ -85,14 +85,6 @@ def test_a_delivered_message_that_retention_took_away_meanwhile_can_still_be_ack
     assert reached(connection) == 5
 
 
-def test_a_message_that_a_prepared_transaction_reserved_cannot_be_acknowledged(connection):
-    ack(connection, 1, 2, number=5)
-    with pytest.raises(Conflict, match="reserved by a prepared transaction"):
-        ack(connection, 2)
-    with pytest.raises(Conflict, match="reserved by a prepared transaction"):
-        ack(connection, 1, number=6)
-
-
 @pytest.mark.parametrize(
     "change",
     [

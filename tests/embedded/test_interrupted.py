@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 import txnbridge
+from tests.failing import raising
 from tests.interrupts import Interrupted, interrupted_everywhere
 from txnbridge import Batch, Bridge, InvalidState, OutcomeUnknown
 from txnbridge._base.state import State
@@ -123,11 +124,8 @@ def test_messages_of_an_interrupted_prepare_come_once_more_and_not_twice(bridge,
     work = Work(bridge)
     batch = work.consumer.poll(4)
 
-    def interrupt(*_: object, **__: object) -> None:
-        raise Interrupted
-
     with monkeypatch.context() as patched, suppress(Interrupted), bridge.transaction(prepare=True) as txn:
-        patched.setattr("txnbridge._write.token_operations.Outcomes.token_of", interrupt)
+        patched.setattr("txnbridge._write.token_operations.Outcomes.token_of", raising(Interrupted))
         txn.ack(batch)
     again = [*work.consumer.poll(4, 0), *work.consumer.poll(4, 0)]
     assert len(batch) == len(again) == 4

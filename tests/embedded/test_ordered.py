@@ -2,7 +2,6 @@
 
 import pytest
 
-import txnbridge
 from tests.embedded import kit
 from tests.embedded.members import GROUP, Member, settle
 from txnbridge.errors import Conflict, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
@@ -322,15 +321,3 @@ def test_a_member_follows_its_group_although_another_process_keeps_the_file_lock
     other = opened()
     with kit.busy(other):
         assert len(first.take(2) + second.take(2)) == 4
-
-
-def test_a_consumer_that_is_dropped_leaves_its_group(tmp_path):
-    url = f"embedded:{tmp_path}/dropped.db"
-    with txnbridge.connect(url) as one, txnbridge.connect(url) as two:
-        with one.transaction() as txn:
-            txn.send_many("t", [b"1", b"2"])
-        for message in one.consumer("t", "g"):
-            assert message.value == b"1"
-            break
-        with two.consumer("t", "g") as other:
-            assert [message.value for message in next(other.batches(2, max_wait=60))] == [b"1", b"2"]

@@ -10,7 +10,6 @@ from tests.embedded.kit import (
     NO_LEDGER,
     begin,
     commit,
-    execute,
     open_preparing,
     open_writer,
     prepare,
@@ -19,6 +18,7 @@ from tests.embedded.kit import (
     values,
 )
 from tests.embedded.test_writer import LARGE, failing, status
+from tests.failing import fail_call, raising
 from txnbridge.errors import (
     DeliveryFailed,
     EvidenceLost,
@@ -29,11 +29,6 @@ from txnbridge.errors import (
     TransactionTimedOut,
 )
 from txnbridge.spi import Deadline, Outcome, TokenState
-
-
-def expire(broker, token):
-    """Let a prepared transaction's deadline pass."""
-    execute(broker, "UPDATE transactions SET deadline_at = 1 WHERE id = ?", token.transaction)
 
 
 def test_a_large_prepared_transaction_comes_whole(opened):
@@ -64,15 +59,6 @@ def test_an_owner_that_was_shut_out_prepares_nothing(opened, stored):
     assert rows(second, "SELECT * FROM transactions") == rows(second, "SELECT * FROM messages") == []
     with pytest.raises(EvidenceLost):
         second.commit(token_of(first, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
-
-
-def test_a_prepared_transaction_past_its_deadline_is_aborted_whoever_asks(opened):
-    broker = opened()
-    token = prepare(broker, "orders", b"1")
-    expire(broker, token)
-    assert opened().commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
-    assert status(broker, token).state is TokenState.ABORTED
-    assert values(broker, "orders") == []
 
 
 def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock):
@@ -176,17 +162,13 @@ def test_after_a_prepare_of_unknown_outcome_an_abort_is_certain(broker, monkeypa
     begin(writer, "orders", b"1", prepare=True)
     failing(broker.store, happens=happens)
     with monkeypatch.context() as patch:
-        patch.setattr(broker.store, "reading", unreadable)
+        patch.setattr(broker.store, "reading", raising(StorageFailed("the disk is gone")))
         with pytest.raises(OutcomeUnknown):
             writer.prepare(Deadline(5))
     writer.abort(Deadline(5))
     assert rows(broker, "SELECT * FROM transactions WHERE state = 'prepared'") == []
     commit(open_writer(broker), "orders", b"marker")
     assert values(broker, "orders") == [b"marker"]
-
-
-def unreadable(*_):
-    raise StorageFailed("the disk is gone")
 
 
 @pytest.mark.parametrize("happens", [True, False])
@@ -203,17 +185,8 @@ def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened, 
     broker = opened(timing=Timing(removed_rows=3))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
-    pieces: list[object] = []
-    real = ending._remove_batch
-
-    def two_pieces_and_die(*arguments):
-        if len(pieces) == 2:
-            raise SystemExit
-        pieces.append(arguments)
-        return real(*arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(ending, "_remove_batch", two_pieces_and_die)
+        fail_call(patch, ending, "_remove_batch", SystemExit(), 2)
         with pytest.raises(SystemExit):
             broker.abort(token, NO_LEDGER, Deadline(5))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]

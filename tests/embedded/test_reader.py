@@ -11,6 +11,7 @@ from txnbridge_embedded.read import base_reader
 import txnbridge
 from tests.core.reading_kit import Listener, rows
 from tests.embedded import kit
+from tests.failing import raising
 from tests.in_time import within
 from tests.keeping import keeping
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost, StorageFailed
@@ -87,17 +88,6 @@ def test_an_aborted_message_is_never_seen_and_leaves_no_lag(broker, reading):
     assert reader.lag(Deadline(10)) == {ORDERS: 0}
     kit.commit(kit.open_writer(broker), "orders", b"last")
     assert take_values(reader, 1) == [b"last"]
-
-
-def test_a_transaction_past_its_deadline_is_ended_by_the_reader_that_it_holds_back(broker, reading, clock):
-    reader = reading()
-    writer = kit.open_preparing(broker)
-    kit.begin(writer, "orders", b"expired", timeout=60, hold=0.001, prepare=True)
-    writer.prepare(Deadline(10))
-    clock.ahead = 3_600_000
-    kit.commit(kit.open_writer(broker), "orders", b"after")
-    assert take_values(reader, 1) == [b"after"]
-    assert kit.rows(broker, "SELECT state FROM transactions") == [("aborted",)]
 
 
 def test_a_half_finished_abort_is_finished_by_the_reader_that_it_holds_back(broker, reading):
@@ -251,11 +241,7 @@ def test_readable_messages_come_before_an_error_of_ending_an_overdue_transaction
     kit.prepare(broker, "orders", b"overdue", hold=0.001)
     kit.commit(kit.open_writer(broker), "marker", b"marker")
     reader = reading("orders", "marker")
-
-    def fail(*_):
-        raise StorageFailed("no room")
-
-    monkeypatch.setattr(base_reader, "end_expired", fail)
+    monkeypatch.setattr(base_reader, "end_expired", raising(StorageFailed("no room")))
     kit.execute(broker, "UPDATE transactions SET deadline_at = 0")
     assert take_values(reader, 1) == [b"marker"]
     with pytest.raises(StorageFailed, match="no room"):

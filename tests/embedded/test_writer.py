@@ -25,6 +25,7 @@ from tests.embedded.kit import (
     token_of,
     values,
 )
+from tests.failing import raising
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
@@ -195,16 +196,6 @@ def small(opened):
 LARGE = [b"%03d" % number for number in range(200)]
 
 
-def test_a_large_transaction_is_invisible_until_it_is_committed(small):
-    writer = open_writer(small)
-    begin(writer, "orders", *LARGE)
-    assert rows(small, "SELECT count(*) FROM messages")[0][0] > 100
-    assert values(small, "orders") == []
-    writer.commit(Deadline(5))
-    assert values(small, "orders") == LARGE
-    assert rows(small, "SELECT * FROM undecided") == rows(small, "SELECT * FROM transactions") == []
-
-
 def test_a_large_transaction_that_is_aborted_leaves_nothing_and_no_offset_is_used_again(small):
     writer = open_writer(small)
     begin(writer, "orders", *LARGE)
@@ -274,12 +265,8 @@ def test_a_writer_that_closes_aborts_what_it_stored(broker):
 def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, monkeypatch):
     writer = open_writer(broker)
     begin(writer, "orders", b"1")
-
-    def fail(*_):
-        raise CommitUnclear("the disk is gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(broker.store, "_commit", fail)
+        patch.setattr(broker.store, "_commit", raising(CommitUnclear("the disk is gone")))
         with pytest.raises(DeliveryFailed):
             writer.flush(Deadline(5))
     send(writer, "orders", b"2")
