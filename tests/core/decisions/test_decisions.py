@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter, Event
@@ -16,7 +17,7 @@ from txnbridge._base.messages import Position
 from txnbridge._base.timing import Timing
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
-from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, BodyPart, Claimed, Snapshot, encode
+from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, BodyPart, Claimed, encode
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
@@ -251,10 +252,7 @@ def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch, ref
     decisions = join()
     decisions.begin()
 
-    def read(*_):
-        raise refused("gone")
-
-    monkeypatch.setattr(log, "read", read)
+    monkeypatch.setattr(log, "read", raising(refused("gone")))
     with pytest.raises(OutcomeUnknown, match="read back"):
         decisions.claim("id", COMMIT)
 
@@ -283,19 +281,6 @@ def test_the_token_of_one_process_is_decided_by_another(join):
     assert join().claim("t1", COMMIT, begin=begin).decision is COMMIT
     assert join().claim("t1", ABORT, begin=begin).decision is COMMIT
     assert join().read("t1", begin=begin).claim.decision is COMMIT
-
-
-def test_where_the_presence_record_was_trimmed_nobody_claims_or_answers(join, log):
-    owner = join()
-    begin = owner.begin()
-    owner.claim("t1", COMMIT, begin=begin)
-    join().begin()
-    log.trim(log.records[-1][0])
-    other = join()
-    other.begin()
-    refused(lambda: other.claim("t1", ABORT, begin=begin), log, EvidenceLost)
-    refused(lambda: other.read("t1", begin=begin), log, EvidenceLost)
-    refused(lambda: other.ledger("X", begin).find("t1", Deadline(5)), log, EvidenceLost)
 
 
 def test_another_record_at_the_presences_position_proves_nothing(join, log):
@@ -410,17 +395,6 @@ def test_a_late_birth_record_is_not_taken_for_the_beginning(join, log):
     assert join().read("id").claim.decision is COMMIT
 
 
-def test_where_first_records_have_one_position_a_birth_record_elsewhere_proves_nothing(join, log):
-    log.origin = (0,)
-    join().claim("id", COMMIT)
-    log.trim((log.next,))
-    assert log.records == []
-    with pytest.raises(EvidenceLost, match="birth record"):
-        join().claim("id", ABORT)
-    with pytest.raises(EvidenceLost, match="birth record"):
-        join().read("id")
-
-
 def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, log):
     """A process that slept while the log was recreated appends to the new one what it meant for the old one."""
     log.origin = (0,)
@@ -441,28 +415,6 @@ def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, l
 
 
 # --- openings -------------------------------------------------------------------------------------------------------
-
-
-def test_a_claim_of_an_older_owner_behind_a_newer_opening_does_not_count(join):
-    older, newer = join(host="a"), join(host="b")
-    first = older.open("X")
-    begin = older.begin(opening=first)
-    newer.open("X")
-    with pytest.raises(Fenced) as fenced:
-        older.claim("t1", COMMIT, begin=begin, opening=first)
-    assert fenced.value.newer == "b"
-    assert newer.read("t1", begin=begin).claim is None
-    assert newer.claim("t1", ABORT, begin=begin).decision is ABORT
-
-
-def test_a_claim_on_a_prepared_transaction_counts_whoever_makes_it_and_whenever(join):
-    older, newer = join(), join()
-    first = older.open("X")
-    begin = older.begin(opening=first)
-    older.ledger("X").record("prepare", "t1", {}, Deadline(5))
-    newer.open("X")
-    assert older.claim("t1", COMMIT, begin=begin, opening=first).decision is COMMIT
-    assert newer.claim("t1", ABORT, begin=begin).decision is COMMIT
 
 
 def test_an_owner_that_was_replaced_gets_no_new_begin(join, clock):
@@ -486,22 +438,6 @@ def test_an_owner_that_cannot_read_what_happened_meanwhile_gets_no_new_begin(joi
     clock.now += 10_000
     with pytest.raises(EvidenceLost):
         owner.begin(opening=opening)
-
-
-def test_an_owner_that_slept_over_a_trim_is_fenced_by_what_the_snapshot_kept(join, clock, log):
-    owner = join(lifetime=30)
-    opening = owner.open("X")
-    owner.begin(opening=opening)
-    clock.now += 10_000
-    newer = join()
-    newer.open("X")
-    newer.tidy()
-    newer.tidy()
-    assert not any(record.kind == "opened" for _, record in decoded(log.records))
-    with pytest.raises(Fenced):
-        owner.begin(opening=opening)
-    with pytest.raises(Fenced):
-        owner.ledger("X").record("prepare", "t1", {}, Deadline(5))
 
 
 def test_a_presence_is_renewed_before_it_ends_and_not_before(join, clock, log):
@@ -621,21 +557,6 @@ def test_a_done_mark_never_goes_back_and_refuses_claims_up_to_it(join, log):
     refused(lambda: decisions.claim(("query", "sink", 5, 0), COMMIT), log, InvalidState)
 
 
-def test_done_marks_and_undone_claims_outlive_every_trim(join, clock, log):
-    decisions = join()
-    decisions.claim(("query", "sink", 7, 0), COMMIT, {"tokens": ["a"]})
-    decisions.done(("query", "sink"), 6)
-    for _ in range(3):
-        clock.now += 10_000
-        join().tidy()
-    assert "claim" not in kinds(log)
-    assert "done" not in kinds(log)
-    assert join().read(("query", "sink")).done_up_to == 6
-    assert join().claim(("query", "sink", 7, 0), ABORT).data == {"tokens": ["a"]}
-    with pytest.raises(InvalidState):
-        join().claim(("query", "sink", 6, 0), ABORT)
-
-
 # --- large data -----------------------------------------------------------------------------------------------------
 
 TOKENS = {"tokens": [f"{number:0>400}" for number in range(5_000)]}
@@ -700,51 +621,6 @@ def test_a_decision_whose_parts_are_gone_is_not_given_without_its_data(join, log
 # --- keeping it short -----------------------------------------------------------------------------------------------
 
 
-def test_trimming_stops_at_the_oldest_presence_that_may_still_be_needed(join, clock, log):
-    owner = join(lifetime=900)
-    begin = owner.begin()
-    owner.claim("t1", COMMIT, begin=begin)
-    for _ in range(20):
-        join().claim("id", COMMIT)
-        join().tidy()
-    assert join().read("t1", begin=begin).claim.decision is COMMIT
-    assert log.begin() == tuple(begin["at"])
-    clock.now += 10_000
-    join().tidy()
-    assert log.begin() > tuple(begin["at"])
-    with pytest.raises(EvidenceLost):
-        join().read("t1", begin=begin)
-
-
-def test_records_between_a_snapshot_and_what_it_covers_are_kept(join, log):
-    """A process computes a snapshot, sleeps, and appends it when others have written on."""
-    slow, other = join(), join()
-    slow.claim("before", COMMIT)
-    original = log.append
-
-    def append(record, deadline=None):
-        if isinstance(decoded([((0,), record)])[0][1], Snapshot):
-            log.append = original
-            other.claim("between", COMMIT)
-        return original(record)
-
-    log.append = append
-    slow.tidy()
-    assert join().claim("between", ABORT).decision is COMMIT
-    assert join().claim("before", ABORT).decision is COMMIT
-
-
-def test_a_snapshot_of_another_log_is_not_believed(join, log):
-    join().claim("id", COMMIT)
-    join().tidy()
-    snapshot = next(raw for _, raw in log.records if b'"snapshot"' in raw)
-    log.records, log.next = [], 0
-    join().claim("other", ABORT)
-    log.append(snapshot)
-    log.trim(log.records[1][0])
-    refused(lambda: join().read("id"), log, EvidenceLost)
-
-
 def test_a_log_is_tidied_by_itself_after_many_records(join, clock, log):
     for number in range(300):
         decisions = join(tidy_after=50)
@@ -763,10 +639,7 @@ def test_a_log_is_tidied_by_itself_before_brokers_drop_records_by_age(join, cloc
 
 
 def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypatch, caplog):
-    def trim(before, deadline=None):
-        raise BrokerUnavailable("no")
-
-    monkeypatch.setattr(log, "trim", trim)
+    monkeypatch.setattr(log, "trim", raising(BrokerUnavailable("no")))
     decisions = join(tidy_after=1)
     assert decisions.claim("id", COMMIT).mine
     assert "could not be tidied" in caplog.text

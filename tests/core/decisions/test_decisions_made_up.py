@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,7 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._base.timing import TIMING, Timing
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
-from txnbridge._decisions.records import EntryRecord, Opened, Snapshot, encode
+from txnbridge._decisions.records import Opened, Snapshot
 
 COMMIT = Decision.COMMIT
 DAY = 86_400
@@ -91,21 +90,6 @@ def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):
     for reader in (other, Process(log)):
         (entry,) = reader.decisions.ledger("made-up").find("after", Deadline(60), log=begin)
         assert (entry.kind, entry.opening) == ("prepare", "made-up")
-
-
-def test_a_late_entry_counts_alike_for_readers_of_a_snapshot_and_of_the_whole_log(log):
-    owner, reader = Process(log, "made-up").open(), Process(log)
-    owner.prepare("t")
-    entry = next(record for _, record in decoded(log.records) if isinstance(record, EntryRecord))
-    late = encode(replace(entry, transaction="late", nonce="late"))
-    Process.now += DAY
-    begin = reader.decisions.begin()
-    reader.decisions.tidy()
-    log.append(late)
-    assert openings(log) == []
-    for process in (owner, reader, Process(log)):
-        for where in (None, begin):
-            assert len(process.decisions.ledger("made-up").find("late", Deadline(60), log=where)) == 1
 
 
 def test_a_bridge_without_an_id_makes_one_up(tmp_path):

@@ -1,7 +1,6 @@
 """Decisions on the embedded broker's log: real processes that race, are killed, lose answers, and trim under way."""
 
 import itertools
-from collections.abc import Iterable
 
 import pytest
 
@@ -9,8 +8,7 @@ import txnbridge
 from tests.core.races import Through, race
 from tests.embedded.kit import open_broker
 from txnbridge import Decision
-from txnbridge._decisions.decisions import Decisions
-from txnbridge.spi import Deadline, Position
+from txnbridge.spi import Deadline
 
 # What kill -9 leaves behind is tested here, not a power cut; so the disk need not be waited for.
 DURABILITY = "survives-process-kill-only"
@@ -66,45 +64,3 @@ def test_a_process_killed_at_any_step_of_deciding_leaves_what_the_next_one_finis
     urls = (f"embedded:{tmp_path}/{number}.db" for number in itertools.count())
     least = {"decision.append/before", "decision.append/after", "decision.read/before"}
     kill_walk(decide_a_batch, check_the_batch, lambda: next(urls), least)
-
-
-# --- reading stays short --------------------------------------------------------------------------------------------
-
-
-class Counting(Through):
-    """Counts what is read."""
-
-    records = 0
-
-    def read(
-        self, first: Position | None, last: Position | None, deadline: Deadline
-    ) -> Iterable[tuple[Position, bytes]]:
-        for found in self._log.read(first, last, deadline):
-            self.records += 1
-            yield found
-
-
-@pytest.mark.parametrize("count", [1_000, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
-def test_reads_stay_short_however_many_decisions_the_log_has_seen(tmp_path, count):
-    now = 1_700_000_000.0
-
-    def clock() -> float:
-        return now
-
-    broker = open_broker(tmp_path / "broker.db", durability=DURABILITY)
-    decisions = Decisions(
-        broker.decision_log("long", Deadline(10)), clock=clock, lifetime=30, tidy_after=min(10_000, count // 5)
-    )
-    for number in range(count):
-        now += 1
-        begin = decisions.begin()
-        decisions.claim(f"t{number}", Decision.COMMIT, begin=begin)
-    log = Counting(broker.decision_log("long", Deadline(10)))
-    newcomer = Decisions(log, clock=clock)
-    assert newcomer.claim(f"t{number}", Decision.ABORT, begin=begin).decision is Decision.COMMIT
-    # The records between two snapshots, and those of a presence's life: 390 seconds, with a decision in each.
-    assert log.records < min(10_000, count // 5) + 390 + 100 < count
-    log.records = 0
-    newcomer.claim("another", Decision.COMMIT)
-    assert log.records < 10
-    broker.close(Deadline(10))

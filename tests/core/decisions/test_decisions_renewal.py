@@ -7,7 +7,7 @@ from tests.core.decisions_kit import MemoryLog, decoded
 from tests.core.read.test_acks import before_next
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Decision
-from txnbridge._decisions.records import Claimed, Presence, Renewed, encode
+from txnbridge._decisions.records import Claimed, Renewed
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown
 from txnbridge.spi import Ack
 
@@ -68,30 +68,6 @@ def test_a_process_from_before_a_renewal_is_told_and_none_of_its_records_counts(
         assert process.claim("new", process.open().begin()) is COMMIT
         with pytest.raises(EvidenceLost):
             process.decided("late", begin)
-
-
-def test_a_renewal_counts_only_if_nobody_appended_since_the_operator_looked(log):
-    owner = Process(log).open()
-    trimmed(log)
-    operator, append, raced = Process(log), log.append, list[object]()
-
-    def after_somebody_else(record, deadline=None):
-        if b'"kind":"renewed"' in record and not raced:
-            raced.append(append(encode(Presence(log=None, nonce="somebody", until=0))))
-        return append(record)
-
-    log.append = after_somebody_else
-    position = operator.decisions.renew(timeout=5)
-    renewals = [at for at, record in decoded(log.records) if isinstance(record, Renewed)]
-    assert len(renewals) == 2
-    assert renewals[-1] == position
-    log.append(log.records[-1][1])  # and a late copy of it is none
-    newcomer = Process(log).open()
-    with newcomer.decisions._engine.follower.looking(Deadline(5)) as state:
-        assert state.completeness.renewed is not None
-        assert state.completeness.renewed.position == position
-    with pytest.raises(EvidenceLost):
-        owner.open()
 
 
 def test_an_acknowledgement_by_a_member_that_has_not_read_the_renewal_moves_no_group(log):

@@ -74,16 +74,6 @@ class Member:
         return self.claim(self.begin(transaction), self.ack(end))
 
 
-def test_a_group_stands_where_the_last_claim_that_counts_ended(join):
-    one = join()
-    assert one.look() == {}
-    one.commit("t1", 100)
-    assert join().look() == {ORDERS: (100,)}
-    one.look()
-    one.commit("t2", 130)
-    assert join().look() == one.look() == {ORDERS: (130,)}
-
-
 def test_only_one_of_two_members_that_read_the_same_messages_commits_them(join):
     one, other = join("X"), join("Y")
     one.look(), other.look()
@@ -93,20 +83,6 @@ def test_only_one_of_two_members_that_read_the_same_messages_commits_them(join):
     assert one.ledger.decided("t1", Deadline(5), log=one.log) is None
     assert one.claim("t1", decision=ABORT).decision is ABORT
     assert join().look() == {ORDERS: (80,)}
-
-
-def test_a_member_overtaken_between_its_look_and_its_claim_learns_it_from_the_log(join, log):
-    one, other = join("X"), join("Y")
-    one.look(), other.look()
-    other.begin("t2")
-    one.begin("t1")
-    before_next(log, "claim", lambda _: other.claim("t2", other.ack(80)))
-    with pytest.raises(Conflict):
-        one.claim("t1", one.ack(100))
-    assert [record.id for _, record in decoded(log.records) if isinstance(record, Claimed)] == [("t2",), ("t1",)]
-    for process in (one, other, join()):
-        assert process.ledger.decided("t1", Deadline(5), log=one.log) is None
-        assert process.look() == {ORDERS: (80,)}
 
 
 def test_an_acknowledgement_that_a_look_has_shown_is_no_obstacle(join):
@@ -154,16 +130,6 @@ def test_the_first_of_several_starts_counts(join):
     assert other.look() == {ORDERS: (7,)}
 
 
-def test_a_transaction_that_was_aborted_acknowledges_nothing(join):
-    one = join()
-    one.look(), one.begin("t1")
-    resolver = join("Y")
-    resolver.log = one.log
-    resolver.claim("t1", decision=ABORT)
-    assert one.claim("t1", one.ack(100)).decision is ABORT
-    assert join().look() == {}
-
-
 def test_claiming_again_acknowledges_once(join, log):
     one = join()
     one.look()
@@ -171,37 +137,6 @@ def test_claiming_again_acknowledges_once(join, log):
     before = len(log.records)
     assert one.claim("t1", one.ack(100)).decision is COMMIT
     assert len(log.records) == before
-
-
-def test_a_late_copy_of_a_claim_moves_nobody_back(join, log):
-    one = join()
-    one.look()
-    one.commit("t1", 100)
-    copy = log.records[-1][1]
-    one.look()
-    one.commit("t2", 200)
-    log.append(copy)
-    assert one.look() == join().look() == {ORDERS: (200,)}
-
-
-@pytest.mark.parametrize("aborted", [False, True], ids=["committed", "aborted"])
-def test_a_copy_that_comes_when_all_around_it_is_trimmed_changes_nothing(join, log, clock, aborted):
-    """A process that reads from behind the first copy and its obstacles agrees with those that have read all."""
-    one, witness = join(), join("W")
-    one.look(), one.begin("t1")
-    if aborted:
-        resolver = join("Y")
-        resolver.log = one.log
-        before_next(log, "claim", lambda _: resolver.claim("t1", decision=ABORT))
-    one.claim("t1", one.ack(100))
-    copy = log.records[-1][1]
-    witness.look()
-    clock.now += 10_000
-    join("Z").decisions.tidy()
-    join("Z").decisions.tidy()
-    assert copy not in [raw for _, raw in log.records]
-    log.append(copy)
-    assert witness.look() == join().look() == ({} if aborted else {ORDERS: (100,)})
 
 
 def test_a_snapshot_that_was_made_while_a_claim_was_on_its_way_costs_another_append(join, log):
@@ -215,19 +150,6 @@ def test_a_snapshot_that_was_made_while_a_claim_was_on_its_way_costs_another_app
     before_next(log, "claim", make_snapshot)
     assert one.claim("t1", one.ack(100)).decision is COMMIT
     assert one.look() == join().look() == {ORDERS: (100,)}
-
-
-def test_positions_outlive_everything_that_is_trimmed(join, log, clock):
-    one = join()
-    one.look()
-    one.commit("t1", 100)
-    clock.now += 10_000
-    join("Y").decisions.tidy()
-    join("Y").decisions.tidy()
-    assert log.begin() > (2,)
-    assert join().look() == {ORDERS: (100,)}
-    one.look()
-    assert one.commit("t2", 120).decision is COMMIT
 
 
 @pytest.mark.parametrize("dropped_by_age", [False, True], ids=["trimmed", "dropped by age"])

@@ -486,17 +486,3 @@ def test_an_abort_while_the_reader_is_behind_what_it_held_skips_nothing_in_betwe
             txn.ack(again)
         assert again[0].value == b"0"
         assert [consumer.poll(1, 60)[0].value for _ in range(4)] == [b"1", b"2", b"3", b"4"]
-
-
-def test_a_nack_that_failed_is_no_reason_to_skip_what_a_later_one_asks_for_again() -> None:
-    bridge, broker = connect_toy(WorldBackend({Capability.INDIVIDUAL_ACK: absent("a test says so")}))
-    assert isinstance(broker, WorldBroker)
-    world = broker.world = World(individual=False)
-    world.stored["t", 0] = 4
-    with bridge, bridge.consumer("t", "g") as consumer:
-        messages = consumer.poll(4, 0)
-        world.failing["nack"] = False
-        with pytest.raises(BrokerUnavailable):
-            consumer.nack([messages[3]])
-        consumer.nack([messages[0]])
-        assert [message.position for message in consumer.poll(4, 0)] == [(0,), (1,), (2,), (3,)]

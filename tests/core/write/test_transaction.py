@@ -4,15 +4,15 @@ import gc
 import logging
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
+from tests.failing import raising
 from tests.in_time import wait_until, within
 from txnbridge import (
     Abort,
@@ -250,26 +250,6 @@ def test_a_second_call_while_one_runs_is_refused(bridge: Bridge, writer: ToyWrit
     assert writer.sent == [("orders", b"1")]
 
 
-def test_a_thread_that_waits_for_a_writer_is_not_passed_for_long_by_later_ones() -> None:
-    bridge, _ = connect_toy(writers=1)
-    order: list[str] = []
-
-    def wait_for_a_writer() -> None:
-        with bridge.transaction(timeout=60):
-            order.append("waited")
-
-    held = bridge.transaction(timeout=60)
-    thread = threading.Thread(target=wait_for_a_writer)
-    thread.start()
-    wait_until(lambda: bridge._writers._turns._waiting)
-    time.sleep(0.06)  # longer than a thread may keep its writer while others wait
-    held.commit()
-    with bridge.transaction(timeout=60):
-        order.append("came later")
-    thread.join()
-    assert order == ["waited", "came later"]
-
-
 def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(monkeypatch, with_timing):
     with_timing(writer_checks=0.01)
     bridge, _ = connect_toy(writers=1)
@@ -485,9 +465,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
 
 @pytest.mark.parametrize("at", ["the option", "the broker", "the writers"])
 def test_a_bridge_that_does_not_open_lets_go_of_where_its_logs_are_kept(elsewhere, monkeypatch, at):
-    def fail(*_: object) -> NoReturn:
-        raise BrokerUnavailable("away")
-
+    fail = raising(BrokerUnavailable("away"))
     options: dict[str, Any] = {"transactional_id": "billing", "decision_log": "elsewhere:"}
     if at == "the broker":
         monkeypatch.setattr(ToyBackend, "open", fail)
@@ -504,11 +482,7 @@ def test_a_broker_that_cannot_be_closed_properly_keeps_nothing_else_open(
     elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
 ) -> None:
     bridge, broker = connect_toy(decision_log="elsewhere:")
-
-    def close(deadline: Deadline) -> None:
-        raise BrokerUnavailable("away")
-
-    broker.close = close  # type: ignore[method-assign]
+    broker.close = raising(BrokerUnavailable("away"))  # type: ignore[method-assign]
     bridge.close()
     bridge.close()
     assert (elsewhere.closed, caplog.messages) == (1, ["closing: away"])
