@@ -170,7 +170,6 @@ def caught_by(*tests: str) -> Any:
     "test_all_topics_and_partitions_of_a_committed_transaction_are_seen",
     "test_a_commit_inside_the_block_is_final",
     "test_threads_share_a_bridge_and_nothing_is_lost_or_doubled",
-    "test_another_process_reads_a_committed_message",
     "test_a_transaction_that_was_not_prepared_is_not_ended_by_its_token",
 )
 class CommitsNothing(Broken):
@@ -187,8 +186,6 @@ def is_marker(message: Any) -> bool:
 
 
 @caught_by(
-    "test_an_aborted_message_is_never_seen",
-    "test_many_aborted_messages_are_never_seen",
     "test_an_exception_in_the_block_aborts_and_is_not_hidden",
     "test_raising_abort_leaves_the_block_quietly_and_aborts",
     "test_an_abort_inside_the_block_is_final",
@@ -258,7 +255,6 @@ class CommitsInTwoSteps(Broken):
     "test_no_message_of_an_open_transaction_is_seen",
     "test_opening_an_id_aborts_what_its_older_owner_left_open",
     "test_a_transaction_that_a_vanished_process_left_open_is_aborted_by_its_deadline",
-    "test_many_aborted_messages_are_never_seen",
     "test_an_open_transaction_is_listed_until_it_ends",
     "test_an_administrator_aborts_what_a_dead_process_left_open",
     "test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted",
@@ -371,7 +367,7 @@ def changing_headers(change: Callable[[Any], Any]) -> type[Around]:
     return changing(lambda topic, value, key, headers, *rest: (topic, value, key, change(headers or ()) or None, *rest))
 
 
-@caught_by("test_a_value_arrives_byte_for_byte", "test_a_large_value_arrives_whole")
+@caught_by("test_a_large_value_arrives_whole")
 class StopsAtZeroBytes(Broken):
     Writer = changing(
         lambda topic, value, *rest: (
@@ -477,7 +473,6 @@ class ChoosesThePartitionItself(Broken):
     "test_a_partition_is_read_in_the_order_in_which_it_was_written",
     "test_a_group_goes_on_where_its_last_member_stopped",
     "test_after_an_abort_its_messages_come_again_next_and_in_order",
-    "test_a_new_group_starts_at_the_earliest_message",
     "test_a_message_that_cannot_be_sent_leaves_the_transaction_usable",
     "test_reading_goes_on_from_an_earlier_position",
     "test_acknowledging_up_to_a_message_covers_those_before_it",
@@ -520,11 +515,9 @@ class ReadsOnInAnotherTopic(Broken):
 
 
 @caught_by(
-    "test_a_newer_owner_shuts_out_the_older",
     "test_a_shut_out_owner_stays_shut_out",
     "test_opening_an_id_aborts_what_its_older_owner_left_open",
     "test_every_writer_of_an_older_owner_is_shut_out",
-    "test_an_owner_that_slept_through_a_takeover_commits_nothing",
     "test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later",
     "test_of_two_owners_that_race_for_an_id_one_commits",
     "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
@@ -549,10 +542,8 @@ class LetsZombiesPrepare(Broken):
 
 
 @caught_by(
-    "test_a_newer_owner_shuts_out_the_older",
     "test_a_shut_out_owner_stays_shut_out",
     "test_every_writer_of_an_older_owner_is_shut_out",
-    "test_an_owner_that_slept_through_a_takeover_commits_nothing",
     "test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later",
     "test_of_two_owners_that_race_for_an_id_one_commits",
     "test_opening_an_id_aborts_what_its_older_owner_left_open",
@@ -619,7 +610,6 @@ class OpensAnIdOnce(Broken):
 
 @caught_by(
     "test_a_prepared_message_is_not_seen_until_it_is_committed",
-    "test_a_prepared_message_that_is_aborted_is_never_seen",
     "test_another_process_ends_what_a_killed_one_prepared[abort-aborted]",
     "test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing[abort]",
     "test_ending_twice_changes_nothing_and_tells_the_truth",
@@ -726,7 +716,7 @@ class LosesTheDecision(Broken):
 
 
 @caught_by(
-    "test_a_prepared_message_that_is_aborted_is_never_seen",
+    "test_ending_twice_changes_nothing_and_tells_the_truth",
     "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[abort]",
     "test_a_prepared_transaction_says_so_and_has_a_token",
     "test_a_damaged_token_is_refused",
@@ -891,7 +881,6 @@ class KnowsNoConflict(Broken):
 
 
 @caught_by(
-    "test_a_new_group_starts_at_the_earliest_message",
     "test_an_unacknowledged_message_comes_again_to_the_next_member",
     "test_every_group_gets_every_message",
     "test_a_consumer_may_read_many_topics",

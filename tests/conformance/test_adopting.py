@@ -48,7 +48,7 @@ def run(project: Path, *arguments: str) -> str:
 
 
 def test_three_short_files_are_enough(project):
-    said = run(project, "-k", "test_a_committed_message_is_read or test_another_process_reads_a_committed_message")
+    said = run(project, "-k", "test_a_committed_message_is_read or test_a_confirmed_commit_survives_the_death")
     assert "2 passed" in said, said
 
 

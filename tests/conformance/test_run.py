@@ -203,7 +203,7 @@ def test_a_report_names_what_was_broken_and_what_was_not_tested():
     assert json.loads(report.json()) == document
     assert "Not tested: " in report.text()
     assert "Contract suite: 0 of 1 capabilities kept; broken: isolation." in report.text()
-    assert "failed: test_an_aborted_message_is_never_seen" in report.html()
+    assert "failed: test_an_abort_inside_the_block_is_final" in report.html()
     assert "<script>alert" not in report.html()
 
 
@@ -219,7 +219,7 @@ def broken_report() -> Report:
         lines.append({"end": 1, "result": "ok", "mono": 3 * 10**6})
         history.add([json.dumps(line).encode() + b"\n" for line in lines], __file__)
     findings = check(history)
-    contract = [ContractResult("isolation", "broken", 3, ("test_an_aborted_message_is_never_seen",))]
+    contract = [ContractResult("isolation", "broken", 3, ("test_an_abort_inside_the_block_is_final",))]
     return Report(history, findings, judge(history, findings), contract=contract)
 
 
@@ -234,7 +234,7 @@ def cut(folder: Path) -> str:
 
 
 def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
-    only = ["--only", "test_an_aborted_message_is_never_seen", "--json"]
+    only = ["--only", "test_an_abort_inside_the_block_is_final", "--json"]
     verdicts = {}
     for name in ("Sound", "ShowsWhatIsAborted"):
         url = f"{scheme_of(getattr(broken, name))}:{tmp_path / name}.db"
@@ -242,7 +242,7 @@ def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
         verdicts[name] = {each["name"]: each["verdict"] for each in json.loads(done.stdout)}
         assert done.returncode == (name != "Sound"), done.stdout + done.stderr
         failed = " ".join(reason for each in json.loads(done.stdout) for reason in each["failed"])
-        assert ("test_an_aborted_message_is_never_seen: AssertionError: assert" in failed) == (name != "Sound")
+        assert ("test_an_abort_inside_the_block_is_final: AssertionError: assert" in failed) == (name != "Sound")
     assert "broken" not in verdicts["Sound"].values()
     assert "kept" in verdicts["Sound"].values()
     assert "broken" in verdicts["ShowsWhatIsAborted"].values()

@@ -82,12 +82,6 @@ def commit_one(url: str, topic: str, value: bytes, transactional_id: str | None 
         send(bridge, topic, value)
 
 
-def read_values(url: str, topic: str) -> list[object]:
-    """Return the values of all messages committed to a topic."""
-    with connect(url) as bridge:
-        return values(seen(bridge, topic))
-
-
 def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: float) -> None:
     """Open a transaction, send messages until the broker has some of them, and never end the transaction."""
     with connect(url, transactional_id=transactional_id, timeout=timeout) as bridge:

@@ -36,12 +36,6 @@ def next_of(bridge: Bridge, topic: str, group: str) -> object:
 # --- where a group starts and resumes -------------------------------------------------------------------------------
 
 
-def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, group: str) -> None:
-    send(bridge, topic, b"1", b"2")
-    with bridge.consumer(topic, group) as consumer:
-        assert values(take(consumer, 2)) == [b"1", b"2"]
-
-
 def test_a_new_group_may_start_behind_the_latest_message(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"old")
     with bridge.consumer(topic, group, start="latest") as consumer:

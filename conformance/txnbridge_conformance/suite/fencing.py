@@ -13,16 +13,6 @@ from txnbridge_conformance.promises import needs, proves
 
 
 @proves(Capability.FENCING)
-def test_a_newer_owner_shuts_out_the_older(connect: Connect, topic: str, owner: str) -> None:
-    older = connect(transactional_id=owner)
-    newer = connect(transactional_id=owner)
-    with pytest.raises(Fenced):
-        send(older, topic, b"zombie")
-    send(newer, topic, b"newer")
-    assert values(seen(newer, topic)) == [b"newer"]
-
-
-@proves(Capability.FENCING)
 def test_a_shut_out_owner_stays_shut_out(connect: Connect, topic: str, owner: str) -> None:
     older = connect(transactional_id=owner)
     newer = connect(transactional_id=owner)
@@ -80,18 +70,6 @@ def test_a_prepared_transaction_survives_a_new_owner(connect: Connect, topic: st
     assert newer.status(str(txn.token)).state is TokenState.PREPARED
     assert newer.commit(str(txn.token)) is Outcome.COMMITTED
     assert values(seen(newer, topic)) == [b"prepared"]
-
-
-@proves(Capability.FENCING)
-def test_an_owner_that_slept_through_a_takeover_commits_nothing(
-    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
-) -> None:
-    sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, b"zombie", pause="commit/before")
-    sleeper.stopped()
-    newer = connect(transactional_id=owner)
-    sleeper.resume()
-    assert sleeper.result() == "Fenced"
-    assert values(seen(newer, topic)) == []
 
 
 @proves(Capability.FENCING)

@@ -14,11 +14,6 @@ from txnbridge_conformance.promises import needs, proves
 EVERY_BYTE = bytes(range(256))
 
 
-def test_a_value_arrives_byte_for_byte(bridge: Bridge, topic: str) -> None:
-    send(bridge, topic, EVERY_BYTE)
-    assert values(seen(bridge, topic)) == [EVERY_BYTE]
-
-
 def test_a_large_value_arrives_whole(bridge: Bridge, topic: str) -> None:
     large = EVERY_BYTE * 2_000  # half a megabyte; most brokers take up to one by default
     send(bridge, topic, large)

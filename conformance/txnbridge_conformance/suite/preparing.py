@@ -46,14 +46,6 @@ def test_a_prepared_message_is_not_seen_until_it_is_committed(bridge: Bridge, to
 
 
 @proves(Capability.PREPARE)
-@needs(Capability.RESOLVE_ANYWHERE)
-def test_a_prepared_message_that_is_aborted_is_never_seen(bridge: Bridge, topic: str) -> None:
-    token = prepare(bridge, topic, b"never")
-    assert bridge.abort(token) is Outcome.ABORTED
-    assert values(seen(bridge, topic)) == []
-
-
-@proves(Capability.PREPARE)
 def test_an_exception_before_the_end_prepares_nothing(bridge: Bridge, topic: str) -> None:
     with pytest.raises(ZeroDivisionError):
         with bridge.transaction(prepare=True) as txn:

@@ -32,21 +32,6 @@ def test_a_committed_message_is_read(bridge: Bridge, topic: str) -> None:
     assert values(seen(bridge, topic)) == [b"hello"]
 
 
-def test_an_aborted_message_is_never_seen(bridge: Bridge, topic: str) -> None:
-    with bridge.transaction() as txn:
-        txn.send(topic, b"never")
-        txn.abort()
-    assert txn.outcome is Outcome.ABORTED
-    assert values(seen(bridge, topic)) == []
-
-
-def test_many_aborted_messages_are_never_seen(bridge: Bridge, topic: str, much: Much) -> None:
-    with bridge.transaction() as txn:
-        txn.send_many(topic, much(b"never"))
-        txn.abort()
-    assert values(seen(bridge, topic)) == []
-
-
 def test_an_exception_in_the_block_aborts_and_is_not_hidden(bridge: Bridge, topic: str) -> None:
     with pytest.raises(ZeroDivisionError):
         with bridge.transaction() as txn:
@@ -166,13 +151,6 @@ def test_a_confirmed_commit_survives_the_death_of_its_process(
 ) -> None:
     run(programs.commit_one, txnbridge_url, topic, b"hello", kill="commit/after").stopped()
     assert values(seen(bridge, topic)) == [b"hello"]
-
-
-def test_another_process_reads_a_committed_message(
-    run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str
-) -> None:
-    send(bridge, topic, b"hello")
-    assert run(programs.read_values, txnbridge_url, topic).result() == [b"hello"]
 
 
 @needs(Capability.DEADLINE)
