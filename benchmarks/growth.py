@@ -130,8 +130,8 @@ def report_calls(
     else:
         by_workers(lambda number: read_all(bridge, topic, names[number], size).close(), groups)
     send_to_each(bridge, topic, size)  # so that each group has a lag in each partition
-    one, top = partial(bridge.admin.group, names[0]), lambda: Watch(bridge, ()).look()
-    calls = {"groups": bridge.admin.groups, "one group": one, "doctor": bridge.admin.doctor, "top": top}
+    calls: dict[str, Callable[[], object]] = {"groups": bridge.admin.groups, "doctor": bridge.admin.doctor}
+    calls |= {"one group": partial(bridge.admin.group, names[0]), "top": lambda: Watch(bridge, ()).look()}
     for name, call in calls.items():
         report.figure(f"{groups} groups on {size:,} partitions: {name}", repeated(settings, call), "s", CALL)
 
@@ -194,11 +194,12 @@ def growth_bridges(settings: Settings, broker: str) -> None:
             name = "a plain client" if plain else "a bridge"
             report_child(report, name, open_many, settings, broker, url, topic, bridges, plain)
         report = Report(settings, f"{kit.NAME}: transactions of one message by threads and tasks of one bridge")
-        for way, work in (("threads", ours.by_threads_of_one_bridge), ("tasks", by_tasks_of_one_bridge)):
+        ways: dict[str, Callable[..., harness.Round]] = {"threads": ours.by_threads_of_one_bridge}
+        for way, work in (ways | {"tasks": by_tasks_of_one_bridge}).items():
             turns = {f"{size:,} {way}": partial(work, settings, url, topic, size) for size in (few, many)}
             found = harness.in_turn(turns, settings.rounds)
             report.rates(found, "transactions")
-            report.ratio(" / ".join(reversed(found)), *reversed(found.values()))
+            report.ratio(f"{many:,} {way} / {few} {way}", found[f"{many:,} {way}"], found[f"{few:,} {way}"])
             report.milliseconds(f"{many:,} {way}: p99", found[f"{many:,} {way}"], 0.99)
 
 
