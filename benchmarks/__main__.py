@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.question is None:
         for question in questions():
-            print(f"{question:15}{' '.join(broker for name, broker in PAIRS if name == question)}")
+            print(f"{question:20}{' '.join(broker for name, broker in PAIRS if name == question)}")
         return
     pairs = chosen(options, parser)
     with opened(options) as settings:
