@@ -104,7 +104,7 @@ def test_an_id_without_an_opening_is_not_one_of_a_part() -> None:
 def listed_until(id: str, timeout_ms: int, common_logs: bool = True, known: bool = True) -> int | None:
     """Return the time until which an open transaction that began at 0 may be prepared, as it is listed."""
     last = TransactionDescription(id, "Ongoing", 1, 0, 0, timeout_ms, ())
-    requests = SimpleNamespace(transactions=lambda *_: [last], describe=lambda *_: {id: last})
+    requests = SimpleNamespace(cluster_id=lambda _: "c", transactions=lambda *_: [last], describe=lambda *_: {id: last})
     settings = SimpleNamespace(common_logs=common_logs, log_topic=str)
     topics = SimpleNamespace(all=lambda deadline: {"log": 1})
     cluster: Any = SimpleNamespace(requests=requests, settings=settings, topics=topics)
