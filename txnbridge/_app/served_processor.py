@@ -13,6 +13,7 @@ from txnbridge._base.service_stop import StopNow, leaving_seconds
 from txnbridge._bridge import Bridge
 from txnbridge._process.polled_batch import PolledBatch
 from txnbridge._process.processor import Processor, _TimeToPoll
+from txnbridge.errors import NotFound
 
 if TYPE_CHECKING:
     from txnbridge._app.handler import Handler
@@ -61,7 +62,11 @@ class ServedProcessor(Processor):
         assert self._inputs is not None
         if self.paused:
             self._held, self._since = True, time.monotonic()
-            self._inputs.hold()
+            try:
+                self._inputs.hold()
+            except NotFound:
+                if not self._follow_topics(now=True):
+                    raise
             self._measure_lag(self._inputs, now=False)
             self._stop.sleep(0.25)  # it resumes soon, and polls often enough to stay in its group
             return self._stop.asked

@@ -43,6 +43,7 @@ class ProcessorInputs:
         start: str | int | datetime,
     ) -> None:
         """Join `group`, and the group for `retry_topics`. Raise `NotFound` if a missing topic may not be created."""
+        self.topics = topics
         self._timeout = consumers.connection.timeout
         self._without_partition = consumers.connection.timing.without_partition
         self._retries: RetryConsumer | None = None
@@ -121,15 +122,6 @@ class ProcessorInputs:
         """Take messages again after `hold`."""
         for consumer in self._consumers():
             consumer.resume()
-
-    @property
-    def decodes(self) -> bool:
-        """True if any input topic has a codec."""
-        return self._inputs.decodes
-
-    def decode(self, message: Message) -> Message:
-        """Return a message of an input topic decoded. Raise `Poison` if the topic's codec cannot decode it."""
-        return self._inputs.decode(message)
 
     @property
     def in_doubt(self) -> bool:

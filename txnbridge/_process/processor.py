@@ -543,10 +543,11 @@ class Processor(ConnectionUser):
 
     def _follow_topics(self, now: bool = False) -> bool:
         """Join the group again if the topics that fit the inputs have changed; return whether they have."""
-        if not self._input_topics.look(self._connection, now):
+        assert self._inputs is not None
+        self._input_topics.look(self._connection, now)
+        if self._inputs.topics is self._input_topics.now:  # otherwise they have changed, or the last join has failed
             return False
         before, self._inputs = self._inputs, self._join("earliest")  # topics that are new are read whole
-        assert before is not None
         close_logging_errors(before.close, self._timeout)
         return True
 
@@ -590,9 +591,9 @@ class Processor(ConnectionUser):
         here = [message for message in messages if not message.source.ended]
         if self._database is not None:
             here = self._database.without_processed(here)
-        return self._read(inputs, here)
+        return self._read(here)
 
-    def _read(self, inputs: ProcessorInputs, delivered: list[Message]) -> PolledBatch:
+    def _read(self, delivered: list[Message]) -> PolledBatch:
         """Return delivered messages as a batch: as they were in their original topics, and decoded."""
         items = PolledBatch(delivered, delivered, delivered, {})
         if self._retries.topics:
@@ -600,8 +601,8 @@ class Processor(ConnectionUser):
             items.messages = items.originals
         if self._side_by_side is not None:
             self._side_by_side.keep(delivered)
-        if inputs.decodes:
-            items.messages = [self._decode(inputs, items, index) for index in range(len(delivered))]
+        if not all(topic.plain for topic in self._topics):
+            items.messages = [self._decode(items, index) for index in range(len(delivered))]
         return items
 
     def _original(self, items: PolledBatch, index: int) -> Message:
@@ -613,15 +614,16 @@ class Processor(ConnectionUser):
         if self._waiting_keys is not None and delivered.topic in self._retries.topics and is_follower(delivered):
             self._waiting_keys.in_doubt = True
         try:
-            return self._retries.original(delivered, self._input_topics.names)
+            return self._retries.original(delivered, self._input_topics.topic)
         except errors.Poison as poison:
             items.set_aside(index, poison)
             return delivered
 
-    def _decode(self, inputs: ProcessorInputs, items: PolledBatch, index: int) -> Message:
+    def _decode(self, items: PolledBatch, index: int) -> Message:
         original = items.originals[index]
+        topic = self._input_topics.topic(original.topic)
         try:
-            return inputs.decode(original)
+            return original if topic is None or topic.plain else topic.decode(original)
         except errors.Poison as poison:
             items.set_aside(index, poison)
             return original

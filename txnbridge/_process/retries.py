@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from txnbridge._base.connection import Connection
@@ -148,18 +148,18 @@ class Retries:
         waited = self._waited(delivered)
         return 0 if waited is None else waited.attempts
 
-    def original(self, delivered: Message, inputs: Container[str]) -> Message:
+    def original(self, delivered: Message, input_topic: Callable[[str], object]) -> Message:
         """Return a message of a retry topic as it was in its original topic. Return other messages as they are.
 
         Its `deliveries` are increased by the earlier attempts. Raise `Poison` for a message without valid headers of
-        txnbridge, `InvalidOption` for a message that comes from none of the topics `inputs`.
+        txnbridge, `InvalidOption` for a message from a topic for which `input_topic` returns None.
         """
         if delivered.topic not in self.topics:
             return delivered
         waited = self._waited(delivered)
         if waited is None:
             raise Poison("is in a retry topic without the headers that name its original topic", message=delivered)
-        if waited.topic not in inputs:
+        if input_topic(waited.topic) is None:
             raise InvalidOption(
                 f"{delivered!r} waits for a retry and comes from {waited.topic!r}, which is no input of this processor."
                 f" Give each processor with retry= a group of its own, or add {waited.topic!r} to the inputs"

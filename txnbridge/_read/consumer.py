@@ -456,15 +456,6 @@ class RawConsumer(Consumer):
         self._received()
         return messages
 
-    @property
-    def decodes(self) -> bool:
-        """True if any topic has a codec."""
-        return bool(self._codecs)
-
-    def decode(self, message: Message) -> Message:
-        """Return the message decoded. Raise `Poison` if its topic's codec cannot decode it."""
-        return self._decode_one(message)
-
     @one_call("poll")
     def poll_idle(self) -> None:
         """Poll, and keep what comes for the next `take`: some brokers expel a member that polls too rarely."""

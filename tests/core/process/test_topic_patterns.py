@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
 from tests.in_time import wait_until
-from txnbridge import App, InvalidOption, NotFound, NotSupported, Topic, codecs, connect
+from txnbridge import (
+    App,
+    BrokerUnavailable,
+    InvalidOption,
+    Message,
+    NotFound,
+    NotSupported,
+    Topic,
+    Transaction,
+    codecs,
+    connect,
+)
+from txnbridge._process.inputs import ProcessorInputs
 
 
 def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_later(tmp_path, with_timing):
@@ -54,3 +70,83 @@ def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_l
             app.process("orders-*", group="h", to="orders-b")(lambda value: value)
         with pytest.raises(NotSupported, match="pattern"):
             bridge.processor("orders-*", group="h", each=print, db=f"sqlite:///{tmp_path}/other.db")
+
+
+def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_found_its_topic_yet(tmp_path):
+    url, seen = f"embedded:{tmp_path}/broker.db", []
+
+    def fail(order: Message, txn: Transaction) -> None:
+        raise ValueError
+
+    def note(order: Message, txn: Transaction) -> None:
+        seen.append((order.topic, order.value))
+
+    settings = {"group": "g", "retry": [1.0]}
+    with connect(url) as bridge:
+        bridge.ensure_topics("orders-a", "orders-b")
+        with bridge.transaction() as txn:
+            txn.send(Topic("orders-b", codecs.json), {"id": 1})
+        with bridge.processor("orders-b", each=fail, **settings) as earlier:  # a member that has found the topic
+            wait_until(lambda: earlier.stats.delayed == 1)
+        bridge.admin.delete_topic("orders-b")
+        with bridge.processor(Topic("orders-*", codecs.json), each=note, **settings):
+            wait_until(lambda: seen)
+    assert seen == [("orders-b", {"id": 1})]
+
+
+def test_a_topic_is_found_again_if_the_broker_was_away_when_the_processor_joined_again(
+    tmp_path, with_timing, monkeypatch
+):
+    with_timing(pattern_look=0.02)
+    seen, failed, join = [], [], ProcessorInputs.__init__
+
+    def join_failing_once(inputs: ProcessorInputs, consumers: Any, topics: Any, *rest: Any) -> None:
+        if len(topics) == 2 and not failed:
+            raise failed.append(1) or BrokerUnavailable("away")
+        join(inputs, consumers, topics, *rest)
+
+    monkeypatch.setattr(ProcessorInputs, "__init__", join_failing_once)
+    with connect(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5") as bridge:
+        bridge.ensure_topics("orders-a")
+        with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
+            bridge.ensure_topics("orders-b")
+            with bridge.transaction() as txn:
+                txn.send("orders-b", b"1")
+            wait_until(lambda: seen)
+    assert (seen, failed) == (["orders-b"], [1])
+
+
+def test_a_list_without_topics_as_of_a_name_server_that_has_just_started_does_not_end_the_loop(
+    tmp_path, with_timing, monkeypatch
+):
+    with_timing(pattern_look=0.02)
+    seen, looks = [], []
+    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+        bridge.ensure_topics("orders-a")
+        with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
+            monkeypatch.setattr(EmbeddedAdmin, "topics", lambda admin, deadline: looks.append(1) or [])
+            wait_until(lambda: len(looks) > 2)
+            with bridge.transaction() as txn:
+                txn.send("orders-a", b"1")
+            wait_until(lambda: seen)
+
+
+def test_a_paused_function_goes_on_when_one_of_its_topics_is_deleted(tmp_path):
+    app = App(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5")
+
+    @app.process("orders-*", group="g", to="out")
+    def ship(order: bytes) -> bytes:
+        return order
+
+    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+        bridge.ensure_topics("orders-a", "orders-b", "out")
+        with app:
+            app.pause("ship")
+            time.sleep(0.5)  # the poll in which it was paused ends
+            bridge.admin.delete_topic("orders-a")
+            time.sleep(0.5)
+            app.resume("ship")
+            with bridge.transaction() as txn:
+                txn.send("orders-b", b"1")
+            wait_until(lambda: app.stopping or len(bridge.read("out", 9)) == 1)
+            assert not app.stopping
