@@ -132,11 +132,14 @@ def test_a_function_sends_to_another_broker_in_one_transaction_with_its_acknowle
         if calls == 1 or value == b"2":
             raise ValueError
 
+    with pytest.raises(InvalidOption, match="no 'broker'"):
+        App(others={"broker": "embedded:letters.db"})
     described = app.describe()
     assert described["servers"].keys() == {"broker", "letters"}
     assert described["channels"]["letters/out"]["servers"] == [{"$ref": "#/servers/letters"}]
     letters = f"embedded:{tmp_path}/letters.db"
-    with app.using(bridge.url, {"letters": letters}), connect(letters) as beside:
+    alike = {"letters": letters, "again": bridge.url}  # an opening of the same id at the second would fence the first
+    with app.using(bridge.url, alike, transactional_id="writer"), connect(letters) as beside:
         beside.ensure_topics("out", "copies")
         send(bridge, b"1", b"2", b"3")
         app.run(until_idle=True)

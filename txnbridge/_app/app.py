@@ -73,6 +73,8 @@ class App(Router):
         self.stop_timeout = stop_timeout
         self._connect_options = {"url": url, **connect}
         self._others = dict(others or {})
+        if "broker" in self._others:
+            raise InvalidOption("others= has no 'broker': this is the name of the app's own in its description")
         self._stop: Shutdown | None = None  # while the app is open
         self._bridge: Bridge | None = None
         self._processors: list[ServedProcessor] = []
@@ -286,11 +288,15 @@ class App(Router):
             self._stop = Shutdown(self.stop_timeout, "app", lambda _: None, lambda: None)
             options = {"writers": max(_LEAST_WRITERS, len(handlers)), **self._connect_options}
             bridge = self._bridge = stack.enter_context(connect(**options))
-            # A mapping is the options of one backend.
-            options = {name: each for name, each in options.items() if not isinstance(each, Mapping)}
+            # A mapping is the options of one backend, and not each one has group commits.
+            options = {n: o for n, o in options.items() if not isinstance(o, Mapping) and n != "group_commit"}
+            owner = options.get("transactional_id")
+            options["application"] = options.get("application") or owner
             targets: dict[str | None, Bridge | None] = {None: None}
             for other, url in self._others.items():
-                targets[other] = stack.enter_context(connect(**{**options, "url": url}))
+                # One decision_log= may have the openings of both bridges, and one id would fence the first of them.
+                mine = {"url": url, "transactional_id": owner and f"{owner}-{other}"}
+                targets[other] = stack.enter_context(connect(**{**options, **mine}))
             states: dict[Lifespan | None, Any] = {None: None}
             for lifespan in self._lifespans():
                 if not lifespan.is_async:
