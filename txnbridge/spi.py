@@ -662,6 +662,10 @@ class Admin(ABC):
     @abstractmethod
     def topics(self, deadline: Deadline) -> list[TopicInfo]: ...
 
+    def topic_names(self, deadline: Deadline) -> list[str]:
+        """Return the names of the topics that are not internal. Processors of patterns ask for them again and again."""
+        return [topic.name for topic in self.topics(deadline) if not topic.internal]
+
     @abstractmethod
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         """Delete a topic.

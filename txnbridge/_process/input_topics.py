@@ -21,36 +21,27 @@ class InputTopics:
 
     def __init__(self, given: list[Topic], apart: Iterable[str | None]) -> None:
         self._named = {topic.name: topic for topic in given if "*" not in topic.name}
-        self._patterns = [topic for topic in given if "*" in topic.name]
-        self._known: dict[str, Topic | None] = {**self._named}
-        self._apart = frozenset(apart)
+        self.patterns = [topic for topic in given if "*" in topic.name]
+        self._known: dict[str | None, Topic | None] = {**dict.fromkeys(apart), **self._named}
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
         self.now = given
-
-    @property
-    def change(self) -> bool:
-        """True if topics may come and go, because a pattern is given."""
-        return bool(self._patterns)
 
     def topic(self, name: str) -> Topic | None:
         """Return the topic with this name, also one that is gone or not found yet; None if it is no input."""
         if name not in self._known:
-            fitting = (replace(each, name=name) for each in self._patterns if fnmatchcase(name, each.name))
+            fitting = (replace(each, name=name) for each in self.patterns if fnmatchcase(name, each.name))
             self._known[name] = next(fitting, None)
         return self._known[name]
 
     def look(self, connection: Connection, now: bool = False) -> None:
         """Look which topics there are, `now` or once in a while. Raise `NotFound` if the first look finds none."""
-        if not self._patterns or (not now and time.monotonic() < self._look_at):
+        if not self.patterns or (not now and time.monotonic() < self._look_at):
             return
-        found = dict(self._named)
-        for info in connection.broker.admin.topics(connection.deadline()):
-            if info.internal or info.name in self._apart or parse_retry_topic(info.name) is not None:
-                continue
-            if (topic := self.topic(info.name)) is not None:
-                found[info.name] = topic
+        names = connection.broker.admin.topic_names(connection.deadline())
+        fitting = {name: topic for name in names if (topic := self.topic(name)) and not parse_retry_topic(name)}
+        found = {**self._named, **fitting}
         if not found and not self._look_at:
-            raise NotFound(f"no topic fits {', '.join(pattern.name for pattern in self._patterns)}: create one first")
+            raise NotFound(f"no topic fits {', '.join(pattern.name for pattern in self.patterns)}: create one first")
         self._look_at = time.monotonic() + connection.timing.pattern_look
         # A list without any is one of a name server that has just started, or reading tells what is deleted.
         if found and found.keys() != {topic.name for topic in self.now}:

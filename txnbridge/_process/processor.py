@@ -239,7 +239,7 @@ class Processor(ConnectionUser):
             raise errors.InvalidOption("keep_order=True is for retry=")
         if keep_order and db is not None:
             raise errors.NotSupported("keep_order=True is not for db=: a relay sends what waits for a retry, later")
-        if db is not None and self._input_topics.change:
+        if db is not None and self._input_topics.patterns:
             raise errors.NotSupported("a pattern of topics is not for db=: name the topics")
         if db is not None:
             self._use_database(db, outbox)
@@ -634,7 +634,7 @@ class Processor(ConnectionUser):
             try:
                 self._lag = inputs.lag(min(_LAG_DEADLINE, self._timeout))
             except errors.NotFound:
-                if not self._input_topics.change:
+                if not self._input_topics.patterns:
                     raise
                 self._lag = None  # until `_follow_topics` finds out which topic is gone
             self._lag_at, self._asked_at = time.monotonic(), None

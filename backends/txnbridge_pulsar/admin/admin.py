@@ -85,6 +85,10 @@ class PulsarAdmin(Admin):
         except RestRefused as refused:
             raise unavailable(refused, f"setting the retention of topic {topic!r}") from refused
 
+    def topic_names(self, deadline: Deadline) -> list[str]:
+        names = {self._topics.partition_of(concrete)[0] for concrete in self._topics.all_concrete(deadline)}
+        return [name for name in names if not self._is_internal(name)]
+
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         partitions_of = self._topics.all(deadline)
         kept = in_parallel(lambda name: self._retention_of(name, deadline), partitions_of)

@@ -48,21 +48,21 @@ class RocketMQAdmin(Admin):
             raise InvalidOption(f"topic {name!r} exists already, with {count} partitions")
         return created
 
-    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+    def topic_names(self, deadline: Deadline) -> list[str]:
         names = self._topics.all(deadline)
         clusters = {name.removesuffix(_REPLY_SUFFIX) for name in names if name.endswith(_REPLY_SUFFIX)}
         systems = {*clusters, *(name + _REPLY_SUFFIX for name in clusters), *self._cluster.brokers.names(deadline)}
+        return [name for name in names if name not in systems and not self._is_internal(name)]
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        names, users = self._topics.all(deadline), set(self.topic_names(deadline))
         kept = self._cluster.brokers.config(self._topics.home, deadline).retention
         infos = []
         for name in names:
             route = route_of(self._cluster.client, name, deadline)
             if route is not None:  # the topic may have been deleted meanwhile
-                internal = name in systems or self._is_internal(name)
-                infos.append(TopicInfo(name, len(route.readable), internal, kept))
+                infos.append(TopicInfo(name, len(route.readable), name not in users, kept))
         return infos
-
-    def _users_topics(self, deadline: Deadline) -> list[str]:
-        return [topic.name for topic in self.topics(deadline) if not topic.internal]
 
     def _is_internal(self, name: str) -> bool:
         return name.startswith(self._cluster.settings.prefix) or is_system_topic(name)
@@ -135,7 +135,7 @@ class RocketMQAdmin(Admin):
     def _advice(self, deadline: Deadline) -> Iterator[Advice]:
         brokers = self._cluster.brokers
         parts: list[tuple[str, Callable[[], Iterable[Advice]]]] = [
-            ("topics", lambda: doctor.check_brokers_of_topics(self._cluster, self._users_topics(deadline), deadline)),
+            ("topics", lambda: doctor.check_brokers_of_topics(self._cluster, self.topic_names(deadline), deadline)),
             ("transactions", lambda: doctor.check_open(self.transactions(deadline), self._cluster.settings)),
             ("producer groups", lambda: doctor.check_producer_groups(self._cluster, deadline)),
         ]

@@ -124,7 +124,7 @@ def test_a_list_without_topics_as_of_a_name_server_that_has_just_started_does_no
     with connect(f"embedded:{tmp_path}/broker.db") as bridge:
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
-            monkeypatch.setattr(EmbeddedAdmin, "topics", lambda admin, deadline: looks.append(1) or [])
+            monkeypatch.setattr(EmbeddedAdmin, "topic_names", lambda admin, deadline: looks.append(1) or [])
             wait_until(lambda: len(looks) > 2)
             with bridge.transaction() as txn:
                 txn.send("orders-a", b"1")
