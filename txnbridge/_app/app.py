@@ -42,10 +42,10 @@ class App(Router):
         app.run()
 
     `url` and `connect` are the arguments of `connect`. `others` has the URLs of further brokers by name, to which
-    functions with `on=name` send. After a stop the functions have `stop_timeout` seconds to
-    finish; then their transactions are aborted. A call that lasts longer than `hang_after` seconds, by default ten
-    times the transaction's timeout, makes the check `/healthz` of `txnbridge run` fail. `title` and `version` name the
-    service in its description. `lifespan` is that of a `Router`.
+    functions with `on=name` send, by the same `connect` with the name behind a `transactional_id`. After a stop the
+    functions have `stop_timeout` seconds to finish; then their transactions are aborted. A call that lasts longer than
+    `hang_after` seconds, by default ten times the transaction's timeout, makes the check `/healthz` of `txnbridge run`
+    fail. `title` and `version` name the service in its description. `lifespan` is that of a `Router`.
 
     Run an app with `run()`, in a test with a `with` block and a broker of its own (`using`), or as processes with
     `txnbridge run`. If the processor of one function fails for good, all stop, and its error is raised.

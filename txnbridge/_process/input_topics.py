@@ -33,10 +33,10 @@ class InputTopics:
             self._known[name] = next(fitting, None)
         return self._known[name]
 
-    def look(self, connection: Connection, now: bool = False) -> None:
-        """Look which topics there are, `now` or once in a while. Raise `NotFound` if the first look finds none."""
+    def look(self, connection: Connection, now: bool = False) -> bool:
+        """Look `now`, or once in a while, and return True. Raise `NotFound` if the first look finds no topic."""
         if not self.patterns or (not now and time.monotonic() < self._look_at):
-            return
+            return False
         names = connection.broker.admin.topic_names(connection.deadline())
         fitting = {name: topic for name in names if (topic := self.topic(name)) and not parse_retry_topic(name)}
         found = {**self._named, **fitting}
@@ -46,3 +46,4 @@ class InputTopics:
         # A list without any is one of a name server that has just started, or reading tells what is deleted.
         if found and found.keys() != {topic.name for topic in self.now}:
             self.now = [found[name] for name in sorted(found)]
+        return True

@@ -544,8 +544,8 @@ class Processor(ConnectionUser):
     def _follow_topics(self, now: bool = False) -> bool:
         """Join the group again if the topics that fit the inputs have changed; return whether they have."""
         assert self._inputs is not None
-        self._input_topics.look(self._connection, now)
-        if self._inputs.topics is self._input_topics.now:  # otherwise they have changed, or the last join has failed
+        looked = self._input_topics.look(self._connection, now)
+        if not looked or self._inputs.topics is self._input_topics.now:  # differs also after a join that has failed
             return False
         before, self._inputs = self._inputs, self._join("earliest")  # topics that are new are read whole
         close_logging_errors(before.close, self._timeout)
