@@ -14,10 +14,7 @@ from txnbridge.errors import NotFound
 
 
 class InputTopics:
-    """The topics `given` to a processor. A name with `*` is a pattern, for all topics but those `apart`.
-
-    Retry topics of whatever group fit no pattern.
-    """
+    """The topics `given` to a processor. A name with `*` is a pattern, not for retry topics, nor for topics `apart`."""
 
     def __init__(self, given: list[Topic], apart: Iterable[str | None]) -> None:
         self._named = {topic.name: topic for topic in given if "*" not in topic.name}
