@@ -65,7 +65,7 @@ class ServedProcessor(Processor):
             try:
                 self._inputs.hold()
             except NotFound:
-                if not self._follow_topics(now=True):
+                if not self._follow_topics(failed=True):
                     raise
             self._measure_lag(self._inputs, now=False)
             self._stop.sleep(0.25)  # it resumes soon, and polls often enough to stay in its group

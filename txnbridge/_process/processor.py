@@ -529,7 +529,8 @@ class Processor(ConnectionUser):
         except BaseException as error:
             if not self._stop.forced:
                 self._take_back()
-            if isinstance(error, errors.NotFound) and self._follow_topics(now=True):
+            if isinstance(error, errors.NotFound) and self._follow_topics(failed=True):
+                self._failures += 1
                 return self._stop.asked
             if not self._is_handled(error, progress=self._stats.transactions > committed):
                 raise
@@ -541,11 +542,12 @@ class Processor(ConnectionUser):
         self._measure_lag(self._inputs, now=idle)
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
 
-    def _follow_topics(self, now: bool = False) -> bool:
-        """Join the group again if the topics that fit the inputs have changed; return whether they have."""
+    def _follow_topics(self, failed: bool = False) -> bool:
+        """Join again if the topics that fit have changed, or after a first failure, by a topic that was made anew."""
         assert self._inputs is not None
-        looked = self._input_topics.look(self._connection, now)
-        if not looked or self._inputs.topics is self._input_topics.now:  # differs also after a join that has failed
+        looked = self._input_topics.look(self._connection, now=failed)
+        same = self._inputs.topics is self._input_topics.now  # not the same also after a join that has failed
+        if not looked or (same and (self._failures or not failed)):
             return False
         before, self._inputs = self._inputs, self._join("earliest")  # topics that are new are read whole
         close_logging_errors(before.close, self._timeout)
