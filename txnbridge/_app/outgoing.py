@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from txnbridge._app.value_types import by_type, for_output
 from txnbridge._base.messages import Message
 from txnbridge._base.topic import Topic, as_topic, encode_message
+from txnbridge._process.input_topics import InputTopics
 from txnbridge.errors import InvalidOption
 
 Send = Callable[..., None]
@@ -37,8 +37,7 @@ class ResultPublisher:
         self._to = to
         # A transaction takes bytes for a topic's name faster than for a `Topic`.
         self._plain_name = to.name if to is not None and to.codec is by_type and to.key is None else None
-        self._inputs = inputs
-        self._input_keys = {topic.name: topic for topic in inputs}
+        self._inputs = InputTopics(list(inputs), ())
 
     def publish(self, result: Any, message: Message | None, send: Send) -> None:
         """Send what the function returned for `message`: one value, or each value of a list or iterator."""
@@ -90,8 +89,6 @@ class ResultPublisher:
         return self._input_key(message) if to.key is None else message.key
 
     def _input_key(self, message: Message) -> bytes | None:
-        topic = self._input_keys.get(message.topic)
-        if topic is None:  # it fits a pattern
-            topic = next(each for each in self._inputs if fnmatchcase(message.topic, each.name))
-            self._input_keys[message.topic] = topic
+        topic = self._inputs.topic(message.topic)
+        assert topic is not None
         return topic.encode_key(message.key)

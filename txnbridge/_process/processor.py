@@ -550,6 +550,8 @@ class Processor(ConnectionUser):
         if not looked or (same and (self._failures or not failed)):
             return False
         before, self._inputs = self._inputs, self._join("earliest")  # topics that are new are read whole
+        if self._side_by_side is not None:
+            self._side_by_side.keep(())  # a new topic may have messages at the places of a deleted one's
         close_logging_errors(before.close, self._timeout)
         return True
 

@@ -151,8 +151,9 @@ def test_a_paused_function_goes_on_when_one_of_its_topics_is_deleted(tmp_path):
             wait_until(lambda: not app.healthy or len(bridge.read("out", 9)) == 1)
 
 
-def test_a_topic_that_is_deleted_and_made_anew_between_two_looks_is_read_from_its_begin(tmp_path):
-    seen = []
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_topic_that_is_deleted_and_made_anew_between_two_looks_is_read_from_its_begin(tmp_path, concurrency):
+    settings, seen = {"group": "g", "concurrency": concurrency}, []
 
     def send(value: bytes) -> None:
         with bridge.transaction() as txn:
@@ -160,10 +161,10 @@ def test_a_topic_that_is_deleted_and_made_anew_between_two_looks_is_read_from_it
 
     with connect(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5") as bridge:
         bridge.ensure_topics("orders-a", "orders-b")
-        with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.value)):
+        with bridge.processor("orders-*", each=lambda order, txn: seen.append(order.value), **settings) as processor:
             for value in (b"1", b"2", b"3"):
                 send(value)
-                wait_until(lambda: value in seen)  # noqa: B023
+                wait_until(lambda: processor.stats.messages == len(seen) and value in seen)  # noqa: B023
                 bridge.admin.delete_topic("orders-a")
                 bridge.ensure_topics("orders-a")
     assert seen == [b"1", b"2", b"3"]
