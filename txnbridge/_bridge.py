@@ -486,9 +486,7 @@ class Bridge:
         if to is None:
             return partial(self.transaction, group_commit=False)
         if db is not None:
-            raise InvalidOption(
-                "db= and another broker do not go together: consume into the database, and use an outbox"
-            )
+            raise InvalidOption("db= and another broker do not go together: consume into the database, use an outbox")
         from txnbridge._half.span_pass import SpanPass, open_spans
 
         open_spans(to, self)

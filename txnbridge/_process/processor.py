@@ -543,13 +543,17 @@ class Processor(ConnectionUser):
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
 
     def _follow_topics(self, failed: bool = False) -> bool:
-        """Join again if the topics that fit have changed, or after a first failure, by a topic that was made anew."""
+        """Join again if other topics are read than fit, or after a first failure, by a topic that was made anew."""
         assert self._inputs is not None
         looked = self._input_topics.look(self._connection, now=failed)
-        same = self._inputs.topics is self._input_topics.now  # not the same also after a join that has failed
-        if not looked or (same and (self._failures or not failed)):
+        if not looked or (self._inputs.topics is self._input_topics.now and (self._failures or not failed)):
             return False
-        before, self._inputs = self._inputs, self._join("earliest")  # topics that are new are read whole
+        before = self._inputs
+        try:
+            self._inputs = self._join("earliest")  # topics that are new are read whole
+        except (errors.UsageError, errors.AccessDenied) as error:  # a topic of others fits, say
+            _log.warning("%r goes on without its new topics: %s", self, error)
+            return False
         if self._side_by_side is not None:
             self._side_by_side.keep(())  # a new topic may have messages at the places of a deleted one's
         close_logging_errors(before.close, self._timeout)

@@ -62,7 +62,6 @@ class KafkaAdmin(Admin):
     def __init__(self, cluster: KafkaCluster, context: Context) -> None:
         self._cluster = cluster
         self._settings = cluster.settings
-        self._internal = (cluster.settings.prefix, "__")  # the begins of the names of internal topics
         self._requests = cluster.requests
         self._topics = cluster.topics
         self._context = context
@@ -94,7 +93,7 @@ class KafkaAdmin(Admin):
         return count
 
     def topic_names(self, deadline: Deadline) -> list[str]:
-        return [name for name in self._topics.all(deadline) if not name.startswith(self._internal)]
+        return [name for name in self._topics.all(deadline) if not name.startswith((self._settings.prefix, "__"))]
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         topics = self._topics.all(deadline)
@@ -103,7 +102,7 @@ class KafkaAdmin(Admin):
             TopicInfo(
                 name=name,
                 partitions=len(topic.partitions),
-                internal=name.startswith(self._internal),
+                internal=name.startswith((self._settings.prefix, "__")),
                 retention_seconds=None if (kept := _limit(settings[name], "retention.ms")) is None else kept / 1000,
                 retention_bytes=_limit(settings[name], "retention.bytes"),
             )

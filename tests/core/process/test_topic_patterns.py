@@ -10,6 +10,7 @@ from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
 from tests.in_time import wait_until
 from txnbridge import (
+    AccessDenied,
     App,
     BrokerUnavailable,
     InvalidOption,
@@ -94,15 +95,16 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
     assert seen == [("orders-b", {"id": 1})]
 
 
-def test_a_topic_is_found_again_if_the_broker_was_away_when_the_processor_joined_again(
-    tmp_path, with_timing, monkeypatch
+@pytest.mark.parametrize("error", [BrokerUnavailable("away"), AccessDenied("not yours"), InvalidOption("is odd")])
+def test_a_topic_is_read_later_if_the_processor_could_not_join_again_when_it_found_it(
+    tmp_path, with_timing, monkeypatch, error
 ):
     with_timing(pattern_look=0.02)
     seen, failed, join = [], [], ProcessorInputs.__init__
 
     def join_failing_once(inputs: ProcessorInputs, consumers: Any, topics: Any, *rest: Any) -> None:
         if len(topics) == 2 and not failed:
-            raise failed.append(1) or BrokerUnavailable("away")
+            raise failed.append(1) or error
         join(inputs, consumers, topics, *rest)
 
     monkeypatch.setattr(ProcessorInputs, "__init__", join_failing_once)
