@@ -554,8 +554,6 @@ class Processor(ConnectionUser):
         except (errors.UsageError, errors.AccessDenied) as error:  # a topic of others fits, say
             _log.warning("%r goes on without its new topics: %s", self, error)
             return False
-        if self._side_by_side is not None:
-            self._side_by_side.keep(())  # a new topic may have messages at the places of a deleted one's
         close_logging_errors(before.close, self._timeout)
         return True
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -22,6 +23,7 @@ from txnbridge._process.polled_batch import PolledBatch
 from txnbridge.errors import InvalidOption
 
 ORDERS = ("key", "partition", "none")
+_place = attrgetter("source", "position")
 
 
 class RecordedSends:
@@ -81,7 +83,8 @@ class SideBySide:
         self._name = name
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = 0
-        self._results: dict[tuple[Any, ...], RecordedSends | Exception] = {}  # by topic, partition, position
+        # By assignment and position: a topic that is deleted and made anew has messages at the places of the old one's.
+        self._results: dict[tuple[Any, ...], RecordedSends | Exception] = {}
 
     def handle(
         self,
@@ -111,7 +114,7 @@ class SideBySide:
                 except Exception as raised:
                     error = raised
                 error = if_slow(time.monotonic() - called_at, error)
-                self._results[items.delivered[index][:3]] = error or sends
+                self._results[_place(items.delivered[index])] = error or sends
                 if error is not None:
                     return
 
@@ -129,7 +132,7 @@ class SideBySide:
             self._calls.put(partial(work, chain))
         for _ in chains:
             ended.get()
-        return next((i for i in items.good() if items.delivered[i][:3] not in self._results), len(items))
+        return next((i for i in items.good() if _place(items.delivered[i]) not in self._results), len(items))
 
     def _start_threads(self, wanted: int) -> None:
         while self._threads < min(wanted, self._concurrency):
@@ -146,7 +149,7 @@ class SideBySide:
         chains: dict[Any, list[int]] = {}
         for index in items.good():
             message = items.delivered[index]
-            if message[:3] in self._results:
+            if _place(message) in self._results:
                 continue
             place: Any = index
             if self._order == "partition":
@@ -158,18 +161,18 @@ class SideBySide:
 
     def send(self, delivered: Message, txn: Any) -> None:
         """Send what the call for a message has sent, or raise its error."""
-        result = self._results[delivered[:3]]
+        result = self._results[_place(delivered)]
         if not isinstance(result, RecordedSends):
             raise result
         result.replay(txn)
 
     def drop(self, delivered: Message) -> None:
         """Forget the result of a message, which will be handled again."""
-        self._results.pop(delivered[:3], None)
+        self._results.pop(_place(delivered), None)
 
     def keep(self, delivered: Iterable[Message]) -> None:
         """Forget the results of all messages but these."""
-        places = [message[:3] for message in delivered]
+        places = [_place(message) for message in delivered]
         self._results = {place: self._results[place] for place in places if place in self._results}
 
     def close(self) -> None:
