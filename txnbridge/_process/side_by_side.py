@@ -83,8 +83,7 @@ class SideBySide:
         self._name = name
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = 0
-        # By assignment and position: a topic that is deleted and made anew has messages at the places of the old one's.
-        self._results: dict[tuple[Any, ...], RecordedSends | Exception] = {}
+        self._results: dict[tuple[Any, ...], RecordedSends | Exception] = {}  # by assignment (a topic may be made anew)
 
     def handle(
         self,
