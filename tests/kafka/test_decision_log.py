@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import ExactTrimming, append, bounds, read
-from tests.log_faults import test_a_reading_that_is_never_short_of_records_ends_at_its_deadline_too  # noqa: F401
 from tests.log_live import *  # noqa: F403
 from tests.log_live import outlive_kill_9
 from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, OutcomeUnknown, PositionLost, TxnBridgeError
@@ -230,6 +230,15 @@ def wait_for_end(log, position):
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reading_that_is_never_short_of_records_ends_at_its_deadline_too(log):
+    append(log, *(b"%d" % number for number in range(1000)))  # more than one answer has
+    reading = iter(log.read(None, None, Deadline(0.5)))
+    assert next(reading) == ((0,), b"0")
+    time.sleep(0.6)
+    with pytest.raises(DeadlineExceeded):
+        list(reading)
 
 
 def test_an_append_whose_answer_is_lost_is_unknown_and_the_next_one_is_not(kafka_broker, name, opened):
