@@ -16,10 +16,10 @@ from txnbridge.errors import NotFound
 class InputTopics:
     """The topics `given` to a processor. A name with `*` is a pattern, not for retry topics, nor for topics `apart`."""
 
-    def __init__(self, given: list[Topic], apart: Iterable[str | None]) -> None:
+    def __init__(self, given: list[Topic], apart: Iterable[str]) -> None:
         self._named = {topic.name: topic for topic in given if "*" not in topic.name}
         self.patterns = [topic for topic in given if "*" in topic.name]
-        self._known: dict[str | None, Topic | None] = {**dict.fromkeys(apart), **self._named}
+        self._known: dict[str, Topic | None] = {**dict.fromkeys(apart), **self._named}
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
         self.now = given
 

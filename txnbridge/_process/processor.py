@@ -217,7 +217,7 @@ class Processor(ConnectionUser):
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row, self._attempts_at)
         self._retries = Retries(retry, group)
-        self._input_topics = InputTopics(self._topics, [dead_topic, *self._retries.topics])
+        self._input_topics = InputTopics(self._topics, [dead_topic or "", *self._retries.topics])
         self._waiting_keys = WaitingKeys(consumers, self._retries.topics, begin) if keep_order else None
         if retry is not None and max_attempts is None:
             max_attempts = 1

@@ -82,7 +82,7 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
     def note(order: Message, txn: Transaction) -> None:
         seen.append((order.topic, order.value))
 
-    settings = {"group": "g", "retry": [1.0]}
+    settings: Any = {"group": "g", "retry": [1.0]}
     with connect(url) as bridge:
         bridge.ensure_topics("orders-a", "orders-b")
         with bridge.transaction() as txn:
@@ -100,11 +100,14 @@ def test_a_topic_is_read_later_if_the_processor_could_not_join_again_when_it_fou
     tmp_path, with_timing, monkeypatch, error
 ):
     with_timing(pattern_look=0.02)
-    seen, failed, join = [], [], ProcessorInputs.__init__
+    seen: list[str] = []
+    failed: list[int] = []
+    join = ProcessorInputs.__init__
 
     def join_failing_once(inputs: ProcessorInputs, consumers: Any, topics: Any, *rest: Any) -> None:
         if len(topics) == 2 and not failed:
-            raise failed.append(1) or error
+            failed.append(1)
+            raise error
         join(inputs, consumers, topics, *rest)
 
     monkeypatch.setattr(ProcessorInputs, "__init__", join_failing_once)
@@ -122,11 +125,17 @@ def test_a_list_without_topics_as_of_a_name_server_that_has_just_started_does_no
     tmp_path, with_timing, monkeypatch
 ):
     with_timing(pattern_look=0.02)
-    seen, looks = [], []
+    seen: list[str] = []
+    looks: list[int] = []
+
+    def look(admin: EmbeddedAdmin, deadline: object) -> list[str]:
+        looks.append(1)
+        return []
+
     with connect(f"embedded:{tmp_path}/broker.db") as bridge:
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
-            monkeypatch.setattr(EmbeddedAdmin, "topic_names", lambda admin, deadline: looks.append(1) or [])
+            monkeypatch.setattr(EmbeddedAdmin, "topic_names", look)
             wait_until(lambda: len(looks) > 2)
             with bridge.transaction() as txn:
                 txn.send("orders-a", b"1")
