@@ -163,6 +163,7 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     "--faults", callback=_names, metavar="KINDS", help="A list of client, network, broker; else all possible."
 )
 @click.option("--workload", "workloads", callback=_names, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}.")
+@click.option("--second", default="", metavar="URL", help="The other broker of `spanning`, instead of a file.")
 @click.option("--version", help="The version of the broker that the run starts.")
 @click.option("--through", type=click.Choice(["bridge", "raw"]), help="With raw, use the broker's plain client.")
 @click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
@@ -178,6 +179,7 @@ def run(
     out: str | None,
     faults: tuple[str, ...],
     workloads: tuple[str, ...],
+    second: str,
     version: str | None,
     through: str | None,
     contract: bool,
@@ -202,6 +204,8 @@ def run(
     if not starts and ({*faults} - {"client"} or version):
         text = "network and broker faults, and --version, need a broker that the run starts"
         raise click.BadParameter(f"{text}: {', '.join(sorted(_BROKERS))}")
+    if second and "spanning" not in workloads:
+        raise click.BadParameter("it is for --workload spanning", param_hint="--second")
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
@@ -219,7 +223,7 @@ def run(
             name: {option: value for option, value in options.items() if f"{option}=" not in url}
             for name, options in known.items()
         }
-        others: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc}
+        others: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc, "second": second}
         plan = Plan(address, name, seed, seconds, str(folder), settings, modules, **others)
         if contract:
             from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
@@ -228,7 +232,12 @@ def run(
         hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     command = f"txnbridge conformance run {without_secrets(url)} --time {seconds:g} --seed {seed}"
     command += f" --faults {','.join(kinds)}"
-    more = {"workload": ",".join(workloads) * (workloads != BY_DEFAULT), "version": version, "through": through}
+    more = {
+        "workload": ",".join(workloads) * (workloads != BY_DEFAULT),
+        "second": without_secrets(second),
+        "version": version,
+        "through": through,
+    }
     command += "".join(f" --{name} {value}" for name, value in more.items() if value) + " --contract" * contract
     _judge([str(folder)], folder, command, kept, **judging)
 

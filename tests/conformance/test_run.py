@@ -92,6 +92,18 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     assert lost in found.stdout
 
 
+@pytest.mark.full
+def test_spans_go_to_the_second_broker_that_is_named_and_leave_nothing_there(tmp_path):
+    second = f"embedded:{tmp_path / 'second.db'}"
+    more = [f"--floor={name}=0" for name in floor_of(["spanning"])]
+    more += ["--floor", "spans=1", "--time", "10", "--seed", "1", "--out", str(tmp_path / "out")]
+    done = conformance("run", f"embedded:{tmp_path / 'broker.db'}", "--workload", "spanning", "--second", second, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.glob("out/*.db")] == []
+    with connect(second) as bridge:
+        assert bridge.admin.topics() == []
+
+
 # How much a loaded machine does in a few seconds is not the point.
 TRIED = {**dict.fromkeys(floor_of(), 0), "committed": 1, "read": 1, "full reads": 1}
 

@@ -132,6 +132,7 @@ class Plan:
     plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
     workloads: Sequence[str] = BY_DEFAULT
     raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
+    second: str = ""  # the URL of the other broker of spans, if it is none of the run's own
     # The address of the gRPC proxy through which RocketMQ's official client reads, if there is one.
     grpc: str = ""
     version: str = ""  # the broker's version and number of nodes, if they are known
@@ -227,8 +228,9 @@ class Plan:
         return replace(self, url=url)
 
     def at_second(self) -> Plan:
-        """Return a copy of this plan for the second broker, which is a file in the run's folder."""
-        return replace(self, url=f"embedded:{self.folder}/second.db", settings=SETTINGS["embedded"], raw=False)
+        """Return a copy of this plan for the second broker, by default a file in the run's folder."""
+        url = self.second or f"embedded:{self.folder}/second.db"
+        return replace(self, url=url, settings=SETTINGS.get(urlsplit(url).scheme, {}), raw=False)
 
     def register_plugins(self) -> None:
         """Register the plan's plug-ins in this process. Modules are searched for in the current folder, too."""
