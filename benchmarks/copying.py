@@ -1,0 +1,216 @@
+"""What `txnbridge copy` does, from broker to broker, beside a loop of the official clients and MirrorMaker 2."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import IsolationLevel, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_option, properties
+
+from benchmarks import _kafka
+from benchmarks._harness import Report, Round, Settings, Turn, at_least, in_turn, timed, unique
+from benchmarks._ours import fill, helper
+from benchmarks._pulsar import service
+from txnbridge import Batch, Transaction, connect
+
+SIZE = 100
+BATCH = 5000  # the default of `txnbridge copy`
+MIRROR_MAKER = "4.3.1"
+_LOGGING = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", "2.25.4")
+_PATIENCE = 120.0
+
+
+def copy(settings: Settings, broker: str) -> None:
+    """Measure the copy of a topic from Kafka to Pulsar and to Kafka, or from Pulsar to Kafka."""
+    count = BATCH if settings.quick else 40 * BATCH
+    source_kind, target_kind = helper(broker), helper("pulsar" if broker == "kafka" else "kafka")
+    with source_kind.broker(settings) as source:
+        topic = source_kind.new_topic(source)
+        fill(source, topic, SIZE, count, BATCH)
+        started = brokers.pulsar() if broker == "kafka" else brokers.kafka()
+        with started as other:
+            loop = kafka_to_pulsar if broker == "kafka" else pulsar_to_kafka
+            target = f"{other.url}?admin_url={other.admin_url}" if isinstance(other, brokers.Pulsar) else other.url
+            turns = {
+                "copy": ours(source, target, topic, count),
+                "loop": timed(lambda: loop(source, target, topic, count), count),
+            }
+            found = in_turn(turns, settings.rounds)
+            report = Report(settings, f"{broker} to {target_kind.NAME}: {count:,} x {SIZE} B")
+            report.ratio("a copy, exactly once / the official clients, at least once", *found.values(), at_least(0.7))
+            report.rate("copy, messages a second", found["copy"])
+        if broker == "kafka":
+            with brokers.kafka() as other:
+                mirror = mirrored(settings, source, other.url, topic, count)
+                found = in_turn({"copy": ours(source, other.url, topic, count), "mirror": mirror}, settings.rounds)
+                report = Report(settings, f"Kafka to Kafka: {count:,} x {SIZE} B")
+                report.ratio("a copy / MirrorMaker 2, both exactly once", *found.values(), at_least(1.0))
+                report.rate("copy, messages a second", found["copy"])
+
+
+def ours(source_url: str, target_url: str, topic: str, count: int) -> Turn:
+    """Return a turn of the processor of `txnbridge copy`, with connecting and joining, in a new group each time."""
+
+    def turn() -> None:
+        group, target = unique("copy"), unique("copied")
+        with connect(source_url, application=group) as source, connect(target_url, application=group) as other:
+            other.ensure_topics(target)
+
+            def move(messages: Batch, txn: Transaction) -> None:
+                for message in messages:
+                    txn.send(
+                        target,
+                        message.value,
+                        key=message.key,
+                        headers=message.headers.items_all() or None,
+                        partition=message.partition,
+                        timestamp=message.timestamp,
+                    )
+
+            with source.processor(topic, group=group, batch=move, to=other, max_messages=BATCH) as processor:
+                while processor.stats.messages < count:
+                    time.sleep(0.001)
+
+    return timed(turn, count)
+
+
+def kafka_to_pulsar(source: str, target: str, topic: str, count: int) -> None:
+    """Copy by a loop that waits until Pulsar has stored a batch, and then commits its positions."""
+    import pulsar
+
+    consumer = _kafka.plain_consumer(source, unique("loop"), _kafka.FETCHING)
+    consumer.subscribe([topic])
+    client: Any = pulsar.Client(service(target), logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    sending = {"batching_enabled": True, "max_pending_messages": 10_000, "block_if_queue_full": True}
+    producer = client.create_producer(unique("copied"), **sending)
+    failed: list[Any] = []
+
+    def on_receipt(result: Any, _: Any) -> None:
+        if result != pulsar.Result.Ok:
+            failed.append(result)
+
+    left = count
+    while left:
+        messages = consumer.consume(BATCH, 1)
+        for message in messages:
+            producer.send_async(
+                message.value(),
+                on_receipt,
+                partition_key=(message.key() or b"").decode() or None,
+                event_timestamp=message.timestamp()[1],
+            )
+        producer.flush()
+        assert not failed
+        if messages:
+            consumer.commit(asynchronous=False)
+        left -= len(messages)
+    consumer.close()
+    client.close()
+
+
+def pulsar_to_kafka(source: str, target: str, topic: str, count: int) -> None:
+    """Copy by a loop that waits until Kafka has stored a batch, and then acknowledges it."""
+    import pulsar
+
+    client: Any = pulsar.Client(service(source), logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    start = pulsar.InitialPosition.Earliest
+    consumer = client.subscribe(f"{topic}-partition-0", unique("loop"), initial_position=start)
+    failed: list[Any] = []
+    producer = _kafka.idempotent_producer(target, failed.append)
+    copied = unique("copied")
+    for number in range(1, count + 1):
+        message = consumer.receive(30_000)
+        key = message.partition_key().encode() or None
+        while True:
+            try:
+                producer.produce(copied, message.data(), key, timestamp=message.event_timestamp())
+                break
+            except BufferError:
+                producer.poll(0.05)
+        if number % BATCH == 0 or number == count:
+            assert producer.flush(30) == 0 and not failed
+            consumer.acknowledge_cumulative(message)
+    client.close()
+
+
+def mirrored(settings: Settings, source: str, target: str, topic: str, count: int) -> Turn:
+    """Return a turn of MirrorMaker 2, exactly once, with new names of its clusters, so that it begins anew.
+
+    Its start does not count: the messages are counted from those that a reader sees first.
+    """
+    jars = fetch(
+        f"mirror-maker-{MIRROR_MAKER}", [Artifact("org.apache.kafka", "connect-mirror", MIRROR_MAKER), _LOGGING]
+    )
+    admin = AdminClient({"bootstrap.servers": _kafka.bootstrap(target)})
+
+    def turn() -> Round:
+        alias = unique("from")
+        with _mirror_maker(settings.folder, jars, alias, source, target, topic) as process:
+            copied = f"{alias}.{topic}"
+            before, begin = _awaited(admin, copied, 1, process), time.perf_counter()
+            after = _awaited(admin, copied, count, process)
+            return Round([time.perf_counter() - begin], max(1, after - before))
+
+    return turn
+
+
+@contextmanager
+def _mirror_maker(
+    folder: Path, jars: Path, alias: str, source: str, target: str, topic: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    there = alias.replace("from", "to")
+    flow = f"{alias}->{there}"
+    options = {
+        "clusters": f"{alias},{there}",
+        f"{alias}.bootstrap.servers": _kafka.bootstrap(source),
+        f"{there}.bootstrap.servers": _kafka.bootstrap(target),
+        f"{flow}.enabled": "true",
+        f"{flow}.topics": topic,
+        f"{there}->{alias}.enabled": "false",
+        f"{flow}.emit.heartbeats.enabled": "false",
+        f"{there}->{alias}.emit.heartbeats.enabled": "false",
+        f"{flow}.emit.checkpoints.enabled": "false",
+        f"{flow}.sync.topic.acls.enabled": "false",
+        f"{there}.exactly.once.source.support": "enabled",
+        "dedicated.mode.enable.internal.rest": "true",
+        "listeners": "http://127.0.0.1:0",
+        f"{alias}.consumer.isolation.level": "read_committed",
+        **{
+            f"{name}replication.factor": "1"
+            for name in ("", "offset-syncs.topic.", "checkpoints.topic.", "heartbeats.topic.")
+        },
+        **{f"{name}.storage.replication.factor": "1" for name in ("config", "offset", "status")},
+    }
+    file = folder / f"{alias}.properties"
+    file.write_text(properties(options))
+    log = (folder / f"{alias}.log").open("wb")
+    command = [java(), "-Xmx1g", log4j_option(folder), "-cp", f"{jars}/*"]
+    command += ["org.apache.kafka.connect.mirror.MirrorMaker", str(file)]
+    with log, subprocess.Popen(command, stdout=log, stderr=log) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+def _awaited(admin: AdminClient, topic: str, count: int, program: subprocess.Popen[bytes]) -> int:
+    """Return the number of positions before the end of a topic's committed messages, once it is at least `count`."""
+    partition = TopicPartition(topic, 0)
+    until = time.monotonic() + _PATIENCE
+    while time.monotonic() < until:
+        if program.poll() is not None:
+            raise RuntimeError(f"MirrorMaker ended with {program.returncode}")
+        wanted = {partition: OffsetSpec.latest()}  # type: ignore[no-untyped-call]
+        answer = admin.list_offsets(wanted, isolation_level=IsolationLevel.READ_COMMITTED)[partition]
+        if answer.exception() is None and answer.result().offset >= count:
+            return int(answer.result().offset)
+        time.sleep(0.02)
+    raise RuntimeError(f"MirrorMaker copied nothing to {topic} in {_PATIENCE:g} s, or not all")
