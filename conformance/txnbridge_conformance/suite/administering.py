@@ -210,10 +210,11 @@ def test_an_administrator_aborts_what_a_dead_process_left_open(
 
 
 @proves(Capability.END_OPEN)
-@pytest.mark.parametrize("prepare", [False, True], ids=["commit", "prepare"])
+@pytest.mark.parametrize("step", ["send", "commit", "prepare"])
 def test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted(
-    connect: Connect, bridge: Bridge, topic: str, owner: str, much: Much, prepare: bool
+    connect: Connect, bridge: Bridge, topic: str, owner: str, much: Much, step: str
 ) -> None:
+    prepare = step == "prepare"
     if prepare and not bridge.capabilities[Capability.PREPARE]:
         pytest.skip("this broker cannot prepare transactions")
     with pytest.raises(TransactionAborted):
@@ -222,8 +223,9 @@ def test_an_owner_cannot_end_a_transaction_that_an_administrator_aborted(
             eventually(lambda: listed(bridge, owner), "the open transaction is listed")
             (left,) = listed(bridge, owner)
             bridge.admin.abort(left)
-            # Some brokers have removed the messages that were stored, and must not take the rest for the whole.
-            txn.send_many(topic, much(b"neither"))
+            # Some brokers have removed the messages that were stored, and must not take the rest for the whole. A small
+            # rest mostly waits in the client, so that only the end itself can fail.
+            txn.send_many(topic, much(b"neither") if step == "send" else [b"neither"])
     assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == []
 

@@ -27,7 +27,7 @@ def test_a_shut_out_owner_stays_shut_out(connect: Connect, topic: str, owner: st
 def test_opening_an_id_aborts_what_its_older_owner_left_open(
     connect: Connect, topic: str, owner: str, much: Much
 ) -> None:
-    older = connect(transactional_id=owner)
+    older = connect(transactional_id=owner, timeout=600)  # no test waits so long for the time-out to abort it
     with pytest.raises(Fenced):
         with older.transaction() as txn:
             txn.send_many(topic, much(b"left open"))
