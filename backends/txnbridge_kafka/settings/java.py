@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from txnbridge.errors import InvalidOption
 
@@ -22,47 +21,37 @@ _RENAMED = {
     "ssl.keystore.key": "ssl.key.pem",
     "ssl.truststore.certificates": "ssl.ca.pem",
 }
-
-
-def _kbytes(value: str) -> str:
-    return str(max(1, int(value) // 1024))
-
-
-def _buffer(value: str) -> str:
-    return "0" if value == "-1" else value  # the operating system's default: -1 in Java, 0 in librdkafka
-
-
-def _algorithm(value: str) -> str:
-    return value or "none"
-
-
+# The operating system's default is -1 in Java, and 0 in librdkafka.
+_OWN_DEFAULT = {"-1": "0"}
 _CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
-    "buffer.memory": ("queue.buffering.max.kbytes", _kbytes),
-    "receive.buffer.bytes": ("socket.receive.buffer.bytes", _buffer),
-    "send.buffer.bytes": ("socket.send.buffer.bytes", _buffer),
-    "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", _algorithm),
+    "buffer.memory": ("queue.buffering.max.kbytes", lambda value: str(max(1, int(value) // 1024))),
+    "receive.buffer.bytes": ("socket.receive.buffer.bytes", lambda value: _OWN_DEFAULT.get(value, value)),
+    "send.buffer.bytes": ("socket.send.buffer.bytes", lambda value: _OWN_DEFAULT.get(value, value)),
+    "ssl.endpoint.identification.algorithm": (
+        "ssl.endpoint.identification.algorithm",
+        lambda value: value or "none",
+    ),
 }
-
-# Settings with the Java classes that are ignored, because the same happens without them.
-_CLASSES = {
-    "sasl.login.callback.handler.class": (
-        "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
-        "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
-    )
-}
+_HANDLER = "sasl.login.callback.handler.class"
+# The Java classes that are ignored, because the same happens without them.
+_HANDLERS = (
+    "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
+    "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
+)
 _STORES = ("ssl.truststore", "ssl.keystore")
-
 _STORE_SETTINGS = {f"{store}.{part}" for store in _STORES for part in ("type", "location", "password")}
 
-NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, *_STORE_SETTINGS, "sasl.jaas.config"})
+NAMES = frozenset({*_RENAMED, *_CONVERTED, *_STORE_SETTINGS, _HANDLER, "sasl.jaas.config"})
 
 
 def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
     """Return the settings in librdkafka's names. Raise `InvalidOption`, without secrets, if one is wrong."""
     left = dict(given)
+    if left.pop(_HANDLER, _HANDLERS[0]) not in _HANDLERS:
+        raise InvalidOption(f"{_HANDLER!r} names a Java class, which these clients cannot load; leave it out")
     line = left.pop("sasl.jaas.config", None)
     pairs = [pair for store in _STORES for pair in _store(store, left)]
-    pairs += [_renamed(name, value) for name, value in left.items() if not _is_known_class(name, value)]
+    pairs += [_renamed(name, value) for name, value in left.items()]
     if line is not None:
         mechanism = dict(pairs).get("sasl.mechanism")
         pairs = [pair for pair in pairs if pair[0] != "sasl.mechanism"] + [*login(line, mechanism).items()]
@@ -72,12 +61,6 @@ def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
             raise InvalidOption(f"{name!r} is given twice: also under its name in Kafka's Java clients")
         named[name] = value
     return named
-
-
-def _is_known_class(name: str, value: str) -> bool:
-    if name in _CLASSES and value not in _CLASSES[name]:
-        raise InvalidOption(f"{name!r} names a Java class, which these clients cannot load; leave it out")
-    return name in _CLASSES
 
 
 def _renamed(name: str, value: str) -> tuple[str, str]:
@@ -122,13 +105,16 @@ def _conversion(store: str, location: str, kind: str) -> str:
 
 
 FORM = 'MODULE required name="value" name="value";'
-_SKIPPED = re.compile(r"(?:\s+|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)
 _TOKEN = re.compile(
     r"""
-      (?P<mark>[=;])
-    | "(?P<double>(?:[^"\\\r\n]|\\.)*)"
-    | '(?P<single>(?:[^'\\\r\n]|\\.)*)'
-    | (?P<word>(?:[^\W\d]|\$)[\w.$-]*)
+    (?P<skipped>(?:\s+|//[^\r\n]*|/\*.*?\*/)*)
+    (?: (?P<mark>[=;])
+      | "(?P<double>(?:[^"\\\r\n]|\\.)*)"
+      | '(?P<single>(?:[^'\\\r\n]|\\.)*)'
+      | (?P<word>(?:[^\W\d]|\$)[\w.$-]*)
+      | (?P<end>\Z)
+      | (?P<bad>.)
+    )
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -137,50 +123,21 @@ _ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v
 _FLAGS = {"required", "requisite", "sufficient", "optional"}
 
 
-class _Token(NamedTuple):
-    mark: str  # "=", ";", "" for text, "end"
-    text: str
-    at: int
-
-
 def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
     """Parse a JAAS line into its login module and options. Raise `InvalidOption`, without its text, if malformed."""
-    tokens = _tokens(line)
+    tokens = _TOKEN.finditer(line)
     module = _text(next(tokens))
     if _text(next(tokens)).lower() not in _FLAGS:
         raise InvalidOption(f"'sasl.jaas.config' has no control flag after the module: {FORM}")
     options: dict[str, str] = {}
-    while (token := next(tokens)).mark != ";":
+    while (token := next(tokens))["mark"] != ";":
         name = _text(token)
-        if (token := next(tokens)).mark != "=":
+        if (token := next(tokens))["mark"] != "=":
             raise _wrong(token)
         options[name] = _text(next(tokens))
-    if next(tokens).mark != "end":
+    if next(tokens).lastgroup != "end":
         raise InvalidOption("'sasl.jaas.config' holds more than one login module; give the one for this cluster")
     return module, options
-
-
-def _tokens(line: str) -> Iterator[_Token]:
-    at = _end(_SKIPPED, line, 0)
-    while at < len(line):
-        match = _TOKEN.match(line, at)
-        if match is None:
-            raise InvalidOption(
-                f"'sasl.jaas.config' cannot be read from character {at + 1} on: a quote is not closed, or the value "
-                f"needs quotes: {FORM}"
-            )
-        kind, text = str(match.lastgroup), str(match[str(match.lastgroup)])
-        if kind in ("double", "single"):
-            text = _ESCAPE.sub(_unescape, text)
-        yield _Token(text if kind == "mark" else "", text, at)
-        at = _end(_SKIPPED, line, match.end())
-    while True:
-        yield _Token("end", "", at)
-
-
-def _end(pattern: re.Pattern[str], line: str, at: int) -> int:
-    match = pattern.match(line, at)
-    return match.end() if match else at
 
 
 def _unescape(match: re.Match[str]) -> str:
@@ -188,14 +145,22 @@ def _unescape(match: re.Match[str]) -> str:
     return chr(int(text, 8)) if text in "01234567" or len(text) > 1 else _ESCAPES.get(text, text)
 
 
-def _text(token: _Token) -> str:
-    if token.mark:
+def _text(token: re.Match[str]) -> str:
+    kind = str(token.lastgroup)
+    if kind in ("mark", "end", "bad"):
         raise _wrong(token)
-    return token.text
+    return token[kind] if kind == "word" else _ESCAPE.sub(_unescape, token[kind])
 
 
-def _wrong(token: _Token) -> InvalidOption:
-    where = "ends too early" if token.mark == "end" else f"is wrong at character {token.at + 1}"
+def _wrong(token: re.Match[str]) -> InvalidOption:
+    kind = str(token.lastgroup)
+    at = token.end("skipped") + 1
+    if kind == "bad":
+        return InvalidOption(
+            f"'sasl.jaas.config' cannot be read from character {at} on: a quote is not closed, or the value needs"
+            f" quotes: {FORM}"
+        )
+    where = "ends too early" if kind == "end" else f"is wrong at character {at}"
     return InvalidOption(
         f"'sasl.jaas.config' {where}; it looks like: {FORM} (a value with \" or \\ escapes them by \\)"
     )
