@@ -58,7 +58,7 @@ if _typing.TYPE_CHECKING:
     from txnbridge._app import App, Outgoing, Router
     from txnbridge._decisions.decisions import Claim, Decisions
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "Abort",
