@@ -121,6 +121,11 @@ class Admin:
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return self._broker.admin.group(name, self._deadline())
 
+    def describe_groups(self, names: Iterable[str]) -> dict[str, GroupInfo]:
+        """Return groups by name, each as `group` does; those that do not exist are left out."""
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return self._broker.admin.describe_groups(list(names), self._deadline())
+
     def reset_group(
         self, name: str, to: str | int | datetime = "earliest", topics: str | Iterable[str] | None = None
     ) -> dict[Partition, Position]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -42,7 +43,7 @@ from txnbridge._base.plugins import hookimpl
 from txnbridge._base.request_during_polls import BackgroundTask
 from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
-from txnbridge.errors import BackendMissing, NotSupported, TxnBridgeError
+from txnbridge.errors import BackendMissing, NotFound, NotSupported, TxnBridgeError
 
 __all__ = [
     "NATIVE",
@@ -719,6 +720,14 @@ class Admin(ABC):
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
         """Return one group. Raise `NotFound` if it does not exist."""
         raise NotImplementedError("declare group-admin absent, or provide this")
+
+    def describe_groups(self, names: Sequence[str], deadline: Deadline) -> dict[str, GroupInfo]:
+        """Return groups by name, without those that do not exist."""
+        found = dict[str, GroupInfo]()
+        for name in names:
+            with suppress(NotFound):
+                found[name] = self.group(name, deadline)
+        return found
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline

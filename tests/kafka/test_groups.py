@@ -1,12 +1,14 @@
 """Groups as an administrator sees and sets them, and what their members tell in the log."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from txnbridge_kafka.client.requests import Requests
 
 import txnbridge
-from txnbridge import Bridge, InvalidState
+from txnbridge import Bridge, InvalidState, NotFound
+from txnbridge.spi import Deadline, Partition
 
 
 @pytest.fixture
@@ -45,6 +47,51 @@ def test_control_markers_are_no_lag(bridge: Bridge, read: tuple[str, str]) -> No
     with bridge.consumer(topic, group) as consumer, bridge.transaction() as txn:
         txn.ack(next(iter(consumer)))
     assert bridge.admin.group(group).lag == {(topic, 0): 0}
+
+
+def read_up_to(bridge: Bridge, topic: str, group: str, count: int) -> None:
+    with bridge.consumer(topic, group) as consumer:
+        while count:
+            batch = consumer.poll(count, 60)
+            with bridge.transaction() as txn:
+                txn.ack(batch)
+            count -= len(batch)
+
+
+def test_groups_that_stand_apart_in_a_partition_share_the_search_for_their_first_message(
+    bridge: Bridge, unique: Callable[[str], str]
+) -> None:
+    topic, counts = unique("orders"), {unique("group"): count for count in (2, 2, 1, 200, 300)}
+    for abort in (False, True):
+        with bridge.transaction() as txn:
+            txn.send_many(topic, [b"x"] * 300)
+            if abort:
+                txn.abort()
+    for group, count in counts.items():
+        read_up_to(bridge, topic, group, count)
+    found = bridge.admin.describe_groups([*counts, unique("nobody")])
+    assert [(name, group.lag[topic, 0]) for name, group in found.items()] == [
+        (name, 602 - count if count < 300 else 0) for name, count in counts.items()
+    ]
+
+
+def test_a_topic_that_is_deleted_meanwhile_takes_no_other_topics_groups_from_the_list(
+    bridge: Bridge, unique: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topics, groups = [unique("orders"), unique("deleted")], [unique("group"), unique("group")]
+    for topic, group in zip(topics, groups, strict=True):
+        with bridge.transaction() as txn:
+            txn.send(topic, b"1")
+        read_up_to(bridge, topic, group, 1)
+    ends = Requests.ends
+
+    def deleted(requests: Requests, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        if (topics[1], 0) in (wanted := list(partitions)):
+            raise NotFound(f"there is no topic {topics[1]!r}")
+        return ends(requests, wanted, deadline)
+
+    monkeypatch.setattr(Requests, "ends", deleted)
+    assert list(bridge.admin.describe_groups(groups)) == groups[:1]
 
 
 def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_of_it(

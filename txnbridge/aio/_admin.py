@@ -31,6 +31,7 @@ class Admin:
     topic_ids: Final = delegated(txnbridge.Admin.topic_ids)
     groups: Final = delegated(txnbridge.Admin.groups)
     group: Final = delegated(txnbridge.Admin.group)
+    describe_groups: Final = delegated(txnbridge.Admin.describe_groups)
     reset_group: Final = delegated(txnbridge.Admin.reset_group)
     transactions: Final = delegated(txnbridge.Admin.transactions)
     transaction: Final = delegated(txnbridge.Admin.transaction)

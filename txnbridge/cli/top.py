@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from txnbridge import Bridge, NotFound, NotSupported, TxnBridgeError
+from txnbridge import Bridge, NotSupported, TxnBridgeError
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, dash, printable
 from txnbridge.spi import Advice, GroupInfo, OpenTransaction
@@ -73,7 +73,7 @@ class Watch:
         now = BrokerState(time.monotonic())
         admin = self._bridge.admin
         try:
-            self._part(now, "groups", lambda: now.groups.extend(self._groups()))
+            self._part(now, "groups", lambda: now.groups.extend(admin.describe_groups(admin.groups()).values()))
             self._part(now, "open transactions", lambda: now.transactions.extend(admin.transactions()))
             for group in self._halves:
                 now.parked[group] = len(admin.parked(group))
@@ -92,11 +92,6 @@ class Watch:
             look()
         except NotSupported:
             now.missing.append(name)
-
-    def _groups(self) -> Iterable[GroupInfo]:
-        for name in self._bridge.admin.groups():
-            with suppress(NotFound):  # deleted meanwhile
-                yield self._bridge.admin.group(name)
 
 
 def _rates(before: BrokerState, now: BrokerState) -> dict[str, float]:

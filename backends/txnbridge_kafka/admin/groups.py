@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, ConsumerGroupType, KafkaError, KafkaException, TopicPartition
@@ -17,6 +19,7 @@ from txnbridge_kafka.read.assignment import open_consumer
 
 _HAS_MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
 _SEARCH_SECONDS = 2.0
+_READ_ON = 100  # offsets; a seek takes about as long as reading so many small messages
 _CONSUMER_GROUP_TYPES = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
 
 
@@ -35,42 +38,63 @@ class KafkaGroups:
         names = [each.group_id for each in listed.valid if each.type in _CONSUMER_GROUP_TYPES]
         return {name: len(group.members) for name, group in self._described(names).items()}
 
-    def describe(self, name: str) -> GroupInfo:
+    def group(self, name: str) -> GroupInfo:
         """Return a group's members, offsets and lag. Raise `NotFound` if it has neither members nor offsets."""
-        members = tuple(
-            GroupMember(
-                each.member_id,
-                f"{each.client_id} at {each.host.removeprefix('/')}",
-                tuple((p.topic, p.partition) for p in each.assignment.topic_partitions),
-            )
-            for each in self._described([name])[name].members
-        )
-        positions = self._positions(name)
-        if not members and not positions:
-            raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows all groups")
-        return GroupInfo(name, members, {p: (at,) for p, at in positions.items()}, self._lag(positions))
+        if found := self.describe([name]):
+            return found[name]
+        raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows all groups")
 
-    def _lag(self, positions: dict[Partition, int]) -> dict[Partition, int]:
-        """Return the number of offsets from the first message on, because markers before it are no lag.
+    def describe(self, names: Sequence[str]) -> dict[str, GroupInfo]:
+        """Return groups with members, offsets and lag, without those that have neither members nor offsets."""
+        members = {name: _members(group) for name, group in self._described(names).items()}
+        positions = self._positions(names)
+        lags = self._lags(positions)
+        return {
+            name: GroupInfo(name, members[name], {p: (at,) for p, at in positions[name].items()}, lags[name])
+            for name in names
+            if members[name] or positions[name]
+        }
+
+    def _lags(self, positions: Mapping[str, Mapping[Partition, int]]) -> dict[str, dict[Partition, int]]:
+        """Return, by group, the number of offsets from the first message on, because markers before it are no lag.
 
         In a partition where the first message is not found in time, all offsets count.
         """
-        ends = self._cluster.requests.ends(positions, self._deadline)
-        if ends == positions:
-            return dict.fromkeys(positions, 0)
-        first = {partition: at for partition, at in positions.items() if at < ends[partition]}
+        ends = self._cluster.requests.ends({p for each in positions.values() for p in each}, self._deadline)
+        searched: dict[Partition, set[int]] = defaultdict(set)
+        for partition, at in chain.from_iterable(each.items() for each in positions.values()):
+            if at < ends[partition]:
+                searched[partition].add(at)
+        first = self._first_messages(searched) if searched else {}
+        return {
+            name: {p: max(0, ends[p] - first.get((p, at), at)) for p, at in each.items()}
+            for name, each in positions.items()
+        }
+
+    def _first_messages(self, searched: Mapping[Partition, Collection[int]]) -> dict[tuple[Partition, int], int]:
+        """Return, for each partition and offset, the offset of the first message from there on, or else the end.
+
+        Groups that stand in the same partition share one reading of it.
+        """
+        first: dict[tuple[Partition, int], int] = {}
+        waiting = {partition: sorted(offsets, reverse=True) for partition, offsets in searched.items()}
         until = Deadline(min(_SEARCH_SECONDS, self._deadline.left()))
         with closing(open_consumer(self._cluster.settings, Subscription((), None), ignore)) as client:
-            client.assign([TopicPartition(*partition, at) for partition, at in first.items()])
-            waiting = set(first)
+            client.assign([TopicPartition(*partition, offsets[-1]) for partition, offsets in waiting.items()])
             while waiting and not until.expired:
                 found: Any = client.poll(seconds(until))
-                if found is not None and (not found.error() or found.error().code() == KafkaError._PARTITION_EOF):
-                    partition = found.topic(), found.partition()
+                if found is None or (found.error() and found.error().code() != KafkaError._PARTITION_EOF):
+                    continue
+                partition = found.topic(), found.partition()
+                offsets = waiting.get(partition, [])
+                while offsets and offsets[-1] <= found.offset():
+                    first[partition, offsets.pop()] = found.offset()
+                if not offsets:
+                    waiting.pop(partition, None)
                     client.pause([TopicPartition(*partition)])
-                    waiting.discard(partition)
-                    first[partition] = found.offset()
-        return {partition: max(0, ends[partition] - first.get(partition, at)) for partition, at in positions.items()}
+                elif offsets[-1] - found.offset() > _READ_ON:
+                    client.seek(TopicPartition(*partition, offsets[-1]))
+        return first
 
     def reset(self, name: str, to: str | int, topics: Sequence[str] | None) -> dict[Partition, Position]:
         """Set a group's offsets to "earliest", "latest" or a time in milliseconds, and return the new offsets.
@@ -78,7 +102,7 @@ class KafkaGroups:
         Raise `NotFound` if the group does not exist or has no offset in a given topic. Raise `InvalidState` if the
         group has members, or if an open transaction has acknowledgements of the group.
         """
-        positions = self.describe(name).positions
+        positions = self.group(name).positions
         for topic in topics or ():
             if topic not in {each for each, _ in positions}:
                 raise NotFound(f"group {name!r} has never read topic {topic!r}")
@@ -100,19 +124,29 @@ class KafkaGroups:
             return {p: first for p, (first, _) in offsets.since(partitions, to, self._deadline).items()}
         return (offsets.begins if to == "earliest" else offsets.ends)(partitions, self._deadline)
 
-    def _described(self, names: list[str]) -> dict[str, Any]:
+    def _described(self, names: Sequence[str]) -> dict[str, Any]:
         if not names:
             return {}
         answers = self._client.describe_consumer_groups(names, request_timeout=seconds(self._deadline))
         return {name: self._result(answer, f"looking up group {name!r}") for name, answer in answers.items()}
 
-    def _positions(self, name: str) -> dict[Partition, int]:
-        """Return a group's committed offsets in the topics that still exist."""
-        asked = [ConsumerGroupTopicPartitions(name)]
-        answers = self._client.list_consumer_group_offsets(asked, request_timeout=seconds(self._deadline))
-        offsets = self._result(answers[name], f"reading the positions of group {name!r}").topic_partitions
+    def _positions(self, names: Sequence[str]) -> dict[str, dict[Partition, int]]:
+        """Return groups' committed offsets in the topics that still exist."""
+        answers = {
+            name: self._client.list_consumer_group_offsets(
+                [ConsumerGroupTopicPartitions(name)], request_timeout=seconds(self._deadline)
+            )[name]
+            for name in names
+        }
+        offsets = {
+            name: self._result(answer, f"reading the positions of group {name!r}").topic_partitions
+            for name, answer in answers.items()
+        }
         topics = self._cluster.topics.all(self._deadline)
-        return {(p.topic, p.partition): p.offset for p in offsets if p.offset >= 0 and p.topic in topics}
+        return {
+            name: {(p.topic, p.partition): p.offset for p in each if p.offset >= 0 and p.topic in topics}
+            for name, each in offsets.items()
+        }
 
     def _result(self, answer: Any, what: str, group: str = "") -> Any:
         try:
@@ -125,3 +159,14 @@ class KafkaGroups:
         if cause is not None and cause.code() in _HAS_MEMBERS:
             return InvalidState(f"group {group!r} has members: stop them first")
         return translate(error, what)
+
+
+def _members(group: Any) -> tuple[GroupMember, ...]:
+    return tuple(
+        GroupMember(
+            each.member_id,
+            f"{each.client_id} at {each.host.removeprefix('/')}",
+            tuple((p.topic, p.partition) for p in each.assignment.topic_partitions),
+        )
+        for each in group.members
+    )

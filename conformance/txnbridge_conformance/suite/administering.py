@@ -101,6 +101,7 @@ def test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag(bridge: B
     eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
     with pytest.raises(NotFound):
         bridge.admin.group(group + "-nobody")
+    assert bridge.admin.describe_groups([group, group + "-nobody"]) == {group: bridge.admin.group(group)}
 
 
 @proves(Capability.GROUP_ADMIN)
