@@ -49,7 +49,8 @@ _CLOCK_SKEW = 300.0
 # for a short time from being renewed every second.
 _LONGEST_RENEWAL, _SHORTEST_RENEWAL = 3600.0, 60.0
 # A snapshot is written after this many records or bytes, which a process that opens the log reads in about a second.
-# Mostly a snapshot has a few kilobytes.
+# Mostly a snapshot has a few kilobytes. After a longer one as many bytes of records come first, so that all snapshots
+# together are no longer than the records.
 TIDY_RECORDS, _TIDY_BYTES = 10_000, 16_000_000
 # The age of the last snapshot at which a new one is written. Some brokers drop records after three days in any case,
 # and by then there must be a newer snapshot. Where records are dropped sooner, this many snapshots are written until
@@ -389,11 +390,9 @@ class Engine:
     def _is_tidying_due(self, deadline: Deadline) -> bool:
         with self.follower.looking(deadline) as state:
             age = self.now() - (state.snapshot_at or 0)
-            due = (
-                state.records_since_snapshot >= self._tidy_after
-                or state.bytes_since_snapshot >= _TIDY_BYTES
-                or age >= self.tidy_seconds * 1000
-            )
+            long = state.records_since_snapshot >= self._tidy_after or state.bytes_since_snapshot >= _TIDY_BYTES
+            due = long and state.bytes_since_snapshot >= state.snapshot_bytes
+            due = due or age >= self.tidy_seconds * 1000
             return due and state.completeness.complete and not state.blocked
 
     # --- appending --------------------------------------------------------------------------------------------------

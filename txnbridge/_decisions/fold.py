@@ -63,6 +63,7 @@ class LogState:
         self._living: dict[Position, int] = {}  # the time (ms since 1970) until which each presence may be needed
         self.records_since_snapshot = 0
         self.bytes_since_snapshot = 0
+        self.snapshot_bytes = 0  # the length of the last snapshot with its body parts
         self.records_since_forgetting = 0
         self.snapshot_at: int | None = None
         self.covered: Position | None = None  # the last record that a snapshot covers
@@ -79,6 +80,8 @@ class LogState:
         """Fold the next record. Return False if this version cannot read it: then no later record can be judged."""
         try:
             record = decode(raw)
+            self.records_since_snapshot += 1
+            self.bytes_since_snapshot += len(raw)
             if isinstance(record, Renewed):
                 self._take_renewal(position, raw, record)
             else:
@@ -87,9 +90,7 @@ class LogState:
             self.blocked = f"the record at {list(position)} cannot be judged: {error}"
             return False
         self.cursor = (position, raw)
-        self.records_since_snapshot += 1
         self.records_since_forgetting += 1
-        self.bytes_since_snapshot += len(raw)
         return True
 
     def _take(self, position: Position, raw: bytes, record: LogRecord) -> None:
@@ -111,9 +112,9 @@ class LogState:
             case Done():
                 self._judge(position, record, None)
             case _:
-                self._report(record.nonce, position, self._take_support(position, record))
+                self._report(record.nonce, position, self._take_support(position, raw, record))
 
-    def _take_support(self, position: Position, record: LogRecord) -> bool:
+    def _take_support(self, position: Position, raw: bytes, record: LogRecord) -> bool:
         """Fold a presence, snapshot, body part or birth record; return False for a snapshot whose body is lost."""
         if isinstance(record, BodyPart):
             self._parts[position] = record.payload
@@ -121,7 +122,7 @@ class LogState:
             self.tokens.presences[position] = record
             self._living[position] = record.until
         elif isinstance(record, Snapshot):
-            return self._take_snapshot(record)
+            return self._take_snapshot(raw, record)
         return True
 
     def _take_first(self, position: Position, record: LogRecord) -> None:
@@ -148,7 +149,7 @@ class LogState:
         self.covered = position  # a claim with acknowledgements is void if its author had not read the renewal
         self.tokens, self.ids, self.unproven_snapshot = TokenFold(), IdFold(), {}
         self._living, self._parts, self._ack_windows, self._unjudged = {}, {}, [], []
-        self.records_since_snapshot = self.bytes_since_snapshot = 0
+        self.records_since_snapshot = self.bytes_since_snapshot = self.snapshot_bytes = 0
 
     def _take_claim(self, position: Position, record: Claimed) -> None:
         body = record.body if record.stored is None else self._assemble(record.stored)
@@ -207,14 +208,17 @@ class LogState:
 
     # --- snapshots --------------------------------------------------------------------------------------------------
 
-    def _take_snapshot(self, record: Snapshot) -> bool:
+    def _take_snapshot(self, raw: bytes, record: Snapshot) -> bool:
         has_covered_record = self.completeness.has_covered_record(record)
         if has_covered_record:
             self.covered = record.covers if self.covered is None else max(self.covered, record.covers)
+        parts = record.stored.parts if record.stored else ()
+        size = len(raw) + sum(len(self._parts.get(part, b"")) for part in parts)
         body = record.body if record.stored is None else self._assemble(record.stored)
         if body is None:
             return False
         self.records_since_snapshot = self.bytes_since_snapshot = 0
+        self.snapshot_bytes = size
         self.snapshot_at = record.at
         self.completeness.check_birth(record)
         # A later claim with acknowledgements can be judged only if the log was read from its `read_up_to` on.

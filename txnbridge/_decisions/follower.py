@@ -19,13 +19,15 @@ from txnbridge._base.messages import Position
 from txnbridge._base.timing import Timing
 from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.fold import LogState
-from txnbridge._decisions.records import Birth, LogRecord, encode
+from txnbridge._decisions.records import VERSION, Birth, LogRecord, Renewed, Snapshot, dump_json, encode
 from txnbridge.spi import DecisionLog
 
 # The longest pause before a failed append is repeated.
 _LONGEST_PAUSE = 1.0
 # A reading folds its records after this many bytes, so that a long log is not in memory as a whole.
 _MOST_BYTES = 16_000_000
+# The first bytes of the records that replace all records before them.
+_REPLACING = tuple(dump_json({"txnbridge": VERSION, "kind": each.kind})[:-1] for each in (Snapshot, Renewed))
 
 
 def _too_long(deadline: Deadline) -> errors.DeadlineExceeded:
@@ -224,25 +226,36 @@ class Follower:
             self._read_on(end, deadline)
 
     def _begin_near_end(self, deadline: Deadline) -> None:
-        """Begin near a long log's end if a snapshot there replaces earlier records and positions count up by one."""
+        """Begin near a long log's end if a snapshot there replaces earlier records and positions count up by one.
+
+        As many records as a snapshot has may follow it, so the search for it goes back twice as far each time. Records
+        from a snapshot on are judged twice, so it ends where the whole log takes no longer.
+        """
         if not self._log.numbered:
             return
-        begin, end = self._log.begin(deadline), self._log.end(deadline)
-        if begin is None or end is None or end[0] - begin[0] <= self._timing.near_end:
-            return
-        first = (end[0] - self._timing.near_end,)
+        begin, end, back = self._log.begin(deadline), self._log.end(deadline), self._timing.near_end
+        if begin is not None and end is not None:
+            while end[0] - begin[0] > 2 * back and not self._begins_at((end[0] - back,), end, deadline):
+                back *= 2
+
+    def _begins_at(self, first: Position, end: Position, deadline: Deadline) -> bool:
+        """Begin with a snapshot among the last records; return whether the search for one is over."""
         with self._events.step("decision.read", first=list(first), last=list(end)) as found:
             try:
                 records = list(self._log.read(first, end, deadline))
             except errors.PositionLost:
-                return
+                return True
             found["records"] = len(records)
+        if not any(raw.startswith(_REPLACING) for _, raw in records):
+            return False
         seeking = LogState(lambda nonce, position, counts: None, Completeness(self._log.origin))
-        if not all(seeking.take(*each) for each in records) or not seeking.begins_with_snapshot:
-            return
+        if not all(seeking.take(*each) for each in records):
+            return True  # a record that this version cannot judge is in the whole log, too
         state = self._new_state()
-        if state.begin_behind(seeking.completeness.founding_snapshot, records):
-            self._state = state
+        if not seeking.begins_with_snapshot or not state.begin_behind(seeking.completeness.founding_snapshot, records):
+            return False
+        self._state = state
+        return True
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
         """Read the records up to a position, and draw the conclusions from them."""

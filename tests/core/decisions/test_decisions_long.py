@@ -69,6 +69,16 @@ def test_a_process_that_opens_a_long_log_reads_only_its_last_records(log):
     assert log.reads < 3 * NEAR_END < len(log.records)
 
 
+def test_claims_that_are_kept_cost_snapshots_no_longer_than_they_are_and_a_reading_back_to_the_last_one(log):
+    owner = Process(log)
+    for number in range(500):
+        owner.decisions.claim(("kept", number), COMMIT)
+    assert sum(len(encode(each)) for each in snapshots(log)) < sum(len(raw) for _, raw in log.records) / 2
+    log.reads = 0
+    assert Process(log).decisions.claim(("kept", 7), ABORT).decision is COMMIT
+    assert log.reads < len(log.records)
+
+
 def test_a_token_from_long_before_is_answered_for_as_truly_as_a_new_one(log):
     owner = Process(log).open()
     begin = owner.begin()

@@ -11,16 +11,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, url_of, values
-from txnbridge import (
-    Batch,
-    Bridge,
-    DeadlineExceeded,
-    InvalidOption,
-    Message,
-    NotSupported,
-    PositionLost,
-    Transaction,
-)
+from txnbridge import Batch, Bridge, DeadlineExceeded, InvalidOption, Message, NotSupported, PositionLost, Transaction
 from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
