@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from itertools import chain
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, ConsumerGroupType, KafkaError, KafkaException, TopicPartition
@@ -58,26 +57,29 @@ class KafkaGroups:
     def _lags(self, positions: Mapping[str, Mapping[Partition, int]]) -> dict[str, dict[Partition, int]]:
         """Return, by group, the number of offsets from the first message on, because markers before it are no lag.
 
-        In a partition where the first message is not found in time, all offsets count.
+        Where that message is not found in time, or retention has removed messages behind the group, all offsets count.
         """
-        ends = self._cluster.requests.ends({p for each in positions.values() for p in each}, self._deadline)
-        searched: dict[Partition, set[int]] = defaultdict(set)
-        for partition, at in chain.from_iterable(each.items() for each in positions.values()):
-            if at < ends[partition]:
-                searched[partition].add(at)
-        first = self._first_messages(searched) if searched else {}
+        requests, places = self._cluster.requests, {each for found in positions.values() for each in found.items()}
+        ends = requests.ends({partition for partition, _ in places}, self._deadline)
+        behind = [(partition, at) for partition, at in places if at < ends[partition]]
+        begins = requests.begins({partition for partition, _ in behind}, self._deadline)
+        first = self._first_messages([(partition, at) for partition, at in behind if at >= begins[partition]])
         return {
-            name: {p: max(0, ends[p] - first.get((p, at), at)) for p, at in each.items()}
-            for name, each in positions.items()
+            name: {p: max(0, ends[p] - first.get((p, at), at)) for p, at in found.items()}
+            for name, found in positions.items()
         }
 
-    def _first_messages(self, searched: Mapping[Partition, Collection[int]]) -> dict[tuple[Partition, int], int]:
+    def _first_messages(self, places: Collection[tuple[Partition, int]]) -> dict[tuple[Partition, int], int]:
         """Return, for each partition and offset, the offset of the first message from there on, or else the end.
 
         Groups that stand in the same partition share one reading of it.
         """
         first: dict[tuple[Partition, int], int] = {}
-        waiting = {partition: sorted(offsets, reverse=True) for partition, offsets in searched.items()}
+        if not places:
+            return first
+        waiting: dict[Partition, list[int]] = defaultdict(list)
+        for partition, at in sorted(places, reverse=True):
+            waiting[partition].append(at)
         until = Deadline(min(_SEARCH_SECONDS, self._deadline.left()))
         with closing(open_consumer(self._cluster.settings, Subscription((), None), ignore)) as client:
             client.assign([TopicPartition(*partition, offsets[-1]) for partition, offsets in waiting.items()])
