@@ -10,18 +10,7 @@ from threading import TIMEOUT_MAX
 from typing import Any
 
 from txnbridge.errors import AccessDenied, InvalidOption
-from txnbridge.spi import (
-    NATIVE,
-    Backend,
-    Capabilities,
-    Capability,
-    Context,
-    Deadline,
-    Limits,
-    Option,
-    Url,
-    absent,
-)
+from txnbridge.spi import NATIVE, Backend, Capabilities, Capability, Context, Deadline, Limits, Option, Url, absent
 from txnbridge_embedded.broker import EmbeddedBroker
 from txnbridge_embedded.client.store import Store
 from txnbridge_embedded.imitation import PROFILES
@@ -92,10 +81,7 @@ class EmbeddedBackend(Backend):
             most = min(most, like.limits.message_bytes or most)
             limits = Limits(most, like.limits.transaction_messages, None, like.limits.prepared_seconds)
         given = {name: options[name] for name in _SETTINGS}
-        given |= {
-            "max_message_bytes": most,
-            "hold_seconds": _hold_seconds(options["hold_seconds"], context, limits),
-        }
+        given |= {"max_message_bytes": most, "hold_seconds": _hold_seconds(options["hold_seconds"], context, limits)}
         settings = Settings(
             **given,
             refuse=None if like is None else like.refuse,

@@ -18,18 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
-from txnbridge.spi import (
-    Begin,
-    Deadline,
-    Decision,
-    Half,
-    HalfMessage,
-    HalfStore,
-    Identity,
-    LedgerClaim,
-    Outcome,
-    Token,
-)
+from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, HalfStore, Identity, LedgerClaim, Outcome, Token
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import Property

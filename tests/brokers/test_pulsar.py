@@ -12,16 +12,7 @@ from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProces
 
 from tests.brokers import kit, programs
 from tests.brokers.kit import LISTENERS, listening, port_attempts, state
-from tests.brokers.pulsar_kit import (
-    PING,
-    PONG,
-    Client,
-    PulsarConnection,
-    commit_one,
-    first_message,
-    new_topic,
-    port_of,
-)
+from tests.brokers.pulsar_kit import PING, PONG, Client, PulsarConnection, commit_one, first_message, new_topic, port_of
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 

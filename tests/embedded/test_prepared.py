@@ -6,17 +6,7 @@ import pytest
 from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.settings import Timing
 
-from tests.embedded.kit import (
-    NO_LEDGER,
-    begin,
-    commit,
-    open_preparing,
-    open_writer,
-    prepare,
-    rows,
-    token_of,
-    values,
-)
+from tests.embedded.kit import NO_LEDGER, begin, commit, open_preparing, open_writer, prepare, rows, token_of, values
 from tests.embedded.test_writer import LARGE, failing, status
 from tests.failing import fail_call, raising
 from txnbridge.errors import (

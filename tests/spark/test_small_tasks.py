@@ -208,9 +208,7 @@ def test_a_task_with_more_rows_than_a_transaction_takes_prepares_several(tmp_pat
 def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
     sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
     large, *small = write(
-        sink,
-        BatchId(query, "sink", 0, new_run()),
-        [[str(number) for number in range(30_000)], *([["0"] * 100] * 101)],
+        sink, BatchId(query, "sink", 0, new_run()), [[str(number) for number in range(30_000)], *([["0"] * 100] * 101)]
     )
     ended: list[str | None] = []
 
@@ -270,10 +268,7 @@ def test_a_row_that_the_broker_refuses_fails_in_the_driver_and_leaves_nothing_op
     identity = BatchId(query, "sink", 0, new_run())
     columns = Columns(frozenset({"value", "partition"}), sink.topic)
     batch = pa.RecordBatch.from_pydict({"value": [b"1"], "partition": pa.array([1000], pa.int32())})
-    written = [
-        write_partition(identity, sink, columns, [batch], 0, "task 0"),
-        *write(sink, identity, [[], [6]])[1:],
-    ]
+    written = [write_partition(identity, sink, columns, [batch], 0, "task 0"), *write(sink, identity, [[], [6]])[1:]]
     with pytest.raises(NotFound, match="no partition 1000"):
         _driver.commit(sink, written)
     _driver.abort(sink, written)

@@ -13,16 +13,7 @@ from collections.abc import Iterator, Sequence
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, Position
 from txnbridge._base.token import Outcome
-from txnbridge._half.records import (
-    Beat,
-    HalfDone,
-    HalfParked,
-    HalfPart,
-    Refusal,
-    places_of,
-    read_record,
-    topics_of,
-)
+from txnbridge._half.records import Beat, HalfDone, HalfParked, HalfPart, Refusal, places_of, read_record, topics_of
 from txnbridge._read.consumer import RawConsumer
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.errors import PositionLost

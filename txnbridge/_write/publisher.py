@@ -61,14 +61,7 @@ class Publisher(ConnectionUser):
                 self._check_sequence(name, sequence)
             with self._connection.events.step("message.send", None, topic=name, bytes=size, sequence=sequence):
                 self._publisher.send(
-                    name,
-                    data,
-                    key_data,
-                    pairs or None,
-                    partition,
-                    timestamp,
-                    sequence,
-                    self._connection.deadline(),
+                    name, data, key_data, pairs or None, partition, timestamp, sequence, self._connection.deadline()
                 )
             if sequence is not None and sequence > self._marks[name]:
                 self._last[name] = sequence

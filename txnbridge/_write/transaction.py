@@ -16,13 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from txnbridge import errors
 from txnbridge._base.connection import Connection, ConnectionUser, never_ran
 from txnbridge._base.deadline import Deadline
-from txnbridge._base.messages import (
-    Message,
-    as_messages,
-    check_place,
-    encode_key,
-    split_item,
-)
+from txnbridge._base.messages import Message, as_messages, check_place, encode_key, split_item
 from txnbridge._base.state import State
 from txnbridge._base.token import Outcome, Token
 from txnbridge._base.topic import Topic, as_topic, check_topic_name, encode_message
@@ -38,11 +32,7 @@ _Result = TypeVar("_Result")
 
 # Module constants, because `send` runs millions of times and an enum's attribute is slow to look up.
 _OPEN = State.OPEN
-_OUTCOMES = {
-    State.COMMITTED: Outcome.COMMITTED,
-    State.ABORTED: Outcome.ABORTED,
-    State.UNKNOWN: Outcome.UNKNOWN,
-}
+_OUTCOMES = {State.COMMITTED: Outcome.COMMITTED, State.ABORTED: Outcome.ABORTED, State.UNKNOWN: Outcome.UNKNOWN}
 _UNFINISHED = {State.OPEN, State.FAILED}
 # A revoked partition whose messages the transaction holds waits for the transaction's running call to end, and checks
 # at this interval. Most calls take microseconds.
@@ -697,9 +687,7 @@ class Transaction(ConnectionUser):
         if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
             # `Writers` aborts the transaction later, because garbage collection may run while locks are held.
             warnings.warn(
-                f"transaction {self.id} was left unfinished; it will be aborted",
-                ResourceWarning,
-                stacklevel=2,
+                f"transaction {self.id} was left unfinished; it will be aborted", ResourceWarning, stacklevel=2
             )
 
 

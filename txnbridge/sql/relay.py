@@ -28,14 +28,7 @@ from txnbridge._base.service import Service
 from txnbridge._base.token import Outcome
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability
-from txnbridge.sql._database import (
-    EXACT_TEXT,
-    Database,
-    insert_missing,
-    make_tables,
-    require_durable,
-    require_suitable,
-)
+from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing, make_tables, require_durable, require_suitable
 from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, DamagedRow, Outbox, OutboxRow, unpacked_headers
 
 _log = logging.getLogger("txnbridge")

@@ -11,18 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from txnbridge import errors
-from txnbridge.spi import (
-    Begin,
-    Deadline,
-    Decision,
-    Evidence,
-    Item,
-    Outcome,
-    Partition,
-    Position,
-    RawHeaders,
-    Writer,
-)
+from txnbridge.spi import Begin, Deadline, Decision, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer
 from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.write import acks, retention
@@ -39,12 +28,7 @@ class EmbeddedWriter(Writer):
 
     instance: WriterRow | None = None  # of a plain writer: the row that proves its commits
 
-    def __init__(
-        self,
-        store: Store,
-        owner: Owner,
-        closed: Callable[[EmbeddedWriter, WriterRow | None], None],
-    ) -> None:
+    def __init__(self, store: Store, owner: Owner, closed: Callable[[EmbeddedWriter, WriterRow | None], None]) -> None:
         self._store = store
         self._closed = closed
         self._owner = owner

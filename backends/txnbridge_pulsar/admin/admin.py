@@ -8,17 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
-from txnbridge.spi import (
-    Admin,
-    Advice,
-    Deadline,
-    Decision,
-    OpenTransaction,
-    Outcome,
-    Partition,
-    Position,
-    TopicInfo,
-)
+from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Outcome, Partition, Position, TopicInfo
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
