@@ -45,12 +45,12 @@ class FailurePolicy:
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts
         self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not acknowledged
-        self._of_handler: BaseException | None = None  # the last error of the handler or a codec
-        self._ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
+        self.of_handler: BaseException | None = None  # the last error of the handler or a codec
+        self.ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
 
     def forget_errors(self) -> None:
         """Forget the last error of the handler, because a batch was processed since."""
-        self._of_handler = None
+        self.of_handler = None
 
     def forget_attempts(self, messages: Iterable[Message]) -> None:
         """Drop the counts of failed attempts of these messages, which are acknowledged."""
@@ -58,17 +58,11 @@ class FailurePolicy:
             for message in messages:
                 self._attempts.pop(message[:3], None)
 
-    def is_of_handler(self, error: BaseException) -> bool:
-        return error is self._of_handler
-
-    def ends_loop(self, error: BaseException) -> bool:
-        return error is self._ends_loop
-
     def is_temporary(self, error: BaseException) -> bool:
         """Return whether to poll and process once more after this error."""
-        if isinstance(error, _FINAL) or error is self._ends_loop:
+        if isinstance(error, _FINAL) or error is self.ends_loop:
             return False
-        return error is self._of_handler or isinstance(error, _PASSING)
+        return error is self.of_handler or isinstance(error, _PASSING)
 
     def raise_unless_set_aside(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
         """Return if a message is to be set aside for the handler's error: it is poison, or no attempt is left.
@@ -78,7 +72,7 @@ class FailurePolicy:
         """
         require_not_ended(txn)
         if isinstance(error, self._fatal):
-            self._ends_loop = error
+            self.ends_loop = error
         elif not _is_from_broker(error, txn):
             if self.is_poison(error):
                 return
@@ -86,7 +80,7 @@ class FailurePolicy:
             refused = txn._cause if refuses_message(txn._cause) else error
             if not isinstance(refused, (errors.Abort, *_SETTING)) and self._is_last_attempt(tried):
                 return
-        self._of_handler = error
+        self.of_handler = error
         raise error
 
     def may_pass(self, error: Exception, txn: PassTransaction) -> bool:

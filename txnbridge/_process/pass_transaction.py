@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -59,23 +59,3 @@ class PassTransaction(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None: ...
-
-
-class PassDatabase(Protocol):
-    """The database of a processor, of which each pass (a poll and its messages) is one transaction."""
-
-    def open(self) -> None: ...
-
-    def lend(self, handler: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]: ...
-
-    def without_processed(self, messages: Sequence[Message]) -> list[Message]: ...
-
-    def begin(self, timeout: float) -> PassTransaction: ...
-
-    def acknowledge(self, timeout: float) -> None: ...
-
-    def take_back(self, timeout: float) -> None: ...
-
-    def end_by(self, at: float) -> None: ...
-
-    def close(self) -> None: ...

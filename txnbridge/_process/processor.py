@@ -37,7 +37,7 @@ from txnbridge._process.failure_policy import (
 from txnbridge._process.handler import call_inside, handler_location, loggable
 from txnbridge._process.input_topics import InputTopics
 from txnbridge._process.inputs import ProcessorInputs
-from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
+from txnbridge._process.pass_transaction import CommitRefused, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch
 from txnbridge._process.retries import Retries, WaitsBehind, is_follower, is_note
 from txnbridge._process.side_by_side import SideBySide, check_side_by_side
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from txnbridge.sql import Outbox
+    from txnbridge.sql.processing import DatabaseTransactions
 
 _log = logging.getLogger("txnbridge")
 
@@ -213,7 +214,7 @@ class Processor(ConnectionUser):
         self._group = group
         self._each, self._batch = each, batch
         self._observe_handler()
-        self._database: PassDatabase | None = None
+        self._database: DatabaseTransactions | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row, self._attempts_at)
         self._retries = Retries(retry, group)
@@ -495,7 +496,7 @@ class Processor(ConnectionUser):
 
         The text of a handler's error may contain data of messages, so it is logged only at debug level.
         """
-        if not self._policy.is_of_handler(error):
+        if error is not self._policy.of_handler:
             return loggable(error)
         _log.debug("the handler of %r failed", self, exc_info=error)
         message = f" for {self._failed!r}" if self._failed is not None else ""
@@ -570,7 +571,7 @@ class Processor(ConnectionUser):
         the waits would grow for a handler that fails now and then, although its group advances.
         """
         if self._stop.forced or not self._policy.is_temporary(error):
-            if self._policy.ends_loop(error):
+            if error is self._policy.ends_loop:
                 _log.error("%r: %s; it stops", self, self._loggable(error))
             return False
         if self._stop.asked:

@@ -16,20 +16,21 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 
 from txnbridge import errors
-from txnbridge._admin import Admin
 from txnbridge._base.connection import Connection, random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.service import Service
 from txnbridge._base.token import Outcome
-from txnbridge._write.transaction import Transaction
-from txnbridge.capabilities import Capabilities, Capability
+from txnbridge.capabilities import Capability
 from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing, make_tables, require_durable, require_suitable
 from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, DamagedRow, Outbox, OutboxRow, unpacked_headers
+
+if TYPE_CHECKING:
+    from txnbridge._bridge import Bridge
 
 _log = logging.getLogger("txnbridge")
 
@@ -140,10 +141,8 @@ class OutboxStore:
         return self._database.ask(f"reading {self._what}", look, deadline)
 
     def state(self, deadline: Deadline) -> OutboxState:
-        return self._database.ask(f"reading {self._what}", self._read_state, deadline)
-
-    def _read_state(self, connection: sa.Connection) -> OutboxState:
-        return OutboxState(*connection.execute(self._select_state).one())
+        read = self._database.ask(f"reading {self._what}", lambda c: c.execute(self._select_state).one(), deadline)
+        return OutboxState(*read)
 
     def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
         """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
@@ -310,22 +309,6 @@ class ParkedRow(NamedTuple):
     reason: str
 
 
-class PreparingBridge(Protocol):
-    """The part of `Bridge` that a relay uses."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def admin(self) -> Admin: ...
-
-    def transaction(self, *, prepare: bool, hold: float | None) -> Transaction: ...
-
-    def commit(self, token: str) -> Outcome: ...
-
-    def abort(self, token: str) -> Outcome: ...
-
-
 class Relay(Service):
     """Publishes an outbox's rows exactly once: `with bridge.relay(outbox, engine):`, or `run`. Made by `Bridge.relay`.
 
@@ -339,7 +322,7 @@ class Relay(Service):
     def __init__(
         self,
         connection: Connection,
-        bridge: PreparingBridge,
+        bridge: Bridge,
         outbox: Outbox,
         database: str | sa.Engine,
         *,
