@@ -196,10 +196,6 @@ def _packed(data: bytes) -> list[int]:
     return numbers
 
 
-def _signed64(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
-
-
 def _signed32(number: int) -> int:
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >> 31 else number
@@ -207,7 +203,7 @@ def _signed32(number: int) -> int:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "uint64": int,
-    "int64": _signed64,
+    "int64": lambda number: number - (1 << 64) if number >> 63 else number,
     "uint32": lambda number: number & 0xFFFFFFFF,
     "int32": _signed32,
     "bool": bool,

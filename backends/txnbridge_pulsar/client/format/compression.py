@@ -21,7 +21,12 @@ class Compression(IntEnum):
     SNAPPY = 4
 
 
-_PACKAGES = {Compression.LZ4: "lz4", Compression.ZSTD: "zstandard", Compression.SNAPPY: "python-snappy"}
+# The module of each algorithm that is not in the standard library, and the package that has it.
+_MODULES = {
+    Compression.LZ4: ("lz4.block", "lz4"),
+    Compression.ZSTD: ("zstandard", "zstandard"),
+    Compression.SNAPPY: ("snappy", "python-snappy"),
+}
 
 
 def compress(kind: Compression, data: bytes) -> bytes:
@@ -57,65 +62,39 @@ def check_installed(kind: Compression) -> None:
     compress(kind, b"")
 
 
-def _library(kind: Compression, module: str) -> Any:
+def _library(kind: Compression) -> Any:
+    module, package = _MODULES[kind]
     try:
         return import_module(module)
     except ImportError:
-        package = _PACKAGES[kind]
         text = f"{kind.name} compression needs the package {package}: pip install {package}"
         raise MissingLibrary(text) from None
 
 
-def _lz4_compress(data: bytes) -> bytes:
-    return bytes(_library(Compression.LZ4, "lz4.block").compress(data, store_size=False))
-
-
-def _lz4_decompress(data: bytes, size: int) -> bytes:
-    return bytes(_library(Compression.LZ4, "lz4.block").decompress(data, uncompressed_size=size))
-
-
-def _zlib_decompress(data: bytes, size: int) -> bytes:
-    return zlib.decompressobj().decompress(data, size + 1)
-
-
-def _zstd_compress(data: bytes) -> bytes:
-    return bytes(_library(Compression.ZSTD, "zstandard").ZstdCompressor().compress(data))
-
-
 def _zstd_decompress(data: bytes, size: int) -> bytes:
     # Decompress as a stream, up to the limit, whatever size the data claim.
-    library = _library(Compression.ZSTD, "zstandard")
+    library = _library(Compression.ZSTD)
     with library.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
         return bytes(reader.read(size + 1))
 
 
-def _snappy_compress(data: bytes) -> bytes:
-    return bytes(_library(Compression.SNAPPY, "snappy").compress(data))
-
-
 def _snappy_decompress(data: bytes, size: int) -> bytes:
-    library = _library(Compression.SNAPPY, "snappy")
-    if _snappy_size(data) != size:
+    library = _library(Compression.SNAPPY)
+    # Checked before decompressing, because the decoder allocates at once as many bytes as the data claim.
+    if read_varint(data, 0)[0] != size:
         raise CorruptEntry("an entry is not of the size that it claims")
     return bytes(library.uncompress(data))
 
 
-def _snappy_size(data: bytes) -> int:
-    """Return the decompressed size that a snappy block claims. The caller checks it before decompressing, because the
-    decoder allocates that many bytes at once.
-    """
-    return read_varint(data, 0)[0]
-
-
 _compressors: dict[Compression, Callable[[bytes], bytes]] = {
-    Compression.LZ4: _lz4_compress,
+    Compression.LZ4: lambda data: _library(Compression.LZ4).compress(data, store_size=False),
     Compression.ZLIB: zlib.compress,
-    Compression.ZSTD: _zstd_compress,
-    Compression.SNAPPY: _snappy_compress,
+    Compression.ZSTD: lambda data: _library(Compression.ZSTD).ZstdCompressor().compress(data),
+    Compression.SNAPPY: lambda data: _library(Compression.SNAPPY).compress(data),
 }
 _decompressors: dict[Compression, Callable[[bytes, int], bytes]] = {
-    Compression.LZ4: _lz4_decompress,
-    Compression.ZLIB: _zlib_decompress,
+    Compression.LZ4: lambda data, size: _library(Compression.LZ4).decompress(data, uncompressed_size=size),
+    Compression.ZLIB: lambda data, size: zlib.decompressobj().decompress(data, size + 1),
     Compression.ZSTD: _zstd_decompress,
     Compression.SNAPPY: _snappy_decompress,
 }
