@@ -312,7 +312,7 @@ class Store:
             try:
                 return step(connection)
             except sqlite3.Error as error:
-                if not is_busy(error):
+                if code_of(error) not in (_BUSY, _LOCKED, _PROTOCOL):  # then no other connection has a lock
                     raise
                 if deadline.expired:
                     raise errors.DeadlineExceeded(
@@ -529,11 +529,6 @@ def code_of(error: sqlite3.Error) -> int | None:
     """Return the primary result code of SQLite's error; None if it has none."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
-
-
-def is_busy(error: sqlite3.Error) -> bool:
-    """Return whether another connection holds a lock, so that a later try may succeed."""
-    return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
 def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> errors.TxnBridgeError:

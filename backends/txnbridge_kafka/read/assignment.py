@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
@@ -16,7 +17,7 @@ from txnbridge.spi import Partition, Subscription
 from txnbridge_kafka.client.librdkafka import ConfluentConsumer
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
-from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest
+from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.write.acks import KafkaAckContext
 
@@ -146,7 +147,7 @@ class KafkaAssignment:
             each.fetched = True
             each.reached = 0
         for each in assigned:
-            each.start_reading()
+            each.state = PartitionReadState.READING
         self._pause([each for each in touched if each.partition in self.paused])
         self._drop_prefetched(touched)
 
@@ -245,13 +246,9 @@ def open_consumer(
                 "allow.auto.create.topics": False,
                 "log_level": settings.log_level,
                 "logger": _log,
-                "error_cb": _log_error,
+                # Errors such as a lost connection, from which the client recovers by itself.
+                "error_cb": partial(_log.debug, "the client recovers from: %s"),
             }
         )
     except KafkaException as error:
         raise translate(error, "opening a consumer") from error
-
-
-def _log_error(error: KafkaError) -> None:
-    """Log an error such as a lost connection, from which the client recovers by itself: the client's `error_cb`."""
-    _log.debug("the client recovers from: %s", error)

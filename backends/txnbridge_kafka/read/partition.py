@@ -115,9 +115,6 @@ class KafkaPartition:
         self.next = at
         self.state, self.why_lost = PartitionReadState.LOST, why
 
-    def start_reading(self) -> None:
-        self.state = PartitionReadState.READING
-
     def at_next(self) -> TopicPartition:
         """Return the client's `TopicPartition` of this partition with the `next` offset."""
         return TopicPartition(*self.partition, self.next or 0)
