@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -148,7 +149,7 @@ class ProcessBroker(Broker):
             if self.pid(each) is None:
                 self._processes.start(str(each), self._command(each), self.log(each))
         for each in chosen:
-            self._wait_for_answer(each)
+            self._wait_for(f"node {each}", str(each), self.log(each), partial(self._answers, each))
 
     def kill(self, node: int | None = None) -> None:
         self._signal(node, signal.SIGKILL)
@@ -209,16 +210,9 @@ class ProcessBroker(Broker):
         chosen = self._chosen(node)
         return wait_until(lambda: all(self.pid(each) is None for each in chosen), seconds)
 
-    def _wait_for_answer(self, node: int) -> None:
-        self._wait_for(f"node {node}", str(node), self.log(node), lambda: self._answers(node))
-
     def _wait_for(self, label: str, name: str, log: Path, answers: Callable[[], bool]) -> None:
         """Wait until a node's process answers. Raise `CannotStart` if the process ends or takes too long."""
-
-        def answered_or_dead() -> bool:
-            return answers() or self._processes.pid(name) is None
-
-        if not wait_until(answered_or_dead, self._start_timeout):
+        if not wait_until(lambda: answers() or self._processes.pid(name) is None, self._start_timeout):
             raise CannotStart(f"{label} did not answer within {self._start_timeout:g} s; {_end_of(log)}")
         if self._processes.pid(name) is None:
             kind = PortTaken if "already in use" in log.read_text(errors="replace") else CannotStart

@@ -147,10 +147,8 @@ class KafkaProcess(ProcessBroker):
         except OSError:
             return False
         # Another broker may have taken the port. When all nodes are started, each has to know all others.
-        return name == self._cluster and (alive >= len(self.nodes) or self._is_any_down())
-
-    def _is_any_down(self) -> bool:
-        return any(self.pid(node) is None for node in self.nodes)
+        is_any_down = any(self.pid(each) is None for each in self.nodes)
+        return name == self._cluster and (alive >= len(self.nodes) or is_any_down)
 
     def _main(self, program: str, *arguments: str) -> list[str]:
         logging = log4j_option(self.folder)

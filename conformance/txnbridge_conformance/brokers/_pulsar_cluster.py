@@ -71,7 +71,8 @@ class PulsarCluster(PulsarProcess):
             self._file(f"node-{node}").write_text(properties({**self._addresses(node), **stores, **self._settings}))
         self._start_server(_ZOOKEEPER, self._zookeeper_command(), lambda: _is_zookeeper(self._zookeeper))
         self._run("setup", self._setup_command())
-        self._start_server(_BOOKIE, self._bookie_command(), lambda: is_open(self._bookie))
+        command = self._main(_BOOKIE_MEMORY, "org.apache.bookkeeper.server.Main", {"--conf": self._file(_BOOKIE)})
+        self._start_server(_BOOKIE, command, lambda: is_open(self._bookie))
 
     @property
     def _metadata(self) -> str:
@@ -80,9 +81,6 @@ class PulsarCluster(PulsarProcess):
     def _zookeeper_command(self) -> list[str]:
         main = "org.apache.zookeeper.server.ZooKeeperServerMain"
         return self._main((*_ZOOKEEPER_MEMORY, _UNSYNCED), main, {}, str(self._file(_ZOOKEEPER)))
-
-    def _bookie_command(self) -> list[str]:
-        return self._main(_BOOKIE_MEMORY, "org.apache.bookkeeper.server.Main", {"--conf": self._file(_BOOKIE)})
 
     def _setup_command(self) -> list[str]:
         options = {
