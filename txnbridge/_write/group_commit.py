@@ -209,7 +209,7 @@ class GroupCommit:
             for member in members:
                 shared.separate()
                 for message in member.kept:
-                    shared.send_kept(message)
+                    shared._write(*message)
                     places.add((message.topic, message.partition))
         self.note(places)
 
@@ -260,9 +260,6 @@ class SharedTransaction(Transaction):
 
     def separate(self) -> None:
         self._writer.separate()
-
-    def send_kept(self, message: KeptMessage) -> None:
-        self._write(*message)
 
     def _commit_step(self) -> AbstractContextManager[object]:
         return self._events.step("group.commit", self.id, members=self._members)

@@ -39,10 +39,6 @@ S = TypeVar("S")
 _unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
 
 
-def _no_undo(result: object) -> None:
-    pass
-
-
 class Call(Generic[R]):
     """A call of one function in a worker thread, for one task.
 
@@ -50,9 +46,9 @@ class Call(Generic[R]):
     """
 
     def __init__(
-        self, function: Callable[[], R], *, undo: Callable[[R | None], object] = _no_undo, must_run: bool = False
+        self, function: Callable[[], R], *, undo: Callable[[R | None], object] = lambda _: None, must_run: bool = False
     ) -> None:
-        self._function = function
+        self.function = function
         self._undo = undo  # gets None if the function has raised an error
         self._must_run = must_run
         self._result: R | None = None
@@ -114,10 +110,6 @@ class Call(Generic[R]):
         if self._done.locked():  # otherwise the function may have ended before it could set the event
             await ended.wait()
 
-    def run_here(self) -> R:
-        """Run the function on the event loop, because it needs memory only."""
-        return self._function()
-
     def run_behind(self) -> None:
         """Start a thread that runs the function, and return: for a task that was cancelled before `run`.
 
@@ -146,7 +138,7 @@ class Call(Generic[R]):
             return None
         try:
             self._wait_for_previous()
-            self._result = self._function()
+            self._result = self.function()
             return self._result
         except BaseException as error:
             self._error = error

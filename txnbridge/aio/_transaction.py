@@ -188,7 +188,7 @@ class Transaction:
     async def _run_commit(self, call: Call[Any]) -> None:
         """Run a call that commits; a gathered transaction needs no thread if its batch is committed."""
         if self._calls.is_free and await self._is_committed_by_batch(call):
-            call.run_here()
+            call.function()  # on the event loop, because it needs memory only
         else:
             await self._run_end(call, *self._limit())
 

@@ -47,7 +47,8 @@ def _one(cli: Cli, where: str | None) -> None:
         rows.append((capability.value, level, capability.sentence + _note(support)))
     cli.table(["capability", "level", "its meaning, and how it is kept or why it is absent"], rows)
     cli.say("")
-    cli.table(["limit", "value"], _limits(limits))
+    values = asdict(limits).items()
+    cli.table(["limit", "value"], [(name.replace("_", " "), "none" if v is None else str(v)) for name, v in values])
 
 
 def _note(support: Support) -> str:
@@ -69,10 +70,6 @@ def _all(cli: Cli, backends: list[Backend]) -> None:
         rows.append([capability.value, *(Text(level.value, _STYLES[level]) for level in levels)])
     cli.table(["capability", *(backend.name for backend in backends)], rows)
     cli.say("\nWith a URL: what each means, and how it is kept or why not.")
-
-
-def _limits(limits: Limits) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), "none" if value is None else str(value)) for name, value in asdict(limits).items()]
 
 
 def _as_json(broker: str, capabilities: Mapping[Capability, Support], limits: Limits) -> dict[str, Any]:

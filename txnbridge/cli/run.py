@@ -53,7 +53,11 @@ def command(
         from txnbridge.cli._worker import WorkerProcess
 
         process = WorkerProcess(worker)
-    found = load(target, _makes_processors, "neither an App nor a Processor nor a function that makes one")
+    found = load(
+        target,
+        lambda found: isinstance(found, App | Processor) or callable(found),
+        "neither an App nor a Processor nor a function that makes one",
+    )
     supervised = workers is not None or reload or health_port is not None
     if supervised and (until_idle or not isinstance(found, App)):
         raise click.UsageError("--workers, --reload and --health-port are for an App, and not with --until-idle")
@@ -63,7 +67,8 @@ def command(
         if not isinstance(found, App):
             _run_processor(cli, target, found, until_idle)
             return None
-        _use_options(found)
+        given = {name: _given(name) for name in ("url", "timeout")}
+        found._connect_options |= {name: value for name, value in given.items() if value is not None}
         if process is not None:
             return process.run(found)
         if until_idle:
@@ -71,18 +76,10 @@ def command(
         return _supervise(target, found, workers or 1, reload, health_host or "0.0.0.0", health_port)
 
 
-def _makes_processors(found: Any) -> bool:
-    return isinstance(found, App | Processor) or callable(found)
-
-
 def _given(option: str) -> Any:
     """Return an option's value if it is on the command line; None if it is a default or from the environment."""
     ctx = click.get_current_context()
     return ctx.params[option] if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE else None
-
-
-def _use_options(app: App) -> None:
-    app._connect_options |= {name: value for name in ("url", "timeout") if (value := _given(name)) is not None}
 
 
 def _run_until_idle(cli: Cli, app: App) -> int | None:

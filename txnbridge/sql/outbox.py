@@ -158,7 +158,8 @@ class Outbox:
     def _id_in_order(self, dialect: sa.Dialect, row: Mapping[str, Any]) -> sa.ColumnElement[int]:
         """Return an expression for the id of a row that a session adds; see `_statement`."""
         locked = sa.func.pg_advisory_xact_lock(self._lock(row))
-        sequence = sa.func.pg_get_serial_sequence(_quoted(self.rows, dialect), "id")
+        table = dialect.identifier_preparer.format_table(self.rows)
+        sequence = sa.func.pg_get_serial_sequence(table, "id")
         return sa.case((sa.cast(locked, sa.Text).is_not(None), sa.func.nextval(sequence)))
 
 
@@ -252,10 +253,6 @@ def _packed(headers: RawHeaders) -> str | None:
 @functools.lru_cache(1)
 def _header_makers() -> list[Any]:
     return plugins.header_makers()
-
-
-def _quoted(table: sa.Table, dialect: sa.Dialect) -> str:
-    return dialect.identifier_preparer.format_table(table)
 
 
 def _insert_in_order(rows: sa.Table) -> sa.Insert:

@@ -135,7 +135,8 @@ class Child:
         self._told: deque[Any] = deque()
         self._returned: list[Any] = []  # the function's result, if it came while another message was awaited
         self._line, theirs = multiprocessing.Pipe()
-        task = _Task(_reference(function), pickle.dumps(args), where, how, dict(os.environ), _module_plugins())
+        modules = [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
+        task = _Task(_reference(function), pickle.dumps(args), where, how, dict(os.environ), modules)
         self._process = _fork_server().Process(target=_run, args=(theirs, task), name=self._name, daemon=True)
         with _processes:
             self._process.start()
@@ -295,12 +296,8 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _module_plugins() -> list[tuple[str, str]]:
-    """Return name and file of each registered plug-in of txnbridge that is a module, for a child to import."""
-    return [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
-
-
 def _address(module: ModuleType) -> tuple[str, str]:
+    """Return a module's name and file, for a child to import."""
     return module.__name__, getattr(module, "__file__", None) or ""
 
 

@@ -223,14 +223,10 @@ def _is(*kinds: str) -> Callable[[DataType], bool]:
     return lambda kind: kind.simpleString() in kinds
 
 
-def _is_headers(kind: DataType) -> bool:
-    return kind.simpleString() == _HEADERS
-
-
 _COLUMNS: dict[str, tuple[str, Callable[[DataType], bool]]] = {
     "value": (_TEXT, _is("string", "binary")),
     "key": (_TEXT, _is("string", "binary")),
-    "headers": (_HEADERS, _is_headers),
+    "headers": (_HEADERS, lambda kind: kind.simpleString() == _HEADERS),
     "topic": ("string", _is("string")),
     "partition": ("int", _is("int")),
     "timestamp": ("timestamp", _is("timestamp")),
