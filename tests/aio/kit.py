@@ -112,7 +112,7 @@ class Cancelling:
         self._cancel_first(call, "_work", left)
 
     def _cancel_running(self, call: Any, left: threading.Event) -> None:
-        self._cancel_first(call, "_function", left)
+        self._cancel_first(call, "function", left)
 
     def _cancel_first(self, call: Any, name: str, left: threading.Event) -> None:
         work = getattr(call, name)
