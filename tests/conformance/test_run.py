@@ -184,8 +184,8 @@ def test_a_process_that_waits_is_ended_by_sigterm(tmp_path):
 
 def processes_of(folder: Path) -> list[str]:
     """Return the writers of the run with this folder, one line each."""
-    told = [json.loads(path.read_text().partition("\n")[0]) for path in folder.glob("write*.jsonl")]
-    numbers = ",".join(str(each["pid"]) for each in told)
+    lines = [path.read_text().partition("\n") for path in folder.glob("write*.jsonl")]
+    numbers = ",".join(str(json.loads(first)["pid"]) for first, complete, _ in lines if complete)
     listed = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "-p", numbers], capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if "run.program" in line]
 

@@ -52,7 +52,7 @@ class FakeBroker:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def wait_for(self, name: str, count: int = 1, timeout: float = 10) -> list[Frame]:
+    def wait_for(self, name: str, count: int = 1, timeout: float = 60) -> list[Frame]:
         """The commands of that name, once there are so many, over all peers."""
 
         def found() -> list[Frame]:

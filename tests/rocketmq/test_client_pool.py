@@ -16,6 +16,7 @@ from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.pool import MOST_CONNECTIONS, BlockingPool
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.signal_safe_locks import Slots
 
 from tests.in_time import within
 from tests.interrupts import interrupted_at
@@ -164,6 +165,11 @@ def test_a_connection_that_ends_or_speaks_something_else_fails_its_requests_alon
     assert type(failed) is error and failed.may_have_had_effect
     peers[9002].send(frame(0, next(iter(other._requests)), ANSWER, remark="fine"))
     assert other.results() == ["fine"]
+
+
+@pytest.mark.timeout(60)
+def test_a_wait_of_microseconds_for_a_slot_ends():
+    assert not any(Slots(0).take(number % 20 * 1e-6 + 1e-9) for number in range(2000))
 
 
 def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():

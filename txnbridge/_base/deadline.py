@@ -1,11 +1,16 @@
-"""`Deadline`: the time limit of a whole call, shared by all steps of the call."""
+"""`Deadline`: the time limit of a whole call, shared by all steps of the call; and waits that keep to a time."""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Lock, RLock
+from typing import TypeVar
 
 from txnbridge.errors import DeadlineExceeded, InvalidOption
+
+T = TypeVar("T")
 
 
 def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
@@ -69,3 +74,36 @@ class Deadline:
 
     def __repr__(self) -> str:
         return f"Deadline({self.left():.3f} of {self.seconds:g} s left)"
+
+
+def next_within(queue: SimpleQueue[T], seconds: float) -> T:
+    """Return the next item of a queue; raise `Empty` if none comes in this time."""
+    try:
+        return queue.get_nowait()
+    except Empty:
+        if seconds <= 0:
+            raise
+    # Without the failed call before, CPython waits for ever if the time passes between two steps of this one.
+    return queue.get(timeout=seconds)
+
+
+class Wake:
+    """Wakes a thread that waits. A signal handler may call `wake` at any point of the program.
+
+    A `SimpleQueue` can do that, too, but its `get` waits for ever if a signal handler runs longer than its timeout.
+    """
+
+    __slots__ = ("_asleep",)
+
+    def __init__(self) -> None:
+        self._asleep = Lock()
+        self._asleep.acquire()
+
+    def wake(self) -> None:
+        """Let the present `wait` return, or else the next one."""
+        with suppress(RuntimeError):  # if the thread has not waited since it was woken last
+            self._asleep.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for this time, or until another thread or a signal handler calls `wake`."""
+        self._asleep.acquire(timeout=max(0.0, seconds))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from queue import Empty, SimpleQueue
 
-from txnbridge._base.deadline import Deadline
+from txnbridge._base.deadline import Deadline, Wake
 
 # The interval at which the first waiting thread checks for a free place whose last thread has not asked for it again.
 _LOOK_SECONDS = 0.0005
@@ -23,11 +22,11 @@ _LOOK_BEHIND_SECONDS = 0.1
 
 
 class _Ticket:
-    __slots__ = ("thread", "woken")
+    __slots__ = ("thread", "wake")
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
-        self.woken: SimpleQueue[None] = SimpleQueue()
+        self.wake = Wake()
 
 
 class FairSemaphore:
@@ -87,13 +86,11 @@ class FairSemaphore:
         while True:
             with self._guard:
                 pause = _LOOK_SECONDS if self._is_first(ticket) else _LOOK_BEHIND_SECONDS
-            try:
-                ticket.woken.get(timeout=min(deadline.left(), pause))
-            except Empty:
-                with self._guard:
-                    self._clear_dropped()
-                    if self._is_first(ticket) and len(self._inside) < self._size:
-                        self._let_first_in()
+            ticket.wake.wait(min(deadline.left(), pause))
+            with self._guard:
+                self._clear_dropped()
+                if self._is_first(ticket) and len(self._inside) < self._size:
+                    self._let_first_in()
             if ticket in self._inside:
                 return True
             if deadline.expired:
@@ -107,9 +104,9 @@ class FairSemaphore:
         self._since.pop(ticket.thread, None)
         self._let_in(ticket)
         self._waiting.popleft()
-        ticket.woken.put(None)
+        ticket.wake.wake()
         if self._waiting:
-            self._waiting[0].woken.put(None)  # this ticket is the first in the queue now
+            self._waiting[0].wake.wake()  # this ticket is the first in the queue now
 
     def _leave(self, ticket: _Ticket) -> None:
         """Release the ticket's place, or remove the ticket from the queue."""
@@ -127,7 +124,7 @@ class FairSemaphore:
         if ticket in self._waiting:
             self._waiting.remove(ticket)
             if self._waiting:
-                self._waiting[0].woken.put(None)
+                self._waiting[0].wake.wake()
 
     def _clear_dropped(self) -> None:
         while self._dropped:

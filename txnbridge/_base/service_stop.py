@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType
+
+from txnbridge._base.deadline import Wake
 
 # The part of the stop's time that is kept for aborting a transaction that does not end, and for leaving the group; both
 # take milliseconds if the broker answers.
@@ -48,10 +50,10 @@ class Shutdown:
         self._name = name
         self._hurry = hurry
         self._give_up = give_up
-        # A signal handler may call `ask` at any point of the program. So `ask` takes no lock: it sets attributes, and
-        # puts into a `SimpleQueue`, which is reentrant.
+        # A signal handler may call `ask` at any point of the program. So `ask` waits for no lock: it sets attributes,
+        # and wakes threads in ways that are reentrant.
         self._at: float | None = None
-        self._wake_loop: SimpleQueue[None] = SimpleQueue()
+        self._wake_loop = Wake()
         self._wake_watcher: SimpleQueue[None] = SimpleQueue()
         self._ended = threading.Event()
         self._catches_signals = False
@@ -66,7 +68,7 @@ class Shutdown:
         """Ask for a stop. Return at once; any thread or signal handler may call this."""
         if self._at is None:
             self._at = time.monotonic() + self._seconds
-        self._wake_loop.put(None)
+        self._wake_loop.wake()
         self._wake_watcher.put(None)
 
     def left(self) -> float | None:
@@ -75,8 +77,7 @@ class Shutdown:
 
     def sleep(self, seconds: float) -> None:
         """Sleep for this time, or until a stop is asked for."""
-        with suppress(Empty):
-            self._wake_loop.get(timeout=seconds)
+        self._wake_loop.wait(seconds)
 
     # --- by force -------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from txnbridge import errors
 from txnbridge._base.connection import Connection
-from txnbridge._base.deadline import Deadline
+from txnbridge._base.deadline import Deadline, next_within
 from txnbridge._base.messages import encode_item
 from txnbridge._base.state import State
 from txnbridge._write.token_operations import Outcomes
@@ -200,7 +200,7 @@ class GroupCommit:
                 if messages < self.member_messages or size < self.member_bytes:
                     return
                 left = self._expected_until - time.monotonic() if len(members) < self._expected else 0.0
-                member = self._joined.get(timeout=left) if left > 0 else self._joined.get_nowait()
+                member = next_within(self._joined, left)
             self._joined.put(None)  # the thread is to end after this batch
 
     def _commit(self, shared: SharedTransaction, members: Sequence[Member]) -> None:
@@ -234,7 +234,7 @@ def _commit_until_idle(reference: weakref.ref[GroupCommit], joined: SimpleQueue[
     """Commit batches until the bridge is closed or idle. An idle thread keeps no bridge from garbage collection."""
     while True:
         try:
-            first = joined.get(timeout=_IDLE_SECONDS)
+            first = next_within(joined, _IDLE_SECONDS)
         except Empty:
             return
         if first is None:

@@ -7,6 +7,7 @@ Then no thread releases the lock. A slot is an object, and frees itself when not
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 
@@ -48,7 +49,9 @@ class Slots:
 
     def take(self, timeout: float | None) -> Slot | None:
         """Return a slot; None if none became free within `timeout` seconds. With `timeout=None` wait without an end."""
-        try:
+        with suppress(Empty):
+            return self._free.get_nowait()
+        with suppress(Empty):
+            # Without the failed call before, CPython waits for ever if the time passes between two steps of this one.
             return self._free.get(timeout=None if timeout is None else max(0.0, timeout))
-        except Empty:
-            return None
+        return None
