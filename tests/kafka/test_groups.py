@@ -1,7 +1,7 @@
 """Groups as an administrator sees and sets them, and what their members tell in the log."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 import pytest
 from confluent_kafka import TopicPartition
@@ -63,28 +63,27 @@ def test_control_markers_are_no_lag_wherever_groups_stand_in_a_partition(
     for removed in admin.delete_records([TopicPartition(topic, 0, 2)]).values():  # the group at 1 has lost a message
         removed.result()
     found = bridge.admin.describe_groups([*counts, unique("nobody")])
-    assert [(name, group.lag[topic, 0]) for name, group in found.items()] == [
-        (name, 602 - count if count < 300 else 0) for name, count in counts.items()
-    ]
+    lags = {name: group.lag[topic, 0] for name, group in found.items()}
+    assert lags == {name: 602 - count if count < 300 else 0 for name, count in counts.items()}
 
 
 def test_a_topic_that_is_deleted_meanwhile_takes_no_other_topics_groups_from_the_list(
     bridge: Bridge, unique: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topics, groups = [unique("orders"), unique("deleted")], [unique("group"), unique("group")]
-    for topic, group in zip(topics, groups, strict=True):
+    kept, gone = unique("kept"), unique("gone")
+    for name in (kept, gone):
         with bridge.transaction() as txn:
-            txn.send(topic, b"1")
-        read_up_to(bridge, topic, group, 1)
+            txn.send(name, b"1")
+        read_up_to(bridge, name, name, 1)
     ends = Requests.ends
 
-    def deleted(requests: Requests, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
-        if (topics[1], 0) in (wanted := list(partitions)):
-            raise NotFound(f"there is no topic {topics[1]!r}")
-        return ends(requests, wanted, deadline)
+    def deleted(requests: Requests, partitions: Set[Partition], deadline: Deadline) -> dict[Partition, int]:
+        if (gone, 0) in partitions:
+            raise NotFound(f"there is no topic {gone!r}")
+        return ends(requests, partitions, deadline)
 
     monkeypatch.setattr(Requests, "ends", deleted)
-    assert list(bridge.admin.describe_groups(groups)) == groups[:1]
+    assert list(bridge.admin.describe_groups([kept, gone])) == [kept]
 
 
 def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_of_it(

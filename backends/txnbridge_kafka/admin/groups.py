@@ -129,7 +129,7 @@ class KafkaGroups:
     def _described(self, names: Sequence[str]) -> dict[str, Any]:
         if not names:
             return {}
-        answers = self._client.describe_consumer_groups(names, request_timeout=seconds(self._deadline))
+        answers = self._client.describe_consumer_groups(list(names), request_timeout=seconds(self._deadline))
         return {name: self._result(answer, f"looking up group {name!r}") for name, answer in answers.items()}
 
     def _positions(self, names: Sequence[str]) -> dict[str, dict[Partition, int]]:
