@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, Position
@@ -26,20 +27,18 @@ _READ_ON_RECORDS = 5_000
 _MOST_OUTCOMES = 100_000
 
 
+@dataclass(slots=True, eq=False)
 class UndoneHalf:
     """The state of a half that is neither published nor dropped. Times are ms since 1970. It takes about 200 bytes."""
 
-    __slots__ = ("check_at", "checks", "deadline_at", "first", "parked", "parts", "rank", "size")
-
-    def __init__(self, check_at: int, deadline_at: int, checks: int, parts: int) -> None:
-        self.check_at = check_at
-        self.deadline_at = deadline_at
-        self.checks = checks
-        self.parts = parts
-        self.parked = ""  # the reason, if it is parked
-        self.first: Position | None = None  # of its first record; None if this process stored it and has not read it
-        self.rank = 0  # the number of records that were read before its first one
-        self.size = 0  # of its messages' values, in bytes, as far as they were read
+    check_at: int
+    deadline_at: int
+    checks: int
+    parts: int
+    parked: str = ""  # the reason, if it is parked
+    first: Position | None = None  # of its first record; None if this process stored it and has not read it
+    rank: int = 0  # the number of records that were read before its first one
+    size: int = 0  # of its messages' values, in bytes, as far as they were read
 
 
 class LaneIndex:

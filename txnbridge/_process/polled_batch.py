@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from txnbridge._base.messages import Message
@@ -19,6 +20,7 @@ class SetAside(NamedTuple):
     delayed: bool | None
 
 
+@dataclass(slots=True, eq=False)
 class PolledBatch:
     """The messages of a batch, with marks for those that cannot be processed.
 
@@ -28,20 +30,11 @@ class PolledBatch:
     They are in parallel lists, because an object for each message would double the garbage collector's work.
     """
 
-    __slots__ = ("_set_aside", "delivered", "messages", "originals")
-
-    def __init__(
-        self,
-        delivered: list[Message],
-        originals: list[Message],
-        messages: list[Message],
-        set_aside: dict[int, SetAside],
-    ) -> None:
-        self.delivered = delivered
-        self.originals = originals
-        self.messages = messages
-        # Marks by index; shared with the longer batch, so some indexes may be beyond this batch.
-        self._set_aside = set_aside
+    delivered: list[Message]
+    originals: list[Message]
+    messages: list[Message]
+    # Marks by index; shared with the longer batch, so some indexes may be beyond this batch.
+    _set_aside: dict[int, SetAside]
 
     def __len__(self) -> int:
         return len(self.delivered)

@@ -194,10 +194,9 @@ class OutboxStore:
 
         Raise `OutcomeUnknown` if that is not known.
         """
-
-        def change(connection: sa.Connection) -> bool:
-            return self._set_state(connection, self._state.c.version == version, relay, token=token, batch=batch)
-
+        change = functools.partial(
+            self._set_state, where=self._state.c.version == version, relay=relay, token=token, batch=batch
+        )
         return self._database.change(f"storing a batch of {self._what}", change, deadline)
 
     def end_batch(self, token: str, batch: str, relay: str | None, keep: bool, deadline: Deadline) -> bool:
@@ -227,10 +226,9 @@ class OutboxStore:
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
         """Forget the batch stored with `token`, whose transaction was aborted, so that its rows are read again."""
-
-        def change(connection: sa.Connection) -> None:
-            self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None)
-
+        change = functools.partial(
+            self._set_state, where=self._state.c.token == token, relay=relay, token=None, batch=None
+        )
         self._database.ask(f"withdrawing a batch of {self._what}", change, deadline)
 
     def park(self, version: int, row: int, reason: str, relay: str, deadline: Deadline) -> bool:
@@ -248,20 +246,14 @@ class OutboxStore:
 
     def leave(self, relay: str, deadline: Deadline) -> None:
         """Give up this relay's turn to publish, so that another relay need not wait before it takes over."""
-
-        def change(connection: sa.Connection) -> None:
-            self._set_state(connection, self._state.c.relay == relay, None)
-
+        change = functools.partial(self._set_state, where=self._state.c.relay == relay, relay=None)
         self._database.ask(f"leaving {self._what}", change, deadline)
 
     def purge(self, seconds: float, deadline: Deadline) -> None:
         """Delete rows that were published more than `seconds` ago."""
         old = (self._rows.c.state == PUBLISHED) & (self._rows.c.changed_at < _now() - int(seconds * 1000))
-
-        def change(connection: sa.Connection) -> None:
-            connection.execute(sa.delete(self._rows).where(old))
-
-        self._database.ask(f"deleting published rows of {self._what}", change, deadline)
+        delete = sa.delete(self._rows).where(old)
+        self._database.ask(f"deleting published rows of {self._what}", lambda c: c.execute(delete), deadline)
 
     def parked(self, deadline: Deadline) -> list[ParkedRow]:
         """Return the parked rows, without their values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, repeat
 from typing import Any
@@ -23,19 +24,17 @@ MARK_EVERY_MS = 60_000  # the interval of the marks for retention by age: old me
 _MARKS_KEPT = 16  # the marks within a topic's retention size: a partition may exceed it by a sixteenth
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Rows:
     """The messages in memory for one partition, as a list for each column. A column that no message uses is None."""
 
-    __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
-
-    def __init__(self, topic: StoredTopic, partition: int) -> None:
-        self.topic = topic
-        self.partition = partition  # its id
-        self.bytes = 0
-        self.values: list[bytes | None] = []
-        self.keys: list[bytes | None] | None = None
-        self.headers: list[str | None] | None = None
-        self.timestamps: list[int | None] | None = None
+    topic: StoredTopic
+    partition: int  # its id
+    size: int = 0
+    values: list[bytes | None] = field(default_factory=list)
+    keys: list[bytes | None] | None = None
+    headers: list[str | None] | None = None
+    timestamps: list[int | None] | None = None
 
     def add(self, value: bytes | None, key: bytes | None, headers: str | None, timestamp: int | None) -> None:
         count = len(self.values)
@@ -136,7 +135,7 @@ class StagedMessages:
         if size > self._max_bytes:
             raise self._too_large(topic, size)
         rows.add(value, key, packed, timestamp)
-        rows.bytes += size
+        rows.size += size
         self.count += 1
         self.bytes += size + _OVERHEAD
         if self.bytes >= self._spill_bytes:
@@ -164,7 +163,7 @@ class StagedMessages:
     def _add_values(self, rows: Rows, values: Sequence[bytes]) -> None:
         size = sum(map(len, values))
         rows.add_values(values)
-        rows.bytes += size
+        rows.size += size
         self.count += len(values)
         self.bytes += size + _OVERHEAD * len(values)
         if self.bytes >= self._spill_bytes:
@@ -225,7 +224,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
     count = len(rows.values)
     found = connection.execute(
         "UPDATE partitions SET next = next + ?, bytes = bytes + ? WHERE id = ? RETURNING next, bytes",
-        (count, rows.bytes, rows.partition),
+        (count, rows.size, rows.partition),
     ).fetchall()
     if not found:
         raise NotFound(f"topic {rows.topic.name!r} was deleted meanwhile")
@@ -237,7 +236,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
     numbered = zip(range(row_id, row_id + count), *rows.columns(now), strict=False)  # some columns never end
     connection.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", numbered)
     if rows.topic.retention_ms is not None or rows.topic.retention_bytes is not None:
-        _mark(connection, rows, first, now, size - rows.bytes)
+        _mark(connection, rows, first, now, size - rows.size)
     return first, following - 1
 
 

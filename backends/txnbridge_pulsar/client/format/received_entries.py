@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
+from dataclasses import dataclass
 
 from txnbridge_pulsar.client.errors import CorruptEntry, PulsarError
 
@@ -18,16 +19,14 @@ _SIZE = struct.Struct(">I")
 MAX_UNPACKED = 256 * 1024 * 1024
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReceivedMessage:
     """One message of a received entry. Its key, properties and other fields are parsed when they are used."""
 
-    __slots__ = ("_described", "entry", "index", "payload")
-
-    def __init__(self, entry: ReceivedEntry, index: int, payload: bytes, described: Fields) -> None:
-        self.entry = entry
-        self.index = index
-        self.payload = payload
-        self._described = described
+    entry: ReceivedEntry
+    index: int
+    payload: bytes
+    _described: Fields
 
     @property
     def id(self) -> MessageId:
