@@ -199,10 +199,6 @@ def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
             yield "service_healthy", (label,), service.healthy
 
 
-def _is_relay(service: object) -> bool:
-    return hasattr(type(service), "lag")  # the class is in a module that needs SQLAlchemy
-
-
 class BrokerWatch(Service):
     """Measures at intervals a broker's open transactions, the lag of relays, and the number of parked half messages."""
 
@@ -254,7 +250,7 @@ class BrokerWatch(Service):
         groups = set()
         service: Any
         for service in list(self._connection.services):
-            if _is_relay(service):
+            if hasattr(type(service), "lag"):  # a relay, whose class is in a module that needs SQLAlchemy
                 yield "relay_lag", ("service", service._name), service.lag
             if isinstance(service, Resolver):
                 groups.add(service._group)

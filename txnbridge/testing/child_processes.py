@@ -33,9 +33,7 @@ from txnbridge.errors import InvalidOption
 
 How = Literal["kill", "pause"]
 
-_KILL: How = "kill"
-_PAUSE: How = "pause"
-_SIGNALS = {_KILL: signal.SIGKILL, _PAUSE: signal.SIGSTOP}
+_SIGNALS: dict[How, signal.Signals] = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}
 # The interval at which SIGCONT is repeated: a process that is just about to stop may miss the first signal.
 _RESUME_SECONDS = 0.01
 
@@ -127,16 +125,16 @@ class Child:
     ) -> None:
         if kill is not None and pause is not None:
             raise InvalidOption("a child is killed or paused, not both")
-        where, how = (kill, _KILL) if pause is None else (pause, _PAUSE)
+        where = kill if pause is None else pause
         if isinstance(where, str):
             _parse_point(where)
-        self._how = how
+        self._how: How = "kill" if pause is None else "pause"
         self._name = f"{function.__module__}.{function.__qualname__}"
         self._told: deque[Any] = deque()
         self._returned: list[Any] = []  # the function's result, if it came while another message was awaited
         self._line, theirs = multiprocessing.Pipe()
         modules = [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
-        task = _Task(_reference(function), pickle.dumps(args), where, how, dict(os.environ), modules)
+        task = _Task(_reference(function), pickle.dumps(args), where, self._how, dict(os.environ), modules)
         self._process = _fork_server().Process(target=_run, args=(theirs, task), name=self._name, daemon=True)
         with _processes:
             self._process.start()
