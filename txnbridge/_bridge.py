@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from txnbridge._process.processor import Each, OnBatch, Processor, ProcessorSettings
     from txnbridge.sql import Outbox, Relay
     from txnbridge.sql.barrier import Barriers, BarrierTransaction, SessionOrEngine
+    from txnbridge.sql.relay import RelaySettings
 
 _log = logging.getLogger("txnbridge")
 
@@ -572,19 +573,7 @@ class Bridge:
             self._barriers = self._barriers or Barriers(self._connection)
             return self._barriers
 
-    def relay(
-        self,
-        outbox: Outbox,
-        database: str | Engine,
-        *,
-        ordered: bool = True,
-        batch: int = 10_000,
-        keep: float | None = None,
-        poll: float = 0.025,
-        hold: float = 10.0,
-        takeover: float = 5.0,
-        stop_timeout: float = 30.0,
-    ) -> Relay:
+    def relay(self, outbox: Outbox, database: str | Engine, **settings: Unpack[RelaySettings]) -> Relay:
         """Return a `Relay`, which publishes the rows of an outbox exactly once; see there for the settings.
 
             with bridge.relay(outbox, engine):
@@ -596,19 +585,7 @@ class Bridge:
         self._connection.check_open()
         from txnbridge.sql.relay import Relay
 
-        return Relay(
-            self._connection,
-            self,
-            outbox,
-            database,
-            ordered=ordered,
-            batch=batch,
-            keep=keep,
-            poll=poll,
-            hold=hold,
-            takeover=takeover,
-            stop_timeout=stop_timeout,
-        )
+        return Relay(self._connection, self, outbox, database, **settings)
 
     def publisher(self, name: str | None = None) -> Publisher:
         """Return a publisher, which sends messages in order and idempotently, without a transaction.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from txnbridge._process.processor import ProcessorSettings
     from txnbridge.sql import Outbox
+    from txnbridge.sql.relay import RelaySettings
 
 R = TypeVar("R")
 
@@ -280,19 +281,7 @@ class Bridge(ClosedByBlock):
         settings = {"parallel": parallel, "check_timeout": check_timeout, "stop_timeout": stop_timeout}
         return Resolver(lambda check: self._sync.resolver(group, check=check, **settings), check)  # type: ignore[arg-type]
 
-    def relay(
-        self,
-        outbox: Outbox,
-        database: str | Engine,
-        *,
-        ordered: bool = True,
-        batch: int = 10_000,
-        keep: float | None = None,
-        poll: float = 0.025,
-        hold: float = 10.0,
-        takeover: float = 5.0,
-        stop_timeout: float = 30.0,
-    ) -> Relay:
+    def relay(self, outbox: Outbox, database: str | Engine, **settings: Unpack[RelaySettings]) -> Relay:
         """Return a `Relay`, which publishes the rows of an outbox exactly once; see there for the settings.
 
             async with bridge.relay(outbox, "postgresql+psycopg://localhost/shop"):
@@ -304,18 +293,7 @@ class Bridge(ClosedByBlock):
             raise InvalidOption(
                 "a relay works in a thread: it takes no AsyncEngine, but an Engine or a URL with a synchronous driver"
             )
-        relay = self._sync.relay(
-            outbox,
-            database,
-            ordered=ordered,
-            batch=batch,
-            keep=keep,
-            poll=poll,
-            hold=hold,
-            takeover=takeover,
-            stop_timeout=stop_timeout,
-        )
-        return Relay(relay)
+        return Relay(self._sync.relay(outbox, database, **settings))
 
     async def _run(self, _: str, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
         """Call `function`, which needs no writer, in a thread; `undo` undoes it for a task that was cancelled."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import sqlalchemy as sa
 
@@ -299,6 +299,18 @@ class ParkedRow(NamedTuple):
     key: bytes | None
     changed_at: int
     reason: str
+
+
+class RelaySettings(TypedDict, total=False):
+    """The settings of `Bridge.relay`."""
+
+    ordered: bool
+    batch: int
+    keep: float | None
+    poll: float
+    hold: float
+    takeover: float
+    stop_timeout: float
 
 
 class Relay(Service):
