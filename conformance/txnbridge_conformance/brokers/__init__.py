@@ -72,17 +72,10 @@ def kafka(
     plain = nodes == 1 and transaction_version is None
     if container and not plain:
         raise InvalidOption("a container runs one node of Kafka, with the default transaction version")
+    options: dict[str, Any] = {"version": version, "port": port, "settings": settings, "start_timeout": start_timeout}
     if container or (container is None and plain and engine_answers()):
-        return KafkaContainer(version=version, port=port, settings=settings, start_timeout=start_timeout)
-    return _start(
-        KafkaProcess,
-        nodes=nodes,
-        version=version,
-        transaction_version=transaction_version,
-        port=port,
-        settings=settings,
-        start_timeout=start_timeout,
-    )
+        return KafkaContainer(**options)
+    return _start(KafkaProcess, nodes=nodes, transaction_version=transaction_version, **options)
 
 
 def pulsar(
