@@ -98,7 +98,7 @@ class PollingReader(Reader):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
-        return self._wait_for(lambda: self._take(max_messages, Cursor.to_messages), deadline)
+        return self._wait_for(lambda: self._read_messages(max_messages, deadline), deadline)
 
     def _wait_for(self, read: Callable[[], list[Found]], deadline: Deadline) -> list[Found]:
         """Call `read` after each change of the file, until it returns messages, or until the deadline."""
@@ -157,6 +157,9 @@ class PollingReader(Reader):
     def _reserving(self) -> Iterable[int]:
         """Return the numbers of the prepared transactions that have acknowledged messages of this reader's group."""
         return ()
+
+    def _read_messages(self, limit: int, deadline: Deadline) -> list[Message]:
+        return self._take(limit, Cursor.to_messages)
 
     def _take(self, limit: int, convert: Callable[[Cursor, list[Row]], list[Found]]) -> list[Found]:
         """Return up to `limit` messages, from one partition after the other; `convert` is that of `Cursor.take`."""

@@ -244,15 +244,18 @@ class PulsarWriter(Writer):
 
     def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
         self.proof = self._presence(deadline)
-        left, longest = self._begin.deadline.left, self._cluster.settings.longest_transaction
         with self._cluster.events.step("step:begin", self._begin.transaction):
-            self._txn = self._owner.new_transaction(lambda: min(left(), longest), deadline)
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
         self._evidence = TokenEvidence(self._txn, self.proof, False)
         # Only topics with an open producer: the others may have been terminated since the last transaction.
         last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
         is_right = len(last) <= _MAX_REGISTERED_IN_ADVANCE and not self._owner.in_doubt.touching(last)
         guessed = last if is_right else ()
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
+
+    def _ttl(self, begin: Begin) -> float:
+        """Return the seconds after which the coordinator is to abort the transaction."""
+        return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
         self._since_presence += 1
