@@ -50,13 +50,13 @@ def day(settings: Settings, broker: str) -> None:
 
 def serve(pipe: Connection, url: str, seconds: float) -> None:
     """Be the service for some seconds; then send its looks at itself."""
+    passed, sent, looks = 0, 0, list[Look]()
 
     def pass_on(message: Message, txn: Transaction) -> None:
         nonlocal passed
         txn.send("passed", message.value)
         passed += 1
 
-    passed, sent, looks = 0, 0, list[Look]()
     with connect(url, create_topics=1) as bridge:
         bridge.ensure_topics("taken", "passed")
         with bridge.processor("taken", group="day", each=pass_on, max_messages=1):

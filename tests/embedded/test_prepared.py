@@ -48,9 +48,7 @@ def test_an_owner_that_was_shut_out_prepares_nothing(opened, stored):
         writer.prepare(Deadline(5))
     assert rows(second, "SELECT * FROM transactions") == rows(second, "SELECT * FROM messages") == []
     with pytest.raises(EvidenceLost):
-        second.end_prepared(
-            token_of(first, writer, transaction, prepared=True), Decision.COMMIT, NO_LEDGER, Deadline(5)
-        )
+        second.commit(token_of(first, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
 
 
 def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock):

@@ -26,21 +26,9 @@ from txnbridge._base.connection import Connection, random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.service import Service
 from txnbridge._base.token import Outcome
-<<<<<<< HEAD
-from txnbridge.capabilities import Capability
-from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing, make_tables, require_durable, require_suitable
-=======
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability
-from txnbridge.sql._database import (
-    EXACT_TEXT,
-    Database,
-    insert_missing,
-    make_tables,
-    require_durable,
-    require_suitable,
-)
->>>>>>> 4719a083 (core: spans and relays name the methods of a bridge that they use, because imports make no circle)
+from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing, make_tables, require_durable, require_suitable
 from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, DamagedRow, Outbox, OutboxRow, unpacked_headers
 
 _log = logging.getLogger("txnbridge")
