@@ -29,9 +29,9 @@ from txnbridge_conformance.run.hunt import Hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.recorded_processing import ProcessorRecording
-from txnbridge_conformance.run.settling import acknowledged
+from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
-from txnbridge_conformance.run.workloads import _end_prepared, finish, own
+from txnbridge_conformance.run.workloads import _end_prepared, _one, finish, own
 from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
@@ -415,6 +415,22 @@ def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_p
         threading.Timer(2, client.stop.set).start()
         finish(client)
     assert check(read_history([tmp_path])).names == ["split-decision"]
+
+
+def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_for_is_found_at_the_end(tmp_path):
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+    with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
+        client = Client(plan, "run", recorder, random.Random(1))
+        with client.bridge(create_topics=3) as bridge:
+            for _ in range(60):
+                _one(client, bridge, 0, 0)
+            for each in bridge.admin.transactions():
+                bridge.abort(str(each.token))
+            Settling(client, bridge, (), lambda _: None, lambda: None, raw=False).settle()
+    history = read_history([tmp_path])
+    prepared = [each for each in history.operations if each.outcome == "prepared" and each.what == "transaction"]
+    assert {each.fields["deadline"] for each in prepared} == {plan.timeout, 2.0}
+    assert check(history).counts["lost-prepare"] == len(prepared)
 
 
 def test_a_part_of_a_run_that_stands_still_is_a_hang_of_its_history(tmp_path):

@@ -131,11 +131,11 @@ class Settling:
     def _finish(self, left: dict[str, Operation], wishes: Sequence[str]) -> bool:
         """Ask for or decide the outcome of these transactions, and remove each whose outcome is final.
 
-        Return whether none is left.
+        Return whether none is left. Of prepared ones the status is asked first: it shows an abort that nobody wanted.
         """
-        for transaction, prepared in list(left.items()):
-            wish = self._client.random.choice(wishes) if prepared.outcome == "prepared" else "status"
-            if self._client.finish(self._bridge, transaction, prepared.fields["token"], wish):
+        for transaction, ended in list(left.items()):
+            calls = ("status", self._client.random.choice(wishes)) if ended.outcome == "prepared" else ("status",)
+            if any(self._client.finish(self._bridge, transaction, ended.fields["token"], wish) for wish in calls):
                 del left[transaction]
         return not left
 

@@ -39,8 +39,8 @@ _GIVING_BACK_SHARE = 0.05
 _LEAVING_SHARE = 0.25
 _READING_ON_SHARE, _DECIDING_SHARE = 0.3, 0.3
 _LATE_SECONDS = 6.0
-# The deadline of transactions that oversleep it, in seconds.
-_SHORT_DEADLINE = 1.0
+# The deadlines of transactions that oversleep them, and of some that are prepared, in seconds.
+_SHORT_DEADLINE, _HELD_DEADLINE = 1.0, 2.0
 # The deadline of half messages about which the local work and the check-back answer differently, in seconds.
 _DISPUTED_DEADLINE = 0.5
 
@@ -61,8 +61,7 @@ def own(client: Client) -> None:
 def _work_in_threads(client: Client, bridge: Bridge, threads: int, pauses: float, leaving: float) -> None:
     """Run random transactions until the run stops.
 
-    After a transaction that failed, return with the probability `leaving`. A transaction pauses before its end with
-    the probability `pauses`.
+    After a failed transaction return with the probability `leaving`. Each pauses with the probability `pauses`.
     """
     over = threading.Event()
 
@@ -91,7 +90,8 @@ def _one(client: Client, bridge: Bridge, pauses: float, thread: int) -> bool:
     # A few come close to their deadline, or pass it: then brokers ask back, and the end is late.
     longest = client.plan.timeout * 1.1 if client.random.random() < 0.1 else _LONGEST_PAUSE
     pause = client.random.uniform(0, longest) if client.random.random() < pauses else 0.0
-    timeout = SINGLE_SECONDS if single else None
+    # Some are prepared with a short deadline: they have to be held beyond it.
+    timeout = SINGLE_SECONDS if single else client.random.choice((None, _HELD_DEADLINE)) if prepare else None
     txn = client.transact(bridge, sends, abort=abort, prepare=prepare, timeout=timeout, pause=pause, thread=thread)
     client.publish_token(txn)
     return txn is not None
