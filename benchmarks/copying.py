@@ -1,36 +1,25 @@
-"""What `txnbridge copy` does, from broker to broker, beside a loop of the official clients and MirrorMaker 2."""
+"""What `txnbridge copy` does, from broker to broker, beside a loop of the official clients."""
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from confluent_kafka import IsolationLevel, TopicPartition
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._listoffsets import OffsetSpec
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_option, properties
 
 from benchmarks import _kafka
-from benchmarks._harness import Report, Round, Settings, Turn, at_least, in_turn, timed, unique
+from benchmarks._harness import Report, Settings, Turn, at_least, in_turn, timed, unique
 from benchmarks._ours import fill, helper
 from benchmarks._pulsar import service
 from txnbridge import Batch, Transaction, connect
 
 SIZE = 100
 BATCH = 5000  # the default of `txnbridge copy`
-MIRROR_MAKER = "4.3.1"
-_LOGGING = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", "2.25.4")
-_PATIENCE = 120.0
 
 
 def copy(settings: Settings, broker: str) -> None:
-    """Measure the copy of a topic from Kafka to Pulsar and to Kafka, or from Pulsar to Kafka."""
+    """Measure the copy of a topic from Kafka to Pulsar, or from Pulsar to Kafka."""
     count = BATCH if settings.quick else 40 * BATCH
     source_kind, target_kind = helper(broker), helper("pulsar" if broker == "kafka" else "kafka")
     with source_kind.broker(settings) as source:
@@ -53,13 +42,6 @@ def copy(settings: Settings, broker: str) -> None:
                 at_least(0.7),
             )
             report.rate("copy, messages a second", found["copy"])
-        if broker == "kafka":
-            with brokers.kafka() as other:
-                mirror = mirrored(settings, source, other.url, topic, count)
-                found = in_turn({"copy": ours(source, other.url, topic, count), "mirror": mirror}, settings.rounds)
-                report = Report(settings, f"Kafka to Kafka: {count:,} x {SIZE} B")
-                report.ratio("a copy / MirrorMaker 2, both exactly once", found["copy"], found["mirror"], at_least(1.0))
-                report.rate("copy, messages a second", found["copy"])
 
 
 def ours(source_url: str, target_url: str, topic: str, count: int) -> Turn:
@@ -143,78 +125,3 @@ def pulsar_to_kafka(source: str, target: str, topic: str, count: int) -> None:
             assert producer.flush(30) == 0 and not failed
             consumer.acknowledge_cumulative(message)
     client.close()
-
-
-def mirrored(settings: Settings, source: str, target: str, topic: str, count: int) -> Turn:
-    """Return a turn of MirrorMaker 2, exactly once, with new names of its clusters, so that it begins anew.
-
-    Its start does not count: the messages are counted from those that a reader sees first.
-    """
-    jars = fetch(
-        f"mirror-maker-{MIRROR_MAKER}", [Artifact("org.apache.kafka", "connect-mirror", MIRROR_MAKER), _LOGGING]
-    )
-    admin = AdminClient({"bootstrap.servers": _kafka.bootstrap(target)})
-
-    def turn() -> Round:
-        alias = unique("from")
-        with _mirror_maker(settings.folder, jars, alias, source, target, topic) as process:
-            copied = f"{alias}.{topic}"
-            before, begin = _awaited(admin, copied, 1, process), time.perf_counter()
-            after = _awaited(admin, copied, count, process)
-            return Round([time.perf_counter() - begin], max(1, after - before))
-
-    return turn
-
-
-@contextmanager
-def _mirror_maker(
-    folder: Path, jars: Path, alias: str, source: str, target: str, topic: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    there = alias.replace("from", "to")
-    flow = f"{alias}->{there}"
-    options = {
-        "clusters": f"{alias},{there}",
-        f"{alias}.bootstrap.servers": _kafka.bootstrap(source),
-        f"{there}.bootstrap.servers": _kafka.bootstrap(target),
-        f"{flow}.enabled": "true",
-        f"{flow}.topics": topic,
-        f"{there}->{alias}.enabled": "false",
-        f"{flow}.emit.heartbeats.enabled": "false",
-        f"{there}->{alias}.emit.heartbeats.enabled": "false",
-        f"{flow}.emit.checkpoints.enabled": "false",
-        f"{flow}.sync.topic.acls.enabled": "false",
-        f"{there}.exactly.once.source.support": "enabled",
-        "dedicated.mode.enable.internal.rest": "true",
-        "listeners": "http://127.0.0.1:0",
-        f"{alias}.consumer.isolation.level": "read_committed",
-        **{
-            f"{name}replication.factor": "1"
-            for name in ("", "offset-syncs.topic.", "checkpoints.topic.", "heartbeats.topic.")
-        },
-        **{f"{name}.storage.replication.factor": "1" for name in ("config", "offset", "status")},
-    }
-    file = folder / f"{alias}.properties"
-    file.write_text(properties(options))
-    log = (folder / f"{alias}.log").open("wb")
-    command = [java(), "-Xmx1g", log4j_option(folder), "-cp", f"{jars}/*"]
-    command += ["org.apache.kafka.connect.mirror.MirrorMaker", str(file)]
-    with log, subprocess.Popen(command, stdout=log, stderr=log) as program:
-        try:
-            yield program
-        finally:
-            program.kill()
-
-
-def _awaited(admin: AdminClient, topic: str, count: int, program: subprocess.Popen[bytes]) -> int:
-    """Return the number of positions before the end of a topic's committed messages, once it is at least `count`."""
-    partition = TopicPartition(topic, 0)
-    until = time.monotonic() + _PATIENCE
-    while time.monotonic() < until:
-        if program.poll() is not None:
-            raise RuntimeError(f"MirrorMaker ended with {program.returncode}")
-        wanted = {partition: OffsetSpec.latest()}  # type: ignore[no-untyped-call]
-        answer = admin.list_offsets(wanted, isolation_level=IsolationLevel.READ_COMMITTED)[partition]
-        if answer.exception() is None and answer.result().offset >= count:
-            return int(answer.result().offset)
-        time.sleep(0.02)
-    raise RuntimeError(f"MirrorMaker copied nothing to {topic} in {_PATIENCE:g} s, or not all")
