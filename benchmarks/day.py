@@ -34,7 +34,7 @@ def day(settings: Settings, broker: str) -> None:
     kit = import_module(f"benchmarks._{broker}")
     a_broker = kit.broker() if broker == "rocketmq" else kit.broker(settings)
     with a_broker as started, child(serve, getattr(started, "url", started), seconds) as pipe:
-        looks: list[Look] = pipe.recv()
+        looks: list[Look] = list(iter(pipe.recv, None))
     kept = [look for look in looks if look[0] >= looks[-1][0] / 6]
     report = Report(settings, f"{kit.NAME}: a service for {seconds / 60:.0f} minutes")
     report.single("transactions a second", looks[-1][4] / seconds)
@@ -49,8 +49,8 @@ def day(settings: Settings, broker: str) -> None:
 
 
 def serve(pipe: Connection, url: str, seconds: float) -> None:
-    """Be the service for some seconds; then send its looks at itself."""
-    passed, sent, looks = 0, 0, list[Look]()
+    """Be the service for some seconds, and send looks at itself, which the parent keeps: a list of them would grow."""
+    passed, sent, looks = 0, 0, 0
 
     def pass_on(message: Message, txn: Transaction) -> None:
         nonlocal passed
@@ -62,14 +62,15 @@ def serve(pipe: Connection, url: str, seconds: float) -> None:
         with bridge.processor("taken", group="day", each=pass_on, max_messages=1):
             begin = time.monotonic()
             while (now := time.monotonic() - begin) < seconds:
-                if now >= len(looks) * min(_EVERY, seconds / 50):
+                if now >= looks * min(_EVERY, seconds / 50):
                     held = len(os.listdir("/proc/self/fd")), threading.active_count()
-                    looks.append((now / 3600, resident(), *held, sent + passed))
+                    pipe.send((now / 3600, resident(), *held, sent + passed))
+                    looks += 1
                 with bridge.transaction() as txn:
                     txn.send("taken", BODY)
                 sent += 1
                 time.sleep(max(0.0, begin + sent * 2 / RATE - time.monotonic()))
-    pipe.send(looks)
+    pipe.send(None)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> Estimate:
