@@ -166,7 +166,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
             sends = {(plan.named("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
             for message in messages:
                 sends[plan.named("target"), message.partition] += client.values(1)
-            prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
+            prepares = 3 if bridge.capabilities[Capability.PREPARE] else 0
             way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
             abort, prepare = not closing and way == "abort", not closing and way == "prepare"
             pause = 0 if closing else client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
