@@ -32,6 +32,7 @@ from txnbridge_conformance.run.recorded_processing import ProcessorRecording
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared, _one, finish, own
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
@@ -40,7 +41,7 @@ from tests.conformance.broken import scheme_of
 from txnbridge import Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
-from txnbridge.spi import Status, Token, TokenState
+from txnbridge.spi import Advice, Status, Token, TokenState
 from txnbridge.testing import Child, tell
 
 ROOT = Path(__file__).parents[2]
@@ -421,7 +422,9 @@ def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_
     plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
     with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
         client = Client(plan, "run", recorder, random.Random(1))
-        with client.bridge(create_topics=3) as bridge:
+        with client.bridge() as bridge:
+            for topic in plan.all_topics:
+                bridge.admin.create_topic(topic, 3)
             for _ in range(60):
                 _one(client, bridge, 0, 0)
             for each in bridge.admin.transactions():
@@ -431,6 +434,16 @@ def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_
     prepared = [each for each in history.operations if each.outcome == "prepared" and each.what == "transaction"]
     assert {each.fields["deadline"] for each in prepared} == {plan.timeout, 2.0}
     assert check(history).counts["lost-prepare"] == len(prepared)
+
+
+def test_the_end_of_a_run_waits_for_the_control_markers_that_a_killed_broker_has_left_out(tmp_path, monkeypatch):
+    hanging = Advice("problem", "transaction a", "hangs in txnbridge-run-a-left[0]", "transactions repair a")
+    answers = [[hanging], [hanging], []]
+    monkeypatch.setattr(EmbeddedAdmin, "check", lambda *_: answers.pop(0))
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path), workloads=("transactions",))
+    with closing(Hunt(plan, print, None, None, clients=False)) as hunted, hunted.topics():
+        hunted.settle()
+    assert not answers
 
 
 def test_a_part_of_a_run_that_stands_still_is_a_hang_of_its_history(tmp_path):

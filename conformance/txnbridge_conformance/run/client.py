@@ -272,14 +272,11 @@ class Client:
         except TxnBridgeError as error:
             call.end("fail", error=type(error).__name__)
         else:
-            if abort:
-                call.end("fail", error="Abort")
-            elif prepare:
-                call.end("ok", outcome="prepared", token=str(txn.token))
+            if not abort:
+                told = {"outcome": "prepared", "token": str(txn.token)} if prepare else {"outcome": "committed"}
+                call.end("ok", **told)
                 return txn
-            else:
-                call.end("ok", outcome="committed")
-                return txn
+            call.end("fail", error="Abort")
         return None
 
     def span(self, parts: Sequence[tuple[Client, Bridge, str]]) -> None:
