@@ -396,6 +396,7 @@ def test_one_cause_is_named_once_and_its_consequences_are_told():
         (Story().txn("a", "1", "2").read("1", "2", "1", by="official"), "duplicate"),
         (Story().txn("a", "1", "2").read("1", "2", p1="1"), "wrong-partition"),
         (Story().txn("a", "1").txn("a", "2").txn("b", acks=["2"]).drained().read("2"), "unseen"),  # nor acknowledged
+        (Story().txn("a", "1", deadline=8, begun=0, ending=9 * 10**9).read(), "unseen"),  # told committed
     ):
         assert judge(story.history(), check(story.history()), {}).sentence.startswith(f"Broken: {cause}, in")
 

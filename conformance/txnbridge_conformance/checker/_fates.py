@@ -13,7 +13,8 @@ from txnbridge_conformance.history import Operation
 UNKNOWN, COMMITTED, ABORTED = 0, 1, 2
 
 WRITES = frozenset({"transaction", "half", "publish"})  # calls that send messages
-_OUTCOMES = {"committed": COMMITTED, "aborted": ABORTED}
+_NAMES = {COMMITTED: "committed", ABORTED: "aborted"}
+_OUTCOMES = {name: outcome for outcome, name in _NAMES.items()}
 
 
 def fates(operations: list[Operation], findings: Findings) -> Numbers:
@@ -34,7 +35,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
         if len({outcome for outcome, _ in answers}) == 1:
             known[transaction] = answers[0][0]
         else:  # a contradiction is its own finding; the other checks take the transaction for unknown
-            calls = ", ".join(f"{operations[order].what}: {_name(outcome)}" for outcome, order in answers[:20])
+            calls = ", ".join(f"{operations[order].what}: {_NAMES[outcome]}" for outcome, order in answers[:20])
             text = f"transaction {transaction} has more than one outcome ({calls})"
             findings.add("split-decision", text, [order for _, order in answers])
     for operation in operations:
@@ -49,7 +50,3 @@ def told_by(operation: Operation) -> int:
     if outcome is None and operation.result != "unknown" and operation.what in WRITES:
         return COMMITTED if operation.result == "ok" else ABORTED
     return _OUTCOMES.get(outcome or "", UNKNOWN)
-
-
-def _name(outcome: int) -> str:
-    return {COMMITTED: "committed", ABORTED: "aborted"}[outcome]

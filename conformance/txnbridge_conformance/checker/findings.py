@@ -71,6 +71,7 @@ CAUSES = {
     "half-ack": ("changed", "group-skip", "lost-write", "unseen"),
     "replay-duplicate": ("zombie-write",),
     "lost-prepare": ("split-decision",),
+    "hang": ("lost-write", "unseen"),
     **dict.fromkeys(
         ("int-poll-skip", "poll-skip", "int-nonmonotonic-poll", "nonmonotonic-poll"),
         ("lost-write", "unseen", "inconsistent-offsets", "duplicate", "wrong-partition", "early-read"),
