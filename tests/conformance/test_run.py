@@ -335,7 +335,8 @@ def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_value
 
 
 def test_poison_that_is_acknowledged_without_a_dead_letter_is_missing_in_the_dead_letter_topic(tmp_path):
-    sent = record_dead_letters(tmp_path, "T1", POISON, 1, "ack/before", "commit/after")
+    poison = [POISON[0], Message(*POISON[1][:4], b"feed/2~0", *POISON[1][5:])]  # the second one has changed
+    sent = record_dead_letters(tmp_path, "T1", poison, 1, "ack/before", "commit/after")
     assert sent == ["dead:feed/1 in T1", "dead:feed/2 in T1"]
 
 
@@ -460,13 +461,13 @@ def test_only_committed_transactions_acknowledge_messages(tmp_path):
     recorder = Recorder(tmp_path / "copy0-1.jsonl", "copy0-1", "c")
     for transaction, outcome in ("T1", "committed"), ("T2", "aborted"), ("T3", None):
         call = recorder.start("transaction", transaction=transaction)
-        call.ack("g", [f"taken in {transaction}"])
+        call.ack("g", [f"taken in {transaction}", f"changed:another in {transaction}"])
         call.end("ok", outcome="prepared")
         if outcome is not None:
             recorder.start("finish", transaction=transaction).end("ok", outcome=outcome)
     recorder.close()
     history = read_history([tmp_path])
-    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T1"}, set())
+    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T1", "another in T1"}, set())
 
 
 def test_a_member_aborts_nothing_that_it_has_prepared_once_the_run_waits_for_its_group(tmp_path):

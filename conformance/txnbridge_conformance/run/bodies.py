@@ -91,6 +91,11 @@ def text_of(message: Message) -> str:
     return value if timely and (digest == known or not (digest or _VALUE in headers)) else CHANGED + value
 
 
+def sent_as(message: Message) -> str:
+    """Return the value by which a history names the sending of a received message, which may have changed since."""
+    return text_of(message).removeprefix(CHANGED)
+
+
 def value_of(topic: str, body: bytes | None, key: bytes | str | None, headers: Mapping[str, str]) -> str:
     """Return the name by which a history knows a message: it is in the body, or without a body in a header and the key.
 

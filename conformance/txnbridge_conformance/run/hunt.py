@@ -125,7 +125,8 @@ class Hunt:
             else:
                 self._heal(math.inf)
             self._replace_dead()
-            self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {_counted(self.deeds)}")
+            deeds = ", ".join(f"{count} {name}" for name, count in self.deeds.items()) or "no faults yet"
+            self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {deeds}")
             time.sleep(self._random.uniform(0.1, 0.6))
         self._heal(math.inf)
 
@@ -280,7 +281,3 @@ def hunt(
             (running.read_back_officially, "the reading by the official client"),
         ):
             running.within_limit(part, what, _PART_SECONDS + plan.seconds)
-
-
-def _counted(deeds: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in deeds.items()) or "no faults yet"

@@ -6,7 +6,7 @@ import time
 
 from txnbridge import Event, Message, errors, hookimpl
 from txnbridge_conformance.history import RecordedCall, Result
-from txnbridge_conformance.run.bodies import dead_value, text_of
+from txnbridge_conformance.run.bodies import dead_value, sent_as, text_of
 from txnbridge_conformance.run.client import Client, read_of
 
 
@@ -62,7 +62,7 @@ class ProcessorRecording:
 
     def _note_dead_letter(self, event: Event) -> None:
         assert self._call is not None and event.transaction is not None
-        self._call.send(self._dead_letters, 0, [dead_value(text_of(self._poison[self._dead]), event.transaction)])
+        self._call.send(self._dead_letters, 0, [dead_value(sent_as(self._poison[self._dead]), event.transaction)])
         self._dead += 1
 
     def _note_acknowledged(self, event: Event) -> None:

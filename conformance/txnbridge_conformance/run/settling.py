@@ -12,8 +12,8 @@ import txnbridge
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance.checker import COMMITTED, Findings, fates
-from txnbridge_conformance.history import History, Operation, read_history
-from txnbridge_conformance.run.bodies import text_of
+from txnbridge_conformance.history import CHANGED, History, Operation, read_history
+from txnbridge_conformance.run.bodies import sent_as
 from txnbridge_conformance.run.client import Client
 from txnbridge_conformance.run.plan import PARTITIONS
 from txnbridge_conformance.run.sales import Sales
@@ -213,7 +213,7 @@ class Settling:
                 call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self) -> set[str]:
-        return {text_of(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
+        return {sent_as(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -280,11 +280,11 @@ class Settling:
         writers = (*_MEMBERS, "finish", "run")
         history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
         self._finish(_without_outcome(history), _ONLY_COMMIT)
-        readable = {text_of(message) for message in self._bridge.read(self._plan.named("source"), ALL)}
+        readable = {sent_as(message) for message in self._bridge.read(self._plan.named("source"), ALL)}
         left = readable.union(sent) - acknowledged(history, group)
         if left:
             outputs = (self._plan.named("target"), self._plan.named("processed"), self._plan.dead_letters)
-            seen = {text_of(message) for topic in outputs for message in self._bridge.read(topic, ALL)}
+            seen = {sent_as(message) for topic in outputs for message in self._bridge.read(topic, ALL)}
             left -= acknowledged(history, group, seen)
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._left = len(left)
@@ -326,4 +326,4 @@ def acknowledged(history: History, group: str, seen: Collection[str] = ()) -> se
     fate = fates(history.operations, Findings())
     shown = {order for order, _, values in history.sends if not set(values).isdisjoint(seen)}
     taken = [each for each in history.acks if each[1] == group and (fate[each[0]] == COMMITTED or each[0] in shown)]
-    return {value for _, _, values in taken for value in values}
+    return {value.removeprefix(CHANGED) for _, _, values in taken for value in values}
