@@ -9,10 +9,9 @@ from txnbridge_conformance.brokers import Broker, RocketMQ
 from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 from txnbridge_conformance.report import Report
-from txnbridge_conformance.run.evidence import NAMES
 from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import SETTINGS, Plan
-from txnbridge_conformance.run.verdict import Verdict, floor_for, judge
+from txnbridge_conformance.run.verdict import NAMES, Verdict, floor_for, judge
 
 from tests import chaos
 

@@ -11,7 +11,7 @@ How one file keeps the guarantees:
   the number of its last commit, which proves the outcome if SQLite failed during a commit: `write.owner`.
 - No process runs in the background. Readers and administrators abort expired transactions, whose deadline has passed.
 - Members of a group have leases, which background threads renew, and the group's partitions are divided among them:
-  `read.group_assignments`, `read.assignor`. A member reads its partitions in order (`read.ordered`). With
+  `read.group_assignments`. A member reads its partitions in order (`read.ordered`). With
   `sharing="message"` each message is leased to one member (`read.shared`).
 
 The path of a message: `write.writer` puts it into `write.staged_messages`, which stores it with a row id made of its

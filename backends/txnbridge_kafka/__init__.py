@@ -13,7 +13,7 @@ The parts of Kafka's model on which the guarantees of this backend depend:
   it has written a marker may never write it, and the producer's next transaction in that partition would include the
   messages of the last one. So a writer begins a transaction only when the last one is certainly complete
   (`client.marker_proof`), and hanging transactions, which have ended at their coordinator and lack a marker in
-  a partition, are found and ended (`outcome.hanging_transactions`, `outcome.hanging_transaction_monitor`).
+  a partition, are found and ended (`outcome.hanging_transactions`).
 - Any process that has the producer id and epoch of a transactional id may end its transaction. So a writer prepares a
   transaction by leaving it open and freeing its producer. Until the transaction is ended, no other transaction uses its
   transactional id: `write.prepared`.

@@ -31,7 +31,7 @@ from txnbridge_kafka.capabilities import CAPABILITIES, WITHOUT_LISTS, message_by
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.decision_log import KafkaDecisionLog
-from txnbridge_kafka.outcome.hanging_transaction_monitor import HangingTransactionMonitor
+from txnbridge_kafka.outcome.hanging_transactions import HangingTransactionMonitor
 from txnbridge_kafka.outcome.outcome import end_prepared, plain_status, prepared_status
 from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
 from txnbridge_kafka.read.reader import KafkaReader

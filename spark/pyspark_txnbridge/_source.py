@@ -51,7 +51,7 @@ class DefaultSource(DataSource):
         return columns(first, options.headers)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from pyspark_txnbridge._read.reader import BatchReader
+        from pyspark_txnbridge._read.readers import BatchReader
         from pyspark_txnbridge._read.source_options import SourceOptions
 
         return BatchReader(SourceOptions.parse(self.options))
@@ -61,7 +61,7 @@ class DefaultSource(DataSource):
         from txnbridge import NotSupported
 
         try:
-            from pyspark_txnbridge._read.stream_reader import StreamReader
+            from pyspark_txnbridge._read.readers import StreamReader
         except ImportError as error:
             raise NotSupported("streams are read with PySpark 4.2 and newer; batches with 4.1, too") from error
         return StreamReader(SourceOptions.parse(self.options))

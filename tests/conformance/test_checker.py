@@ -14,8 +14,7 @@ from jsonschema import Draft202012Validator
 from txnbridge_conformance.checker import MEANINGS, Findings, check
 from txnbridge_conformance.history import History, HistoryError
 from txnbridge_conformance.report.promises import rows
-from txnbridge_conformance.run.evidence import evidence
-from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, judge
+from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, evidence, judge
 
 from txnbridge import Capability
 

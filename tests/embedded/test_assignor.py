@@ -6,7 +6,7 @@ from itertools import permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_embedded.read.assignor import assign
+from txnbridge_embedded.read.group_assignments import assign
 
 NAMES = "abcdef"
 

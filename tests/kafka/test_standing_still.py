@@ -20,7 +20,7 @@ from txnbridge_kafka.client.messages import txn_offset_commit_request
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
-from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions
+from txnbridge_kafka.outcome import hanging_transactions
 
 import txnbridge
 from tests.kafka.kit import cluster_of, describe, requests_of
@@ -199,7 +199,7 @@ def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(
         looks.append(len(found := hanging_transactions.write_missing_markers_of_others(*args)))
         return found
 
-    monkeypatch.setattr(hanging_transaction_monitor, "write_missing_markers_of_others", look)
+    monkeypatch.setattr(hanging_transactions, "write_missing_markers_of_others", look)
     bridge.admin.create_topic(name)
     producer = producer_of(unverified, name)
     write(producer, name, b"its own")

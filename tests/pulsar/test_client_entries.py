@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.format.chunks import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.compression import Compression, compress, decompress
 from txnbridge_pulsar.client.format.frames import FrameReader, command, parse, send_command, split_entry
@@ -19,6 +18,7 @@ from txnbridge_pulsar.client.format.ids import (
     extra_index_ack_fields,
     individual_ack_fields,
 )
+from txnbridge_pulsar.client.format.received_entries import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
 from txnbridge_pulsar.client.pending_sends import Content
 
 from tests.pulsar.client_kit import batch_of

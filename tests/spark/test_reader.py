@@ -27,8 +27,7 @@ from txnbridge.spi import NO_HEADERS
 pytest.importorskip("pyspark.sql", reason="needs PySpark")
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable
-from pyspark_txnbridge._read.reader import BatchReader
-from pyspark_txnbridge._read.stream_reader import StreamReader
+from pyspark_txnbridge._read.readers import BatchReader, StreamReader
 
 
 @pytest.fixture(autouse=True)

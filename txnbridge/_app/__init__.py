@@ -5,8 +5,8 @@ arguments of the function and publishes what it returns.
 
 The modules, from the application down to one message:
 - `app` opens the bridge, and starts and stops the processors of all functions together.
-- `router` gathers the functions of a module by the decorator `process`.
-- `lifespans` opens and closes what the functions of a process share.
+- `router` gathers the functions of a module by the decorator `process`; its lifespans open and close what the functions
+  of a process share.
 - `served_processor` is the processor of one function, which stops the app if it fails.
 - `handler` reads the signature of a function, and calls it with a message. `event_loop` runs it if it is asynchronous.
 - `outgoing` publishes what a function returns.

@@ -12,8 +12,7 @@ from typing import Any
 
 from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.handler import Handler
-from txnbridge._app.lifespans import Lifespan, LifespanFunction
-from txnbridge._app.router import Router
+from txnbridge._app.router import Lifespan, LifespanFunction, Router
 from txnbridge._app.served_processor import ServedProcessor
 from txnbridge._base.deadline import check_seconds
 from txnbridge._base.service_stop import Shutdown, StopNow

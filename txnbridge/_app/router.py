@@ -1,13 +1,16 @@
-"""`Router`: gathers functions by the decorator `process`, so that each module of a service has its own."""
+"""`Router`: gathers functions by the decorator `process`, so that each module of a service has its own.
+
+A `Lifespan` opens what the handlers of a process share, yields once, and closes it again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from inspect import isasyncgenfunction, isgeneratorfunction, unwrap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from txnbridge._app.handler import Handler
-from txnbridge._app.lifespans import Lifespan, LifespanFunction
 from txnbridge._base.topic import Topic
 from txnbridge.errors import InvalidOption
 
@@ -15,6 +18,27 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from txnbridge._process.processor import HandlerSettings
+
+# Functions of an `App`, whose module imports this one.
+Opening = Callable[[Any], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
+LifespanFunction = Opening | Callable[[Any], Iterator[Any]] | Callable[[Any], AsyncIterator[Any]]
+
+
+class Lifespan:
+    """A lifespan of an app or a router: a function with one `yield`, plain or asynchronous.
+
+    A plain one is open once in each process, an asynchronous one once on the event loop of each `async def` handler.
+    """
+
+    def __init__(self, function: Any) -> None:
+        generator = unwrap(function)  # what `contextmanager` has decorated
+        self.is_async = isasyncgenfunction(generator)
+        if not self.is_async and not isgeneratorfunction(generator):
+            raise InvalidOption("a lifespan is a function that is given the app and has one yield")
+        self.open: Callable[[Any], Any] = function
+        if generator is function:
+            self.open = asynccontextmanager(function) if self.is_async else contextmanager(function)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

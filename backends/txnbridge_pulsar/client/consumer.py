@@ -17,7 +17,6 @@ from typing import NamedTuple
 from txnbridge_pulsar.client.connecting.connection import BrokerConnection
 from txnbridge_pulsar.client.connecting.lookup import Lookup
 from txnbridge_pulsar.client.connecting.pending_response import Response
-from txnbridge_pulsar.client.format.chunks import Chunks
 from txnbridge_pulsar.client.format.codec import Fields
 from txnbridge_pulsar.client.format.frames import command
 from txnbridge_pulsar.client.format.ids import (
@@ -30,7 +29,7 @@ from txnbridge_pulsar.client.format.ids import (
     message_id,
     position_fields,
 )
-from txnbridge_pulsar.client.format.received_entries import ReceivedEntry
+from txnbridge_pulsar.client.format.received_entries import Chunks, ReceivedEntry
 
 from .deadline import ClientDeadline
 from .errors import BrokerConnectionLost, Closed, PulsarError

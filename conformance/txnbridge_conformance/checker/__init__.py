@@ -2,22 +2,14 @@
 
 `check(history)` runs all checks. `_tables` turns the history into tables of numbers, and `_fates` finds the outcome of
 each transaction that calls have told, `_full_reads` what calls of unknown result have done. `_clocks` knows which of
-two moments was the earlier one. The checks: `_messages` and `_full_reads` of the messages that were read, `_order` of
-their order, `_acks` of acknowledgements, `_call_order` of fencing and prepared transactions, `_cycles` of isolation,
+two moments was the earlier one. The checks: `_messages` and `_full_reads` of the messages that were read, and of
+acknowledgements, `_order` of their order, `_call_order` of fencing and prepared transactions, `_cycles` of isolation,
 and `_hangs_and_crashes` of calls and processes. `findings` has the names of findings, their meanings and causes.
 """
 
 from __future__ import annotations
 
-from txnbridge_conformance.checker import (
-    _acks,
-    _call_order,
-    _cycles,
-    _full_reads,
-    _hangs_and_crashes,
-    _messages,
-    _order,
-)
+from txnbridge_conformance.checker import _call_order, _cycles, _full_reads, _hangs_and_crashes, _messages, _order
 from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, fates
 from txnbridge_conformance.checker._tables import Tables, since_made_anew
@@ -41,7 +33,7 @@ def check(history: History) -> Findings:
     _call_order.check_check_backs(tables, findings)
     _call_order.check_prepared(tables, fate, time, findings)
     _hangs_and_crashes.check_hangs_and_crashes(tables, findings)
-    _acks.check_acks(tables, refined, absent, time, findings)
+    _messages.check_acks(tables, refined, absent, time, findings)
     rank = _order.ranks(tables, fate)
     _order.check_order(tables, fate, rank, findings)
     _cycles.check_cycles(tables, fate, rank, findings)

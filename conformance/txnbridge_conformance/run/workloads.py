@@ -14,8 +14,14 @@ from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, M
 from txnbridge.errors import Poison
 from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.bodies import text_of
-from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SECONDS, Client, read_of
-from txnbridge_conformance.run.recorded_processing import ProcessorRecording
+from txnbridge_conformance.run.client import (
+    LONGEST_SALE,
+    SALE_SECONDS,
+    SINGLE_SECONDS,
+    Client,
+    ProcessorRecording,
+    read_of,
+)
 from txnbridge_conformance.run.sales import Sales
 
 # One message in this many is poison, and the handler fails for this share of the others.
