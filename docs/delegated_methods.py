@@ -1,4 +1,7 @@
-"""An extension of griffe, which shows `name = delegated(txnbridge.Class.name)` in `txnbridge.aio` as a method."""
+"""An extension of griffe, which shows `name = delegated(txnbridge.Class.name)` in `txnbridge.aio` as a method.
+
+`delegated_property(…)` is shown as the property.
+"""
 
 from copy import copy
 from typing import Any
@@ -7,14 +10,15 @@ import griffe
 
 
 class DelegatedMethods(griffe.Extension):
-    """Replaces these attributes by the synchronous methods, from which they have their signatures and docstrings."""
+    """Replaces these attributes by the synchronous members, from which they have their signatures and docstrings."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         for module in pkg["aio"].modules.values() if "aio" in pkg.members else ():
             for kind in module.classes.values():
                 for name, attribute in kind.attributes.items():
-                    if str(attribute.value).startswith("delegated("):
+                    if str(attribute.value).startswith(("delegated(", "delegated_property(")):
                         shown = loader.modules_collection[attribute.value.arguments[0].canonical_path]
-                        method = copy(shown.final_target)
-                        method.parent, method.lineno, method.labels = kind, attribute.lineno, {"async"}
-                        kind.members[name] = method
+                        member = copy(shown.final_target)
+                        member.parent, member.lineno = kind, attribute.lineno
+                        member.labels = {"async"} if member.is_function else shown.labels
+                        kind.members[name] = member

@@ -15,12 +15,10 @@ except ModuleNotFoundError as _error:
         "txnbridge.aio needs anyio: in a clone of txnbridge, pip install -e '.[aio]'", name="anyio"
     ) from _error
 
-from txnbridge.aio._admin import Admin
-from txnbridge.aio._bridge import Bridge, connect
+from txnbridge.aio._bridge import Admin, Bridge, Publisher, connect
 from txnbridge.aio._consumer import Consumer
 from txnbridge.aio._half_messages import HalfMessages, HalfTransaction
 from txnbridge.aio._processor import Processor
-from txnbridge.aio._publisher import Publisher
 from txnbridge.aio._services import Relay, Resolver
 from txnbridge.aio._span import Span, spanning
 from txnbridge.aio._transaction import Transaction

@@ -1,4 +1,4 @@
-"""`connect` and `Bridge`: one open connection to one broker, for the tasks of an event loop."""
+"""`connect` and `Bridge`: one open connection to one broker, its `Admin` and `Publisher`, for an event loop's tasks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ import anyio.lowlevel
 import txnbridge
 from txnbridge._base.deadline import check_seconds
 from txnbridge._base.topic import Topic
-from txnbridge.aio._admin import Admin
-from txnbridge.aio._calls import Call, ClosedByBlock, Opening, Threads, close_opened, delegated
+from txnbridge.aio._calls import (
+    Call,
+    ClosedByBlock,
+    OneCall,
+    Opening,
+    Threads,
+    close_opened,
+    delegated,
+    delegated_property,
+)
 from txnbridge.aio._consumer import Consumer
 from txnbridge.aio._half_messages import Execute, HalfMessages
 from txnbridge.aio._processor import Each, LoopProcessor, OnBatch, Processor
-from txnbridge.aio._publisher import Publisher
 from txnbridge.aio._services import Check, Relay, Resolver
 from txnbridge.aio._transaction import Transaction, abort_quietly
-from txnbridge.capabilities import Capabilities, Limits
 from txnbridge.errors import DeadlineExceeded, InvalidOption, NotSupported
 
 if TYPE_CHECKING:
@@ -100,35 +106,12 @@ class Bridge(ClosedByBlock):
         """The synchronous bridge below this one, for other threads: its calls would block an event loop."""
         return self._sync
 
-    @property
-    def url(self) -> str:
-        """The broker's address, without secrets."""
-        return self._sync.url
-
-    @property
-    def backend(self) -> str:
-        """The backend's name."""
-        return self._sync.backend
-
-    @property
-    def cluster(self) -> str:
-        """The id of the broker's cluster; tokens of another cluster are refused."""
-        return self._sync.cluster
-
-    @property
-    def transactional_id(self) -> str | None:
-        """The transactional id given to `connect`; None if the bridge made up an id, which no other process has."""
-        return self._sync.transactional_id
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of this broker, each native, emulated or absent."""
-        return self._sync.capabilities
-
-    @property
-    def limits(self) -> Limits:
-        """The broker's limits."""
-        return self._sync.limits
+    url: Final = delegated_property(txnbridge.Bridge.url)
+    backend: Final = delegated_property(txnbridge.Bridge.backend)
+    cluster: Final = delegated_property(txnbridge.Bridge.cluster)
+    transactional_id: Final = delegated_property(txnbridge.Bridge.transactional_id)
+    capabilities: Final = delegated_property(txnbridge.Bridge.capabilities)
+    limits: Final = delegated_property(txnbridge.Bridge.limits)
 
     @property
     def admin(self) -> Admin:
@@ -312,3 +295,60 @@ class Bridge(ClosedByBlock):
 def _abort(transaction: txnbridge.Transaction | None) -> None:
     if transaction is not None:
         abort_quietly(transaction)
+
+
+class Admin:
+    """A broker's administration, as users call it (`bridge.admin`). Each call ends within the bridge's timeout."""
+
+    def __init__(self, sync: txnbridge.Admin, threads: Threads, timeout: float) -> None:
+        self._sync = sync
+        self._threads = threads
+        self._timeout = timeout
+
+    async def _run(self, _: str, function: Callable[[], R]) -> R:
+        return await self._threads.run(Call(function), self._timeout)
+
+    create_topic: Final = delegated(txnbridge.Admin.create_topic)
+    topics: Final = delegated(txnbridge.Admin.topics)
+    topic: Final = delegated(txnbridge.Admin.topic)
+    delete_topic: Final = delegated(txnbridge.Admin.delete_topic)
+    grow_topic: Final = delegated(txnbridge.Admin.grow_topic)
+    bounds: Final = delegated(txnbridge.Admin.bounds)
+    topic_ids: Final = delegated(txnbridge.Admin.topic_ids)
+    groups: Final = delegated(txnbridge.Admin.groups)
+    group: Final = delegated(txnbridge.Admin.group)
+    describe_groups: Final = delegated(txnbridge.Admin.describe_groups)
+    reset_group: Final = delegated(txnbridge.Admin.reset_group)
+    transactions: Final = delegated(txnbridge.Admin.transactions)
+    transaction: Final = delegated(txnbridge.Admin.transaction)
+    commit: Final = delegated(txnbridge.Admin.commit)
+    abort: Final = delegated(txnbridge.Admin.abort)
+    parked: Final = delegated(txnbridge.Admin.parked)
+    resume: Final = delegated(txnbridge.Admin.resume)
+    end_parked: Final = delegated(txnbridge.Admin.end_parked)
+    repair: Final = delegated(txnbridge.Admin.repair)
+    doctor: Final = delegated(txnbridge.Admin.doctor)
+
+
+class Publisher(ClosedByBlock):
+    """Sends messages in order and idempotently; readers see each as soon as it is stored. `flush` raises failures.
+
+    Several tasks may use a publisher: its calls run in the order in which they were made. A `send` whose task was
+    cancelled may have sent its message.
+    """
+
+    def __init__(self, sync: txnbridge.Publisher, threads: Threads, timeout: float) -> None:
+        self._sync = sync
+        self._calls = OneCall("a publisher")
+        self._limit = threads, timeout
+
+    send: Final = delegated(txnbridge.Publisher.send)
+    flush: Final = delegated(txnbridge.Publisher.flush)
+    last_sequence: Final = delegated(txnbridge.Publisher.last_sequence)
+
+    async def close(self) -> None:
+        """Flush, and close the publisher; a cancelled call goes on in its thread."""
+        await self._calls.run(Call(self._sync.close, must_run=True))
+
+    async def _run(self, _: str, function: Callable[[], R]) -> R:
+        return await self._calls.run(Call(function), *self._limit)

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Itera
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial, wraps
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -352,6 +353,16 @@ def delegated(
 
     call.__module__ = method.__module__.replace("txnbridge.", "txnbridge.aio.", 1)
     return call
+
+
+def delegated_property(read: Callable[[Any], R]) -> R:
+    """Return the property that reads this property of the synchronous object, with its docstring.
+
+    Type checkers take a property of a class for a function, and this one for an attribute with its value's type.
+    """
+    shown: Any = read
+    made: Any = property(attrgetter(f"_sync.{shown.fget.__name__}"), doc=shown.__doc__)
+    return made  # type: ignore[no-any-return]
 
 
 B = TypeVar("B", bound=AbstractAsyncContextManager[Any])

@@ -11,7 +11,7 @@ from anyio import CancelScope
 
 import txnbridge
 from txnbridge._base.token import Decision, Outcome
-from txnbridge.aio._calls import Call, OneCall, Threads, close_opened, delegated
+from txnbridge.aio._calls import Call, OneCall, Threads, close_opened, delegated, delegated_property
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import Check, check_cancelled
 from txnbridge.errors import Abort, InvalidState, OutcomeUnknown
@@ -34,10 +34,7 @@ class HalfTransaction:
         self._calls = OneCall(f"transaction {sync.id}")
         self._end: Call[Any] | None = None
 
-    @property
-    def id(self) -> str:
-        """The transaction's id, unique for ever. The local work must store it where `check` can find it."""
-        return self._sync.id
+    id: Final = delegated_property(txnbridge.HalfTransaction.id)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -46,10 +43,7 @@ class HalfTransaction:
         outcome = self._sync.outcome
         return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
 
-    @property
-    def deadline(self) -> float:
-        """The seconds until the deadline, by which the local work must end: later an ABORT of `check` counts."""
-        return self._sync.deadline
+    deadline: Final = delegated_property(txnbridge.HalfTransaction.deadline)
 
     def __repr__(self) -> str:
         return repr(self._sync)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 import txnbridge
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.service_stop import leaving_seconds
-from txnbridge._process.processor import ProcessorStats
 from txnbridge._process.side_by_side import RecordedSends
-from txnbridge.aio._calls import Call, Threads
+from txnbridge.aio._calls import Call, Threads, delegated_property
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import LoopService
 from txnbridge.aio._transaction import Transaction
@@ -97,23 +96,9 @@ class Processor(LoopService):
         """Ask the loop to stop after the running transaction. Return at once; any thread or task may call this."""
         self._sync.stop()
 
-    @property
-    def healthy(self) -> bool:
-        """True while the loop runs and its current pass, with all attempts, takes no longer than a transaction may."""
-        return self._sync.healthy
-
-    @property
-    def lag(self) -> int | None:
-        """The number of unread messages (positions, on some brokers) in the assigned partitions.
-
-        It is measured about once a second; None before the first measurement and while no partition is assigned.
-        """
-        return self._sync.lag
-
-    @property
-    def stats(self) -> ProcessorStats:
-        """Counts of the processor's work so far."""
-        return self._sync.stats
+    healthy: Final = delegated_property(txnbridge.Processor.healthy)
+    lag: Final = delegated_property(txnbridge.Processor.lag)
+    stats: Final = delegated_property(txnbridge.Processor.stats)
 
     def __repr__(self) -> str:
         return repr(self._sync)

@@ -14,10 +14,10 @@ from anyio import CancelScope
 
 import txnbridge
 from txnbridge._base.state import State
-from txnbridge._base.token import Outcome, Token
+from txnbridge._base.token import Outcome
 from txnbridge._base.topic import Topic
 from txnbridge._process.handler import loggable
-from txnbridge.aio._calls import Call, OneCall, Threads, delegated, teller
+from txnbridge.aio._calls import Call, OneCall, Threads, delegated, delegated_property, teller
 from txnbridge.errors import Abort, InvalidOption
 
 _log = logging.getLogger("txnbridge")
@@ -41,15 +41,8 @@ class Transaction:
         self._calls = OneCall(f"transaction {sync.id}")
         self._end: Call[Any] | None = None  # the last call that ends the transaction
 
-    @property
-    def id(self) -> str:
-        """The transaction's id, unique for ever. Events, log lines and the doctor's lists contain it."""
-        return self._sync.id
-
-    @property
-    def state(self) -> State:
-        """The transaction's state."""
-        return self._sync.state
+    id: Final = delegated_property(txnbridge.Transaction.id)
+    state: Final = delegated_property(txnbridge.Transaction.state)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -61,15 +54,8 @@ class Transaction:
         outcome = self._sync.outcome
         return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
 
-    @property
-    def deadline(self) -> float:
-        """The seconds until the transaction's deadline."""
-        return self._sync.deadline
-
-    @property
-    def token(self) -> Token | None:
-        """The token of a prepared transaction, or of one whose outcome is unknown; None otherwise."""
-        return self._sync.token
+    deadline: Final = delegated_property(txnbridge.Transaction.deadline)
+    token: Final = delegated_property(txnbridge.Transaction.token)
 
     def __repr__(self) -> str:
         return repr(self._sync)
