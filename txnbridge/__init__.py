@@ -16,8 +16,7 @@ from txnbridge._admin import Admin
 from txnbridge._base.events import Event, EventLogger, JsonLinesRecorder
 from txnbridge._base.messages import Batch, Headers, Message, MessageColumns, Position
 from txnbridge._base.plugins import hookimpl, plugins
-from txnbridge._base.state import State
-from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
+from txnbridge._base.token import Decision, Outcome, State, Status, Token, TokenState
 from txnbridge._base.topic import Topic
 from txnbridge._bridge import Bridge, connect
 from txnbridge._half.half_messages import HalfMessages, HalfTransaction

@@ -22,7 +22,7 @@ Pulsar's model, as far as our promises rest on it:
   subscriptions) that is being unloaded, so it is sent there again: `outcome/end_delivery`.
 - After the death of its process a transaction may be open on a topic, although its coordinator has forgotten it. A
   reader of the topic finds its outcome and ends it there: `outcome/forgotten_transactions`.
-- After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.
+- After a restart of the brokers no transaction times out before a client connects: `broker`.
 - A broker forgets the sequences of a producer name that is unused for hours: `write/publisher`.
 
 The packages: `client/` is the protocol client (imported as `wire`). `write/` sends, `read/` receives, `outcome/` ends

@@ -16,9 +16,9 @@ from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.read_requests import PullResult, PullStatus
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send, send_together
 from txnbridge_rocketmq.client.retry import retry
 from txnbridge_rocketmq.errors import translate, translated

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
 from txnbridge_conformance.brokers._kafka import ask, metadata
-from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_kafka.client import wire
 
 # Linux lists listening sockets here.

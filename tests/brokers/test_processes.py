@@ -6,8 +6,7 @@ import socket
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._ports import HOST, free_ports
+from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
 
 from tests.brokers import programs
 from tests.brokers.kit import TOY, Toy, state

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _rocketmq
-from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._ports import free_ports
+from txnbridge_conformance.brokers._broker import free_ports, wait_until
 from txnbridge_conformance.brokers._rocketmq import answering, ask, brokers_with, is_serving
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
 from txnbridge_rocketmq.client import administration, routes
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest, document, fields
 from txnbridge_rocketmq.client.protocol.read_requests import pull
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, document, fields
 from txnbridge_rocketmq.client.protocol.send_requests import (
     HalfEnd,
     SendResult,

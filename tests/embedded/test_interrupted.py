@@ -15,7 +15,7 @@ import txnbridge
 from tests.failing import raising
 from tests.interrupts import Interrupted, interrupted_everywhere
 from txnbridge import Batch, Bridge, InvalidState, OutcomeUnknown
-from txnbridge._base.state import State
+from txnbridge._base.token import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
 

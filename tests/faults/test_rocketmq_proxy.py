@@ -16,7 +16,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, document
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest, document
 from txnbridge_rocketmq.client.protocol.send_requests import (
     CheckBack,
     HalfEnd,

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import admin as kafka
-from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._ports import HOST, free_ports
+from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_kafka.client.requests import Requests

@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.json_schema import JSONDeserializer, JSONSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
-from txnbridge_conformance.brokers import _jars, _ports
+from txnbridge_conformance.brokers import _broker, _jars
 
 from tests.in_time import wait_until
 from txnbridge import Bridge, Topic, codecs
@@ -31,15 +31,15 @@ class Registry:
     """Apicurio's registry, in memory, which answers as Confluent's does."""
 
     def __init__(self) -> None:
-        self._port = _ports.free_ports(1)[0]
-        self.url = f"http://{_ports.HOST}:{self._port}/apis/ccompat/v7"
+        self._port = _broker.free_ports(1)[0]
+        self.url = f"http://{_broker.HOST}:{self._port}/apis/ccompat/v7"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         archive = _jars.Artifact("io.apicurio", "apicurio-registry-app", "2.6.13.Final")
         folder = _jars.fetch_from_archive("apicurio-registry-2.6.13", archive, "**/*.jar", classifier="all")
         jar = next(Path(folder).glob("*-runner.jar"))
-        settings = [f"-Dquarkus.http.port={self._port}", f"-Dquarkus.http.host={_ports.HOST}"]
+        settings = [f"-Dquarkus.http.port={self._port}", f"-Dquarkus.http.host={_broker.HOST}"]
         command = [_jars.java(), "-Xmx256m", *settings, "-jar", str(jar)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self._answers)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaException
 from confluent_kafka import admin as kafka
-from txnbridge_conformance.brokers._ports import HOST, free_ports
+from txnbridge_conformance.brokers._broker import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.errors import translate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._ports import free_ports
+from txnbridge_conformance.brokers._broker import free_ports
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
 from txnbridge_pulsar.client import Authentication, PulsarClient, tls_context
 

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
-from txnbridge_conformance.brokers._ports import free_ports
+from txnbridge_conformance.brokers._broker import free_ports
 from txnbridge_pulsar.admin.rest import Rest
 
 from tests.pulsar.kit import SOON, http_server, settings_for

@@ -14,7 +14,7 @@ from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers.plugin import StartPulsar, pulsar_or_skip
 from txnbridge_conformance.observing import eventually, send
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.outcome.coordinator_keepalive import CONNECT_EVERY_SECONDS
+from txnbridge_pulsar.broker import CONNECT_EVERY_SECONDS
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.write.fence import Fence
 from txnbridge_pulsar.write.fence_records import FenceRecord

@@ -10,9 +10,8 @@ from typing import Any, cast
 from txnbridge_rocketmq.client.errors import Disconnected, RemotingError
 from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.client.protocol.records import OffsetId, decode_records, unpack_properties
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler

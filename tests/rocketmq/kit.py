@@ -18,9 +18,8 @@ from typing import Any
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster, open_cluster
 from txnbridge_rocketmq.settings import RocketMQSettings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from txnbridge_rocketmq import half_store
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome import end_transaction, outcome
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler

@@ -9,8 +9,8 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually, send, take, values
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest, fields, nothing
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, fields, nothing
 
 from tests.core.reading_kit import SOON
 from tests.renewed_topics import *  # noqa: F403

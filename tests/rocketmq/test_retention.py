@@ -6,7 +6,7 @@ import pytest
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, fields, nothing
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest, fields, nothing
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.write import writer as writers
 

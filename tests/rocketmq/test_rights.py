@@ -11,7 +11,7 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.credentials import Credentials
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, as_body, fields, nothing
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest, as_body, fields, nothing
 
 from tests.rocketmq.kit import BROKER, LONG, bodies, one_user
 from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique

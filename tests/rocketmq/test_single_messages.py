@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.outcome import outcome
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.write import writer as writers

@@ -18,6 +18,6 @@ The modules, from the caller down to the bytes:
 - `follower` appends to the log and reads the records that follow the last one read.
 - `fold` draws the conclusions from the records; all rules are in it and in the modules that it uses: `completeness`
   (does this process know every record since the log's birth?), `token_fold` (transactions with tokens),
-  `tokenless_fold` (all other ids), `openings` (whose records still count), `conclusions` (the results of the folds).
+  `tokenless_fold` (all other ids), `conclusions` (the results of the folds, and whose records still count).
 - `records` defines each kind of record and its bytes.
 """

@@ -15,12 +15,11 @@ from txnbridge._base.events import Emitter
 from txnbridge._base.messages import Position
 from txnbridge._base.timing import TIMING, Timing
 from txnbridge._base.token import Decision
-from txnbridge._decisions.conclusions import CountingClaim
+from txnbridge._decisions.conclusions import CountingClaim, KnownOpening
 from txnbridge._decisions.engine import TIDY_RECORDS, Engine
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
 from txnbridge._decisions.ledger import LogLedger
-from txnbridge._decisions.openings import KnownOpening
 from txnbridge._decisions.queries import (
     Id,
     Query,

@@ -17,10 +17,9 @@ from txnbridge._base.events import Emitter
 from txnbridge._base.messages import Position
 from txnbridge._base.timing import Timing
 from txnbridge._base.token import Decision
-from txnbridge._decisions.conclusions import CountingClaim
+from txnbridge._decisions.conclusions import CountingClaim, KnownOpening
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
-from txnbridge._decisions.openings import KnownOpening
 from txnbridge._decisions.queries import Query, fenced, require_body, require_complete, require_readable
 from txnbridge._decisions.records import (
     AckRange,

@@ -12,8 +12,7 @@ from typing import Any
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
 from txnbridge._decisions.completeness import Completeness
-from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
-from txnbridge._decisions.openings import Openings
+from txnbridge._decisions.conclusions import CountingClaim, Openings, UnfinishedCommit
 from txnbridge._decisions.records import (
     Birth,
     BodyPart,

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from txnbridge._decisions.conclusions import CountingClaim
+from txnbridge._decisions.conclusions import CountingClaim, KnownOpening
 from txnbridge._decisions.fold import LogState
-from txnbridge._decisions.openings import KnownOpening
 from txnbridge._decisions.records import EvidenceBegin, IdPath, read_begin, read_path
 from txnbridge.errors import EvidenceLost, Fenced, InvalidOption, InvalidState, InvalidToken, OutcomeUnknown
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from txnbridge._base.messages import Position
-from txnbridge._decisions.conclusions import CountingClaim, CountingEntry
-from txnbridge._decisions.openings import KnownOpening, Openings
+from txnbridge._decisions.conclusions import CountingClaim, CountingEntry, KnownOpening, Openings
 from txnbridge._decisions.records import (
     PREPARE,
     ClaimAcks,

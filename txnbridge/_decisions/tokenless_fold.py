@@ -8,8 +8,14 @@ from typing import Any
 
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
-from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit, opening_json
-from txnbridge._decisions.openings import KnownOpening, Openings
+from txnbridge._decisions.conclusions import (
+    CountingClaim,
+    KnownOpening,
+    Openings,
+    PartitionHold,
+    UnfinishedCommit,
+    opening_json,
+)
 from txnbridge._decisions.records import (
     Claimed,
     EvidenceBegin,

@@ -7,8 +7,7 @@ from types import TracebackType
 
 from txnbridge import errors
 from txnbridge._base.messages import Message
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome
+from txnbridge._base.token import Outcome, State
 from txnbridge._half.span import Span, spans_over
 from txnbridge._half.span_sweep import SpannedBridge
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge import errors
 from txnbridge._base.messages import Message
-from txnbridge._base.state import State
+from txnbridge._base.token import State
 from txnbridge._process.handler import causes
 from txnbridge._process.pass_transaction import PassTransaction
 

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from txnbridge._base.messages import Message
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome
+from txnbridge._base.token import Outcome, State
 
 
 class CommitRefused(Exception):

@@ -24,7 +24,7 @@ from txnbridge._base.deadline import check_seconds
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.plugins import plugins
 from txnbridge._base.service_stop import Shutdown, StopNow, leaving_seconds
-from txnbridge._base.state import State
+from txnbridge._base.token import State
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._process.dead_letters import DeadLetters
 from txnbridge._process.failure_policy import (

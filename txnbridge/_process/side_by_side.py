@@ -16,8 +16,7 @@ from threading import Thread
 from typing import Any
 
 from txnbridge._base.messages import Message, check_place, split_item
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome
+from txnbridge._base.token import Outcome, State
 from txnbridge._base.topic import Topic, encode_message
 from txnbridge._process.polled_batch import PolledBatch
 from txnbridge.errors import InvalidOption

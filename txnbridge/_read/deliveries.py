@@ -37,8 +37,7 @@ from typing import Protocol
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.messages import Message, Position
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome, Token
+from txnbridge._base.token import Outcome, State, Token
 from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
 

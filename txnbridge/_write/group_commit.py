@@ -35,7 +35,7 @@ from txnbridge import errors
 from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Deadline, next_within
 from txnbridge._base.messages import encode_item
-from txnbridge._base.state import State
+from txnbridge._base.token import State
 from txnbridge._write.token_operations import Outcomes
 from txnbridge._write.transaction import Transaction
 from txnbridge._write.writers import KeptMessage, TakenWriter, Writers

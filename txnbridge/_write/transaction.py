@@ -17,8 +17,7 @@ from txnbridge import errors
 from txnbridge._base.connection import Connection, ConnectionUser, never_ran
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, as_messages, check_place, encode_key, split_item
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome, Token
+from txnbridge._base.token import Outcome, State, Token
 from txnbridge._base.topic import Topic, as_topic, check_topic_name, encode_message
 from txnbridge._read.deliveries import Deliveries, hold
 from txnbridge._write.token_operations import Outcomes

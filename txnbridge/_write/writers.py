@@ -11,8 +11,7 @@ from typing import NamedTuple
 from txnbridge._base.connection import Connection, close_logging_errors
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.fair_semaphore import FairSemaphore, Place
-from txnbridge._base.state import State
-from txnbridge._base.token import Token
+from txnbridge._base.token import State, Token
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Begin, Identity, Ledger, RawHeaders, Writer
 

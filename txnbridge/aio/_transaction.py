@@ -13,8 +13,7 @@ import anyio.lowlevel
 from anyio import CancelScope
 
 import txnbridge
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome
+from txnbridge._base.token import Outcome, State
 from txnbridge._base.topic import Topic
 from txnbridge._process.handler import loggable
 from txnbridge.aio._calls import Call, OneCall, Threads, delegated, delegated_property, teller

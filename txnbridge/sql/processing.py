@@ -23,8 +23,7 @@ from sqlalchemy import exc
 from txnbridge._base.connection import Connection, random_name
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, Position
-from txnbridge._base.state import State
-from txnbridge._base.token import Outcome
+from txnbridge._base.token import Outcome, State
 from txnbridge._process.handler import causes
 from txnbridge._process.pass_transaction import CommitRefused, PassTransaction
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError

@@ -14,8 +14,8 @@ from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransacti
 from txnbridge_rocketmq.client import administration, groups
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import HalfEnd, end
 from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
 from txnbridge_rocketmq.cluster import RocketMQCluster

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.protocol.records import OffsetId
-from txnbridge_rocketmq.client.protocol.requests import (
+from txnbridge_rocketmq.client.protocol.frames import (
     OR_ABSENT,
+    RemotingCommand,
     RpcRequest,
     as_body,
     document,
@@ -20,6 +19,7 @@ from txnbridge_rocketmq.client.protocol.requests import (
     is_absent,
     nothing,
 )
+from txnbridge_rocketmq.client.protocol.records import OffsetId
 from txnbridge_rocketmq.client.protocol.send_requests import check_group, check_topic
 
 _READ_AND_WRITE = 6

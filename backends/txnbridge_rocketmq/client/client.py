@@ -27,8 +27,7 @@ from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, Unrea
 from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
 from txnbridge_rocketmq.client.pool import BlockingPool, Exchange
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, check_back_of
 from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
 from txnbridge_rocketmq.client.signal_safe_locks import Slots

@@ -17,8 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
-from txnbridge_rocketmq.client.protocol.frames import ANSWER, FrameDecoder, RemotingCommand, encode
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import ANSWER, FrameDecoder, RemotingCommand, RpcRequest, encode
 from txnbridge_rocketmq.client.signal_safe_locks import Slot, Slots
 from txnbridge_rocketmq.client.transport import RemotingTransport, connect
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.protocol.requests import (
+from txnbridge_rocketmq.client.protocol.frames import (
     OR_ABSENT,
+    RemotingCommand,
     RpcRequest,
     as_body,
     document,

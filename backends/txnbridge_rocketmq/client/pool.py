@@ -25,8 +25,7 @@ from weakref import WeakSet
 
 from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.errors import Disconnected, RemotingError, ResponseTimeout, Unreachable
-from txnbridge_rocketmq.client.protocol.frames import FrameDecoder, RemotingCommand
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import FrameDecoder, RemotingCommand, RpcRequest
 from txnbridge_rocketmq.client.signal_safe_locks import Slot, Slots
 from txnbridge_rocketmq.client.transport import connect
 

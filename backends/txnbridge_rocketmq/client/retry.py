@@ -11,8 +11,8 @@ from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.errors import translate
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from typing import Any
 
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, document, fields
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest, document, fields
 
 _READ, _WRITE = 4, 2  # bits of a topic's permission
 # The broker id of the master among the brokers of one name.

@@ -26,8 +26,8 @@ from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEnd, end
 from txnbridge_rocketmq.client.retry import MOST_AT_ONCE, look_up_by_key, retry_call
 from txnbridge_rocketmq.cluster import RocketMQCluster

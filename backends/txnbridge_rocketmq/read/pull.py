@@ -10,9 +10,9 @@ from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.read_requests import PullResult
 from txnbridge_rocketmq.client.protocol.records import MessageExt, unwrap
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord
 from txnbridge_rocketmq.settings.timing import RocketMQTiming

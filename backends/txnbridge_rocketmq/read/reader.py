@@ -24,7 +24,7 @@ from txnbridge.spi import (
 )
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.partition import QueueReader, SeekTarget, out_of_range
 from txnbridge_rocketmq.read.rebalance import QueueAssignment, Rebalancer, open_client

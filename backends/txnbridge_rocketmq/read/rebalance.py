@@ -26,7 +26,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Membership, Queue
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.retry import retry, retry_call
 from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.names import encoded, group_name

@@ -16,7 +16,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided

@@ -13,7 +13,7 @@ from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, NotDurable, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.client.protocol.send_requests import (
     HalfAddress,
     SendResult,

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from txnbridge.errors import InvalidOption
 from txnbridge_conformance.brokers import _kafka, _pulsar, _pulsar_cluster, _rocketmq
-from txnbridge_conformance.brokers._broker import Broker, CannotStart, PortTaken, ProcessBroker, ToolMissing
+from txnbridge_conformance.brokers._broker import Broker, CannotStart, PortTaken, ProcessBroker, Route, ToolMissing
 from txnbridge_conformance.brokers._container import KafkaContainer, PulsarContainer, engine_answers
 from txnbridge_conformance.brokers._kafka import KafkaProcess
-from txnbridge_conformance.brokers._ports import Route
 from txnbridge_conformance.brokers._pulsar import Pulsar, java_with_pulsar
 from txnbridge_conformance.brokers._pulsar_cluster import PulsarCluster
 from txnbridge_conformance.brokers._rocketmq import RocketMQ

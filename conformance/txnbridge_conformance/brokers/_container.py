@@ -11,8 +11,7 @@ from typing import Any
 
 from txnbridge.errors import BackendMissing
 from txnbridge_conformance.brokers import _kafka, _pulsar
-from txnbridge_conformance.brokers._broker import Broker, CannotStart, wait_until
-from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
+from txnbridge_conformance.brokers._broker import HOST, Broker, CannotStart, Route, free_ports, wait_until
 
 ANYWHERE = "0.0.0.0"  # all interfaces of the container
 

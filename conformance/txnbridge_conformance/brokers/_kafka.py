@@ -16,9 +16,8 @@ from txnbridge_kafka.client import wire
 from txnbridge_kafka.client.connection import AttemptError, Connection, TooOldError
 from txnbridge_kafka.settings.security import Access
 
-from txnbridge_conformance.brokers._broker import ProcessBroker, check_known, succeeds
+from txnbridge_conformance.brokers._broker import HOST, ProcessBroker, Route, check_known, free_ports, succeeds
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_option, properties
-from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
 # The versions that the project tests with; the first is the default.
 VERSIONS = ("4.4.0", "4.3.1", "3.9.2")

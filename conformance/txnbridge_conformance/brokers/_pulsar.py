@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 from txnbridge_pulsar.client import PulsarClient, PulsarError
 
 from txnbridge.errors import InvalidOption
-from txnbridge_conformance.brokers._broker import Broker, ProcessBroker, check_known, succeeds
+from txnbridge_conformance.brokers._broker import (
+    HOST,
+    Broker,
+    ProcessBroker,
+    Route,
+    check_known,
+    free_ports,
+    loopback_interface,
+    succeeds,
+)
 from txnbridge_conformance.brokers._jars import (
     Artifact,
     fetch,
@@ -21,7 +30,6 @@ from txnbridge_conformance.brokers._jars import (
     log4j_option,
     properties,
 )
-from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, loopback_interface
 
 # The versions that the project tests with; the first is the default.
 VERSIONS = ("4.2.4", "4.0.8")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from txnbridge_conformance.brokers._broker import HOST, is_open, loopback_interface
 from txnbridge_conformance.brokers._jars import properties
-from txnbridge_conformance.brokers._ports import HOST, is_open, loopback_interface
 from txnbridge_conformance.brokers._pulsar import GROUP, PulsarProcess, load_coordinator, rest
 
 _NAME = "standalone"  # the cluster's name, the same as of a standalone node

@@ -13,11 +13,20 @@ from typing import TypeVar
 from txnbridge_rocketmq.client import administration, routes
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest
+from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 
-from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, succeeds, wait_until
+from txnbridge_conformance.brokers._broker import (
+    HOST,
+    CannotStart,
+    ProcessBroker,
+    Route,
+    check_known,
+    free_ports,
+    is_open,
+    succeeds,
+    wait_until,
+)
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, properties
-from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, is_open
 
 T = TypeVar("T")
 

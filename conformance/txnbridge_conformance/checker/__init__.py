@@ -1,7 +1,7 @@
 """The checker: pure functions from a history to named findings with their evidence.
 
-`check(history)` runs all checks. `_tables` turns the history into tables of numbers, and `_fates` finds the outcome of
-each transaction that calls have told, `_full_reads` what calls of unknown result have done. `_clocks` knows which of
+`check(history)` runs all checks. `_tables` turns the history into tables of numbers, and finds the outcome of each
+transaction that calls have told, `_full_reads` what calls of unknown result have done. `_clocks` knows which of
 two moments was the earlier one. The checks: `_messages` and `_full_reads` of the messages that were read, and of
 acknowledgements, `_order` of their order, `_call_order` of fencing and prepared transactions, `_cycles` of isolation,
 and `_hangs_and_crashes` of calls and processes. `findings` has the names of findings, their meanings and causes.
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from txnbridge_conformance.checker import _call_order, _cycles, _full_reads, _hangs_and_crashes, _messages, _order
 from txnbridge_conformance.checker._clocks import RealTime
-from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, fates
-from txnbridge_conformance.checker._tables import Tables, since_made_anew
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Tables, fates, since_made_anew
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from txnbridge_conformance.checker._clocks import RealTime
-from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
-from txnbridge_conformance.checker._tables import Numbers, Tables
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 

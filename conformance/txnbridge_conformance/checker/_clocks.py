@@ -6,8 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from txnbridge_conformance.checker._fates import COMMITTED, WRITES, told_by
-from txnbridge_conformance.checker._tables import Flags, Numbers, Tables, Times
+from txnbridge_conformance.checker._tables import COMMITTED, WRITES, Flags, Numbers, Tables, Times, told_by
 from txnbridge_conformance.history import Operation
 
 # The calls that send messages or end a transaction.

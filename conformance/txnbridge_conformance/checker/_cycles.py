@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import rustworkx
 
-from txnbridge_conformance.checker._fates import COMMITTED
-from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
+from txnbridge_conformance.checker._tables import COMMITTED, NONE, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 

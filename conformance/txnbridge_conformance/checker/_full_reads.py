@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from txnbridge_conformance.checker._clocks import WORKS, RealTime, prepares
-from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, UNKNOWN
-from txnbridge_conformance.checker._tables import NONE, Flags, Numbers, Tables
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, UNKNOWN, Flags, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from txnbridge_conformance.checker._clocks import RealTime
-from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, WRITES
-from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, WRITES, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import CHANGED
 

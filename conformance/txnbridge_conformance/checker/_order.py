@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
-from txnbridge_conformance.checker._tables import NONE, Flags, Names, Numbers, Tables
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, Flags, Names, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Key
 

@@ -19,8 +19,7 @@ from txnbridge import (
 )
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, take, values
-from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild, needs, proves
 
 
 def listed(bridge: Bridge, owner: str) -> list[str]:

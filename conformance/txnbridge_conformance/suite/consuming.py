@@ -23,8 +23,7 @@ from txnbridge import (
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
-from txnbridge_conformance.plugin import Connect, NewTopic, RunChild
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import Connect, NewTopic, RunChild, needs, proves
 
 
 def next_of(bridge: Bridge, topic: str, group: str) -> object:

@@ -8,8 +8,7 @@ import pytest
 
 from txnbridge import Bridge, Capability, Decision, Fenced
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.plugin import Connect, RunChild
-from txnbridge_conformance.promises import proves
+from txnbridge_conformance.plugin import Connect, RunChild, proves
 
 
 @pytest.fixture

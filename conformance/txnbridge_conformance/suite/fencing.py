@@ -8,8 +8,7 @@ from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
 from txnbridge.testing import Child, Point, Unvisited
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import seen, send, values
-from txnbridge_conformance.plugin import Connect, Much, RunChild
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import Connect, Much, RunChild, needs, proves
 
 
 @proves(Capability.FENCING)

@@ -20,8 +20,7 @@ from txnbridge import (
 )
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, values
-from txnbridge_conformance.plugin import NewTopic, RunChild
-from txnbridge_conformance.promises import proves
+from txnbridge_conformance.plugin import NewTopic, RunChild, proves
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
 ENDS = pytest.mark.parametrize("decision", [COMMIT, ABORT], ids=["commit", "abort"])

@@ -12,8 +12,7 @@ from txnbridge.testing import Child, Point, crash_everywhere
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.faults.programs import Case
 from txnbridge_conformance.observing import seen, send, values
-from txnbridge_conformance.plugin import NewTopic
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import NewTopic, needs, proves
 
 KillWalk = Callable[..., list[Point]]
 

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Topic, codecs
 from txnbridge_conformance.observing import seen, send, take, values
-from txnbridge_conformance.plugin import Connect, NewTopic
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import Connect, NewTopic, needs, proves
 
 EVERY_BYTE = bytes(range(256))
 

@@ -12,8 +12,7 @@ from txnbridge import Bridge, Capability, InvalidState, InvalidToken, Outcome, O
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values
-from txnbridge_conformance.plugin import Connect, NewTopic, RunChild
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import Connect, NewTopic, RunChild, needs, proves
 
 
 def prepare(bridge: Bridge, topic: str, *contents: bytes, hold: float | None = None) -> str:

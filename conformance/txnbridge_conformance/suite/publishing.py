@@ -6,8 +6,7 @@ import pytest
 
 from txnbridge import Bridge, Capability, InvalidState
 from txnbridge_conformance.observing import seen, values
-from txnbridge_conformance.plugin import Connect
-from txnbridge_conformance.promises import proves
+from txnbridge_conformance.plugin import Connect, proves
 
 
 @proves(Capability.IDEMPOTENT_SEND)

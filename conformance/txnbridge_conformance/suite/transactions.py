@@ -21,8 +21,7 @@ from txnbridge import (
 )
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import is_marker, patience, seen, send, take, values
-from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
-from txnbridge_conformance.promises import needs, proves
+from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild, needs, proves
 
 
 def test_a_committed_message_is_read(bridge: Bridge, topic: str) -> None:

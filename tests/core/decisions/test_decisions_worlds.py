@@ -11,12 +11,12 @@ import pytest
 
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
 from txnbridge._base.token import Decision
-from txnbridge._decisions import openings
+from txnbridge._decisions import conclusions
 from txnbridge._decisions.completeness import Completeness
+from txnbridge._decisions.conclusions import Openings
 from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
-from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import (
     AckRange,
     Birth,
@@ -105,14 +105,14 @@ def test_a_log_renewed_while_all_go_on_gives_no_answer_that_does_not_count(near_
 def test_processes_that_make_up_forgotten_ids_give_no_answer_that_does_not_count(near_end, seeds, monkeypatch):
     timing = replace(SMALL_RECORDS, near_end=near_end or SMALL_RECORDS.near_end, forget_after=near_end or 15)
     forgotten = set()
-    is_kept = openings._is_kept
+    is_kept = conclusions._is_kept
 
     def look_at(opener, since):
         if not (kept := is_kept(opener, since)):
             forgotten.add(opener.under)
         return kept
 
-    monkeypatch.setattr(openings, "_is_kept", look_at)
+    monkeypatch.setattr(conclusions, "_is_kept", look_at)
     findings, told = explore(seeds, MADE_UP, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):

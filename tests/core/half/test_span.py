@@ -32,7 +32,7 @@ from txnbridge import (
     spanning,
 )
 from txnbridge._admin import Admin
-from txnbridge._base.state import State
+from txnbridge._base.token import State
 from txnbridge._half.half_messages import HalfMessages
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import digest, mark

@@ -11,9 +11,15 @@ from enum import IntEnum
 from typing import TypeVar
 
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.frames import (
+    OR_ABSENT,
+    RemotingCommand,
+    RpcRequest,
+    document,
+    fields,
+    is_absent,
+)
 from txnbridge_rocketmq.client.protocol.records import MessageExt, decode_records
-from txnbridge_rocketmq.client.protocol.requests import OR_ABSENT, RpcRequest, document, fields, is_absent
 
 T = TypeVar("T")
 

@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
 from txnbridge_rocketmq.client.protocol.codes import STORED_NOT_DURABLE, Property, RequestCode, ResponseCode, SystemFlag
-from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest, fields, nothing
 from txnbridge_rocketmq.client.protocol.records import MessageExt, OffsetId, decode_records, pack_properties
-from txnbridge_rocketmq.client.protocol.requests import RpcRequest, fields, nothing
 
 T = TypeVar("T")
 
