@@ -1,4 +1,4 @@
-"""The conclusions from a decision log: claims that decide, backends' valid entries, and commits to be carried out.
+"""The conclusions from a decision log: claims that decide, and commits to be carried out.
 
 `Openings` has the newest opening of each id, by which an owner's records are judged: they count until a newer opening.
 """
@@ -106,17 +106,6 @@ class UnfinishedCommit:
         id, begin, position, nonce, by, body, certain = value
         claim = CountingClaim(read_position(position), nonce, Decision.COMMIT, by and read_under(by), body)
         return cls(read_path(id), read_begin(begin), claim, bool(certain))
-
-
-@dataclass(frozen=True)
-class CountingEntry:
-    """A backend's entry in a decision log that counts: no newer owner had opened the id before it was appended."""
-
-    position: Position
-    nonce: str
-    about: str
-    data: Mapping[str, Any]
-    under: OpeningRef
 
 
 @dataclass(frozen=True)

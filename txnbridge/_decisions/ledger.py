@@ -84,8 +84,7 @@ class LogLedger(Ledger):
                 require_complete(state)
             else:
                 require_begin(state, begin)
-            noted = state.tokens.entries.get((path, transaction), ())
-            return [LedgerEntry(entry.about, transaction, entry.data, entry.under.name) for entry in noted]
+            return [_entry(record) for _, record in state.tokens.entries.get((path, transaction), ())]
 
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
         path = path_of(self._id)
@@ -93,12 +92,12 @@ class LogLedger(Ledger):
             require_readable(state)
             require_complete(state)
             found = [
-                (entry.position, LedgerEntry(entry.about, transaction, entry.data, entry.under.name))
-                for (owner, transaction), noted in state.tokens.entries.items()
-                for entry in noted
-                if owner == path and entry.about == kind
+                (position, record)
+                for (owner, _), noted in state.tokens.entries.items()
+                for position, record in noted
+                if owner == path and record.about == kind
             ]
-        return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+        return [_entry(record) for _, record in sorted(found, key=lambda item: item[0])]
 
     def claim(
         self,
@@ -182,6 +181,10 @@ class LogLedger(Ledger):
                 if of == group and living:
                     found[partition] = _held(living[0])
         return found
+
+
+def _entry(record: EntryRecord) -> LedgerEntry:
+    return LedgerEntry(record.about, record.transaction, record.data, record.under.name)
 
 
 def _decided(commit: UnfinishedCommit) -> tuple[str, LedgerClaim]:

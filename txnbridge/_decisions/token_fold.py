@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from txnbridge._base.messages import Position
-from txnbridge._decisions.conclusions import CountingClaim, CountingEntry, KnownOpening, Openings
+from txnbridge._decisions.conclusions import CountingClaim, KnownOpening, Openings
 from txnbridge._decisions.records import (
     PREPARE,
     ClaimAcks,
@@ -62,7 +62,8 @@ class TokenFold:
     openings: Openings = field(default_factory=Openings)
     presences: dict[Position, Presence] = field(default_factory=dict)
     claims: dict[IdPath, dict[EvidenceBegin, CountingClaim]] = field(default_factory=dict)
-    entries: dict[tuple[IdPath, str], list[CountingEntry]] = field(default_factory=dict)
+    # By owner and transaction, with their positions: no newer owner had opened the id before an entry was appended.
+    entries: dict[tuple[IdPath, str], list[tuple[Position, EntryRecord]]] = field(default_factory=dict)
     ack_histories: dict[GroupPartition, AckHistory] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> None:
@@ -74,8 +75,8 @@ class TokenFold:
         if self.openings.is_void(record.under):
             return
         known = self.entries.setdefault((record.under.id, record.transaction), [])
-        if all(entry.nonce != record.nonce for entry in known):
-            known.append(CountingEntry(position, record.nonce, record.about, record.data, record.under))
+        if all(entry.nonce != record.nonce for _, entry in known):
+            known.append((position, record))
 
     def remove_entry(self, position: Position, record: EntryRecord) -> None:
         """Remove a backend's record about a transaction (an entry), at `position`, which the caller has found void.
@@ -83,7 +84,7 @@ class TokenFold:
         Its owner had been replaced before the first record that was read.
         """
         known = self.entries.get((record.under.id, record.transaction), [])
-        known[:] = [entry for entry in known if entry.position != position]
+        known[:] = [entry for entry in known if entry[0] != position]
 
     def claim(self, begin: EvidenceBegin, record: Claimed, claim: CountingClaim, covered: Position | None) -> bool:
         """Fold a claim; return whether it counts. The first counting claim on a transaction decides it.
@@ -147,7 +148,7 @@ class TokenFold:
 
     def is_prepared(self, owner: IdPath, id: IdPath) -> bool:
         """Return whether a counting prepare record has made a transaction independent of its owner."""
-        return len(id) == 1 and any(e.about == PREPARE for e in self.entries.get((owner, str(id[0])), ()))
+        return len(id) == 1 and any(e.about == PREPARE for _, e in self.entries.get((owner, str(id[0])), ()))
 
     def forget(self, before: Position, covered: Position | None) -> None:
         """Drop records before the position `before`, but keep claims behind `covered`, the end of the last snapshot.
@@ -158,7 +159,7 @@ class TokenFold:
         if covered is not None:
             self._forget_claims(min(before, covered))
         self.openings = self.openings.kept(before)
-        kept = ((key, [e for e in entries if e.position >= before]) for key, entries in self.entries.items())
+        kept = ((key, [e for e in entries if e[0] >= before]) for key, entries in self.entries.items())
         self.entries = {key: entries for key, entries in kept if entries}
 
     def _forget_claims(self, before: Position) -> None:
