@@ -144,7 +144,7 @@ class KafkaTopics:
         config: Mapping[str, str] | None = None,
         replicas: int | None = None,
     ) -> bool:
-        """Create a topic; return False if it exists. Raise `InvalidOption` if the broker refuses the settings."""
+        """Create a topic with settings (`config`); return False if it exists. Raise `InvalidOption` for bad ones."""
         copies, settings = replicas or self._settings.replicas, config or {}
         try:
             self._repeat_until_done(

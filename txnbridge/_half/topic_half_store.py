@@ -173,8 +173,8 @@ class LaneGroup:
     def _listed(self, deadline: Deadline) -> dict[int, dict[str, Any]]:
         """Return the lanes by number.
 
-        Each has its `owner`, empty if nobody owns it, the `id` of its topic, and in `kept` the nonce of a beat there
-        that no holder removes; empty if it was never opened.
+        A lane's fields are its `owner` (empty if no process owns it), the `id` of its topic, and `kept`: the nonce of a
+        beat in the topic that no holder removes, empty if the lane was never opened.
         """
         return _lanes_of(self._list.read(deadline))
 

@@ -227,7 +227,7 @@ class TakenWriter:
         return False
 
     def join_from_loop(self, on_end: Callable[[], object]) -> bool:
-        """Begin a commit, whose end calls `on_end`; return False if only `commit` can commit the transaction."""
+        """Begin the commit without waiting, and call `on_end` at its end; return False if only `commit` can do it."""
         return False
 
     def withdraw(self) -> bool:

@@ -156,7 +156,7 @@ class Outbox:
         return int.from_bytes(lock, "big", signed=True)
 
     def _id_in_order(self, dialect: sa.Dialect, row: Mapping[str, Any]) -> sa.ColumnElement[int]:
-        """Return an expression for the id of a row that a session adds; see `_statement`."""
+        """Return an expression for a row's id: it takes the lock of the row's key, and only then the next number."""
         locked = sa.func.pg_advisory_xact_lock(self._lock(row))
         table = dialect.identifier_preparer.format_table(self.rows)
         sequence = sa.func.pg_get_serial_sequence(table, "id")

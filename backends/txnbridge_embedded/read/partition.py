@@ -115,7 +115,7 @@ class Cursor:
     def _read(
         self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
     ) -> tuple[list[Row], int, int]:
-        """Return rows from `first` to before `stop`, like `read_rows`, their size, and the offset to read next."""
+        """Return the rows of offsets from `first` to before `stop`, their size, and the offset to read next."""
         base = self.id << OFFSET_BITS
         rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
         if not rows or rows[0][0] != base + first:

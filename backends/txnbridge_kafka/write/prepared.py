@@ -161,11 +161,11 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without it the pool's.
+        """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without `hold` the pool's.
 
-        It has whole seconds, so that an id that was opened ahead fits the next transaction, too. But the milliseconds
-        of a part of a span are the seconds in which its process may prepare it (`prepares_for`), unless other bridges
-        might not find its prepare record: nothing else says anything about a part whose process dies before that.
+        Whole seconds make an id that was opened ahead fit the next transaction, too. For a part of a span, milliseconds
+        are added: as many as its process has seconds to prepare it (`prepares_for`). Nothing else tells other bridges
+        about a part whose process dies first. They are left out if other bridges might not find its prepare record.
         """
         if begin.hold is None:
             return self._default_ms

@@ -305,7 +305,7 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
-        """Check why nothing comes from partitions: the result of this background work is always empty.
+        """Look for the reason why partitions deliver nothing, and remove it. Return an empty result.
 
         A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
         """

@@ -71,7 +71,7 @@ class PendingHalf:
 
 @dataclass(frozen=True)
 class OpenHalves:
-    """A transaction whose halves wait for their end. Each half of another client counts as one, by its unique key."""
+    """A transaction whose halves wait for their end. A half of another client is listed as a transaction of its own."""
 
     name: str
     # "open", "prepared", "ending" (decided, but not completely published or dropped), "discarded" (by the broker), or

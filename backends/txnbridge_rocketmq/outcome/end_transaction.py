@@ -221,7 +221,7 @@ class HalfEnder:
     def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
     ) -> None:
-        """Commit the halves of all sequences; send no commit after `until`. `from_check` is that of the request `end`.
+        """Commit the halves of all sequences; send no commit after `until`. With `from_check` it answers a check-back.
 
         A sequence stops at the first commit whose outcome is uncertain, or that a repetition cannot make succeed.
         """

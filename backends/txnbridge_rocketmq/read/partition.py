@@ -117,7 +117,7 @@ class QueueReader:
         self._deliveries.clear()
 
     def go_back(self, at: int) -> None:
-        """Continue at an offset that was read before, with the same reference record."""
+        """Continue at an offset that was read before; the reference record stays the same."""
         self.continue_at(VerifiableOffset(at, self.reference))
 
     def continue_at(self, position: VerifiableOffset) -> None:

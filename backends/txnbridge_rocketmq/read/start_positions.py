@@ -283,7 +283,7 @@ class GroupPositions:
     def _recreated(
         self, current: Mapping[Partition, VerifiableOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
-        """Return the partitions whose topic was recreated since the group read it, with its old offset and error."""
+        """Return, by partition, the old offset and an error for topics recreated since the group read them."""
         errors, owner = {}, f"the position of group {self._group!r}"
         for partition, (at, reference) in current.items():
             if reference is not None and not self._offsets.is_same_queue(queues[partition], reference, deadline):

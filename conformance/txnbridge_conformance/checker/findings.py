@@ -107,7 +107,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The findings of one history. All cases are counted, and `cases` are the first `most` of each name."""
+    """The findings of one history. `all` has every case, `cases` at most the first `most` cases of each name."""
 
     most: int = 20
     all: list[Finding] = field(default_factory=list)

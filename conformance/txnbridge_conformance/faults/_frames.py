@@ -50,7 +50,7 @@ class FrameSplitter:
         self._lost = False
 
     def feed(self, data: bytes) -> Iterator[StreamPiece]:
-        """Yield the stream's next bytes, split at frames, as far as these bytes complete the heads."""
+        """Take the stream's next bytes, and yield them split at frames. Bytes of an incomplete head wait for more."""
         while data and not self._lost:
             if self._left:
                 piece, data = data[: self._left], data[self._left :]

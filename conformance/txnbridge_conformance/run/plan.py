@@ -153,7 +153,7 @@ class Plan:
         return f"txnbridge-run-{self.name}"
 
     def named(self, what: str) -> str:
-        """Return the name of a topic, a group or an id of the run."""
+        """Return the name of a topic, a group or an id of the run: the run's prefix and `what`."""
         return f"{self.prefix}-{what}"
 
     @property

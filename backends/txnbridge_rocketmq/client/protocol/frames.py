@@ -96,7 +96,7 @@ class FrameDecoder:
 
 
 def decode(frame: bytes) -> RemotingCommand:
-    """Decode a frame without its length field. Raise `ProtocolViolation`."""
+    """Return the request or response in a frame, given without its length field. Raise `ProtocolViolation`."""
     (word,) = struct.unpack_from(">I", frame)
     kind, size = word >> 24, word & 0xFFFFFF
     if size > min(_LARGEST_HEADER, len(frame) - 4):
