@@ -20,7 +20,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -135,6 +135,17 @@ class Option:
     help: str
     choices: tuple[Any, ...] = ()
     secret: bool = False
+
+    @classmethod
+    def setting(cls, default: Any, help: str, choices: tuple[Any, ...] = (), *, secret: bool = False) -> Any:
+        """Return a field for a dataclass of settings that an option of the same name sets; no repr shows a secret."""
+        option = cls(type(default), default, help, choices, secret)
+        return field(default=default, repr=not secret, metadata={"option": option})
+
+    @staticmethod
+    def of(settings: Any) -> dict[str, Option]:
+        """Return the options by which the fields of a dataclass of settings were declared, by name."""
+        return {each.name: each.metadata["option"] for each in fields(settings) if "option" in each.metadata}
 
 
 @dataclass(frozen=True)

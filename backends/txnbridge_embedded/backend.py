@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any
@@ -16,7 +15,7 @@ from txnbridge_embedded.client.store import Store
 from txnbridge_embedded.imitation import PROFILES
 from txnbridge_embedded.settings import Settings
 
-_DEFAULTS = Settings()
+_SETTINGS = Option.of(Settings)  # the options that are settings as they are
 # SQLite's own limit for one value.
 _LARGEST_MESSAGE = 1_000_000_000
 
@@ -31,30 +30,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "like": Option(str, "", "refuse calls that this other broker would refuse", ("", *PROFILES)),
     "max_bytes": Option(int, 0, "the largest size of the file; 0: no limit but the disk"),
-    "max_message_bytes": Option(int, _DEFAULTS.max_message_bytes, "the largest message with its key and headers"),
-    "spill_bytes": Option(
-        int, _DEFAULTS.spill_bytes, "a larger transaction is stored in the file before its end, to save memory"
-    ),
-    "hold_seconds": Option(
-        float, _DEFAULTS.hold_seconds, "how long a transaction may stay prepared without the argument `hold`"
-    ),
-    "keep_seconds": Option(
-        float, _DEFAULTS.keep_seconds, "how long the outcome of a transaction is kept, for `status`"
-    ),
-    "lease_seconds": Option(
-        float, _DEFAULTS.lease_seconds, "a group member that does not renew its lease in this time loses its partitions"
-    ),
-    "redeliver_seconds": Option(
-        float,
-        _DEFAULTS.redeliver_seconds,
-        "with sharing='message': a message whose acknowledgement is not committed by then goes to another member",
-    ),
-    "half_check_seconds": Option(
-        float, _DEFAULTS.half_check_seconds, "how long a resolver may take to answer the check-back of a half message"
-    ),
-    "half_checks": Option(int, _DEFAULTS.half_checks, "unanswered check-backs after which a half message is parked"),
+    **_SETTINGS,
 }
-_SETTINGS = OPTIONS.keys() & {field.name for field in fields(Settings)}  # the options that are settings as they are
 
 
 class EmbeddedBackend(Backend):
@@ -69,7 +46,7 @@ class EmbeddedBackend(Backend):
             Capability.SHARE_KEY: absent("a partition is shared message by message, or not at all"),
         },
     )
-    limits = Limits(message_bytes=_DEFAULTS.max_message_bytes)
+    limits = Limits(message_bytes=_SETTINGS["max_message_bytes"].default)
     options = OPTIONS
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> EmbeddedBroker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from txnbridge.spi import RawHeaders
+from txnbridge.spi import Option, RawHeaders
 
 DAY = 24 * 3600.0
 
@@ -32,16 +32,26 @@ class Timing:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one broker; durations are seconds. `backend.OPTIONS` describes each."""
+    """The settings of one broker; durations are seconds."""
 
-    spill_bytes: int = 8 << 20
-    max_message_bytes: int = 16 << 20
-    hold_seconds: float = 7 * DAY
-    keep_seconds: float = 30 * DAY
-    lease_seconds: float = 10.0
-    redeliver_seconds: float = 30.0
-    half_check_seconds: float = 30.0
-    half_checks: int = 15
+    max_message_bytes: int = Option.setting(16 << 20, "the largest message with its key and headers")
+    spill_bytes: int = Option.setting(
+        8 << 20, "a larger transaction is stored in the file before its end, to save memory"
+    )
+    hold_seconds: float = Option.setting(
+        7 * DAY, "how long a transaction may stay prepared without the argument `hold`"
+    )
+    keep_seconds: float = Option.setting(30 * DAY, "how long the outcome of a transaction is kept, for `status`")
+    lease_seconds: float = Option.setting(
+        10.0, "a group member that does not renew its lease in this time loses its partitions"
+    )
+    redeliver_seconds: float = Option.setting(
+        30.0, "with sharing='message': a message whose acknowledgement is not committed by then goes to another member"
+    )
+    half_check_seconds: float = Option.setting(
+        30.0, "how long a resolver may take to answer the check-back of a half message"
+    )
+    half_checks: int = Option.setting(15, "unanswered check-backs after which a half message is parked")
     timing: Timing = field(default_factory=Timing)
     # From the profile of another broker: raise an error for a message that it would refuse (value, headers, number of
     # earlier messages in the transaction), and for a topic's name.

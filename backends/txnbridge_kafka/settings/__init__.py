@@ -28,16 +28,33 @@ class KafkaSettings:
     hold: float | None
     application: str
     create_topics: int  # partitions of a missing topic; 0: never create
-    prefix: str = "_txnbridge-"  # of the name of every internal topic
     common_logs: bool = True  # whether its decision logs are where bridges with other settings find them
-    replicas: int = -1  # the replicas of topics that the bridge creates; -1: the broker's default
-    prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
-    half_check_seconds: float = HALF_CHECK_SECONDS
-    half_checks: int = HALF_CHECKS
-    group_protocol: str = "classic"
-    assignment: str = "cooperative-sticky"
-    # the syslog level up to which the client's log lines are passed to `logging`: 3 errors, 6 info, 7 debug
-    log_level: int = 6
+    prefix: str = Option.setting("_txnbridge-", "the prefix of the names of internal topics, such as decision logs")
+    replicas: int = Option.setting(-1, "replicas of each topic that we create; -1: the broker's default")
+    prepared_ids: int = Option.setting(
+        64, "how many prepared transactions of one transactional id may be unresolved at once (1 to 1000)"
+    )
+    half_check_seconds: float = Option.setting(
+        HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
+    )
+    half_checks: int = Option.setting(
+        HALF_CHECKS, "after this many check-backs without a decision a half message is parked"
+    )
+    group_protocol: str = Option.setting(
+        "classic",
+        "how groups share partitions: classic (members do it), consumer (the broker does, from 4.0 on)",
+        ("classic", "consumer"),
+    )
+    assignment: str = Option.setting(
+        "cooperative-sticky",
+        "how members of a classic group share partitions",
+        ("cooperative-sticky", "range", "roundrobin"),
+    )
+    log_level: int = Option.setting(
+        6,
+        "the client's log lines up to this syslog level go to `logging`: 3 errors, 4 warnings, 6 all but debugging",
+        tuple(range(8)),
+    )
     # The settings for producers only and for consumers only: a client of the other kind would log a warning about them.
     producer: Mapping[str, Any] = field(default_factory=dict, repr=False)
     consumer: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -60,39 +77,10 @@ class KafkaSettings:
         raise TypeError("settings have secrets and cannot be pickled")
 
 
-_DEFAULTS = KafkaSettings("", {}, security.Access(), 0, None, "", 0)
 _RETRIES = 2_147_483_647  # the default of Kafka's Java client
 
 OPTIONS: Mapping[str, Option] = {
-    "prefix": Option(str, _DEFAULTS.prefix, "the prefix of the names of internal topics, such as decision logs"),
-    "replicas": Option(int, _DEFAULTS.replicas, "replicas of each topic that we create; -1: the broker's default"),
-    "prepared_ids": Option(
-        int,
-        _DEFAULTS.prepared_ids,
-        "how many prepared transactions of one transactional id may be unresolved at once (1 to 1000)",
-    ),
-    "half_check_seconds": Option(
-        float, HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
-    ),
-    "half_checks": Option(int, HALF_CHECKS, "after this many check-backs without a decision a half message is parked"),
-    "group_protocol": Option(
-        str,
-        _DEFAULTS.group_protocol,
-        "how groups share partitions: classic (members do it), consumer (the broker does, from 4.0 on)",
-        ("classic", "consumer"),
-    ),
-    "assignment": Option(
-        str,
-        _DEFAULTS.assignment,
-        "how members of a classic group share partitions",
-        ("cooperative-sticky", "range", "roundrobin"),
-    ),
-    "log_level": Option(
-        int,
-        _DEFAULTS.log_level,
-        "the client's log lines up to this syslog level go to `logging`: 3 errors, 4 warnings, 6 all but debugging",
-        tuple(range(8)),
-    ),
+    **Option.of(KafkaSettings),
     "acks": Option(str, "all", "which replicas confirm a message: all of them, as transactions need", ("all", "-1")),
     "retries": Option(int, _RETRIES, "has no effect from 1 on: what may pass is tried again until the deadline"),
 }
@@ -210,7 +198,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSetting
         hold=context.hold,
         application=context.application,
         create_topics=context.create_topics or 0,
-        common_logs=context.own_logs and options["prefix"] == _DEFAULTS.prefix,
+        common_logs=context.own_logs and options["prefix"] == OPTIONS["prefix"].default,
         producer={"partitioner": _JAVA_PARTITIONER, **producer},
         consumer=consumer,
         advice=security.advice(client),
@@ -235,7 +223,7 @@ def _check(options: Mapping[str, Any]) -> None:
         raise InvalidOption(f"option 'prepared_ids' is 1 to {_MOST_PREPARED_IDS}")
     if options["retries"] < 1:
         raise InvalidOption("option 'retries' is at least 1: a message whose answer was lost has to be sent again")
-    if options["group_protocol"] == "consumer" and options["assignment"] != _DEFAULTS.assignment:
+    if options["group_protocol"] == "consumer" and options["assignment"] != OPTIONS["assignment"].default:
         raise InvalidOption("with group_protocol=consumer the broker shares partitions: see 'group.remote.assignor'")
 
 

@@ -30,24 +30,42 @@ class PulsarSettings:
     hold: float | None
     application: str
     create_topics: int  # partitions of a missing topic; 0: topics are never created
-    admin_url: str = ""
-    prefix: str = "_txnbridge-"  # the prefix of every internal topic
-    longest_transaction: float = 900.0  # seconds
-    prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
-    half_check_seconds: float = HALF_CHECK_SECONDS
-    half_checks: int = HALF_CHECKS
-    compression: str = "none"
-    mix_keys: bool = False
-    listener: str = ""
-    token: str = field(default="", repr=False)
-    token_file: str = ""
-    user: str = ""
-    password: str = field(default="", repr=False)
-    tls_ca: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
-    tls_verify: bool = True
-    tls_verify_hostname: bool = True
+    admin_url: str = Option.setting(
+        "", "the brokers' REST interface, http://host:8080,host2:8080: topics are created and checked by it"
+    )
+    prefix: str = Option.setting("_txnbridge-", "the beginning of the names of internal topics")
+    longest_transaction: float = Option.setting(
+        900.0, "seconds that a transaction may be open; while it is, no later messages on its topics can be read"
+    )
+    prepared_ids: int = Option.setting(
+        64, "how many prepared transactions of one transactional id may be open at once (1 to 1000)"
+    )
+    half_check_seconds: float = Option.setting(
+        HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
+    )
+    half_checks: int = Option.setting(
+        HALF_CHECKS, "after this many check-backs without a decision a half message is parked"
+    )
+    compression: str = Option.setting(
+        "none",
+        "compression of messages; lz4, zstd and snappy need a package each",
+        ("none", "lz4", "zlib", "zstd", "snappy"),
+    )
+    mix_keys: bool = Option.setting(
+        False,
+        "whether messages of different keys share entries: many times faster, but in a group that shares by key"
+        " several members then get messages of the same key",
+    )
+    listener: str = Option.setting("", "the advertised listener to ask brokers for")
+    token: str = Option.setting("", "the token to authenticate with", secret=True)
+    token_file: str = Option.setting("", "a file with the token, read again whenever the broker asks for one")
+    user: str = Option.setting("", "the user to authenticate as, with a password")
+    password: str = Option.setting("", "the user's password", secret=True)
+    tls_ca: str = Option.setting("", "a PEM file with the authorities to trust; default: the system's")
+    tls_certificate: str = Option.setting("", "a PEM file with the certificate to authenticate with")
+    tls_key: str = Option.setting("", "a PEM file with the certificate's key, if it is not in the same file")
+    tls_verify: bool = Option.setting(True, "whether the brokers' certificates are checked")
+    tls_verify_hostname: bool = Option.setting(True, "whether the brokers' certificates must name their hosts")
     timing: Timing = field(default_factory=Timing, repr=False)
 
     @property
@@ -115,54 +133,7 @@ class PulsarSettings:
         raise TypeError("settings hold secrets; they are not pickled")
 
 
-_DEFAULTS = PulsarSettings("", Namespace("", ""), 0, None, "", 0)
-
-OPTIONS: Mapping[str, Option] = {
-    "admin_url": Option(
-        str,
-        "",
-        "the brokers' REST interface, http://host:8080,host2:8080: topics are created and checked by it",
-    ),
-    "prefix": Option(str, _DEFAULTS.prefix, "the beginning of the names of internal topics"),
-    "longest_transaction": Option(
-        float,
-        _DEFAULTS.longest_transaction,
-        "seconds that a transaction may be open; while it is, no later messages on its topics can be read",
-    ),
-    "prepared_ids": Option(
-        int,
-        _DEFAULTS.prepared_ids,
-        "how many prepared transactions of one transactional id may be open at once (1 to 1000)",
-    ),
-    "half_check_seconds": Option(
-        float, HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
-    ),
-    "half_checks": Option(int, HALF_CHECKS, "after this many check-backs without a decision a half message is parked"),
-    "compression": Option(
-        str,
-        _DEFAULTS.compression,
-        "compression of messages; lz4, zstd and snappy need a package each",
-        ("none", "lz4", "zlib", "zstd", "snappy"),
-    ),
-    "mix_keys": Option(
-        bool,
-        _DEFAULTS.mix_keys,
-        "whether messages of different keys share entries: many times faster, but in a group that shares by key"
-        " several members then get messages of the same key",
-    ),
-    "listener": Option(str, "", "the advertised listener to ask brokers for"),
-    "token": Option(str, "", "the token to authenticate with", secret=True),
-    "token_file": Option(str, "", "a file with the token, read again whenever the broker asks for one"),
-    "user": Option(str, "", "the user to authenticate as, with a password"),
-    "password": Option(str, "", "the user's password", secret=True),
-    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; default: the system's"),
-    "tls_certificate": Option(str, "", "a PEM file with the certificate to authenticate with"),
-    "tls_key": Option(str, "", "a PEM file with the certificate's key, if it is not in the same file"),
-    "tls_verify": Option(bool, _DEFAULTS.tls_verify, "whether the brokers' certificates are checked"),
-    "tls_verify_hostname": Option(
-        bool, _DEFAULTS.tls_verify_hostname, "whether the brokers' certificates must name their hosts"
-    ),
-}
+OPTIONS: Mapping[str, Option] = Option.of(PulsarSettings)
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _MAX_PREPARED_IDS = 1000  # each takes a topic

@@ -29,16 +29,16 @@ class RocketMQSettings:
     hold: float | None  # seconds for which a prepared transaction waits to be ended
     application: str
     create_topics: int  # partitions of a topic that is created on first use; 0: topics are never created
-    prefix: str = "_txnbridge-"  # of the names of all topics of the bridge's own
-    access_key: str = ""
-    secret_key: str = field(default="", repr=False)
-    security_token: str = field(default="", repr=False)
-    tls: bool = False
-    tls_ca: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
-    tls_verify: bool = True
-    tls_verify_hostname: bool = True
+    prefix: str = Option.setting("_txnbridge-", "the prefix of the names of txnbridge's own topics")
+    access_key: str = Option.setting("", "the user in whose name requests are signed, for brokers that control access")
+    secret_key: str = Option.setting("", "the user's secret; requests are signed with it", secret=True)
+    security_token: str = Option.setting("", "the token of temporary keys", secret=True)
+    tls: bool = Option.setting(False, "whether connections to name servers and brokers are encrypted")
+    tls_ca: str = Option.setting("", "a PEM file with the authorities to trust; default: the system's")
+    tls_certificate: str = Option.setting("", "a PEM file with the certificate to authenticate with")
+    tls_key: str = Option.setting("", "a PEM file with the certificate's key, if it is not in the same file")
+    tls_verify: bool = Option.setting(True, "whether the servers' certificates are checked")
+    tls_verify_hostname: bool = Option.setting(True, "whether the servers' certificates must name their hosts")
     timing: RocketMQTiming = field(default_factory=RocketMQTiming)
 
     def log_topic(self, application: str) -> str:
@@ -131,22 +131,7 @@ class RocketMQSettings:
         raise TypeError("settings hold secrets; they are not pickled")
 
 
-_DEFAULTS = RocketMQSettings((), 0, None, "", 0)
-
-OPTIONS: Mapping[str, Option] = {
-    "prefix": Option(str, _DEFAULTS.prefix, "the prefix of the names of txnbridge's own topics"),
-    "access_key": Option(str, "", "the user in whose name requests are signed, for brokers that control access"),
-    "secret_key": Option(str, "", "the user's secret; requests are signed with it", secret=True),
-    "security_token": Option(str, "", "the token of temporary keys", secret=True),
-    "tls": Option(bool, _DEFAULTS.tls, "whether connections to name servers and brokers are encrypted"),
-    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; default: the system's"),
-    "tls_certificate": Option(str, "", "a PEM file with the certificate to authenticate with"),
-    "tls_key": Option(str, "", "a PEM file with the certificate's key, if it is not in the same file"),
-    "tls_verify": Option(bool, _DEFAULTS.tls_verify, "whether the servers' certificates are checked"),
-    "tls_verify_hostname": Option(
-        bool, _DEFAULTS.tls_verify_hostname, "whether the servers' certificates must name their hosts"
-    ),
-}
+OPTIONS: Mapping[str, Option] = Option.of(RocketMQSettings)
 
 # The name of an application follows the prefix, and a topic has 127 characters at most.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,60}")
