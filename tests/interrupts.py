@@ -8,11 +8,15 @@ import dis
 import random
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import txnbridge
 from txnbridge import Bridge, InvalidState, Message
+
+_SECONDS = 12  # of polls that are interrupted
 
 
 class Interrupted(BaseException):
@@ -137,19 +141,23 @@ class Reading:
             assert found == list(range(partition, self.sent, 2)), f"wrong after an interrupt at {where}"
 
 
-def check_that_interrupted_polls_lose_nothing(
-    bridge: Bridge, topic: str, sharing: str = "partition", seconds: float = 12
-) -> None:
+def check_that_interrupted_polls_lose_nothing(url: str, sharing: str = "partition") -> None:
     """Interrupt `poll` at the first function entry, the second, and ever further apart; in between, read everything."""
-    reading = Reading(bridge, topic, sharing)
-    reading.feed()
-    reading.read_all()
-    until, number, interrupts = time.monotonic() + seconds, 1, 0
-    while time.monotonic() < until:
+    with txnbridge.connect(url, create_topics=2, timeout=60) as bridge:
+        reading = Reading(bridge, f"interrupted-{uuid.uuid4().hex[:8]}", sharing)
         reading.feed()
-        where = interrupted_at(lambda: reading.poll(3, 10), number)
-        interrupts += bool(where)
-        reading.read_all(where)
-        number = number + 1 + number // 8 if where else 1
-    assert interrupts > 8
-    reading.consumer.close()
+        reading.read_all()
+        until, number, interrupts = time.monotonic() + _SECONDS, 1, 0
+        while time.monotonic() < until:
+            reading.feed()
+            where = interrupted_at(lambda: reading.poll(3, 10), number)
+            interrupts += bool(where)
+            reading.read_all(where)
+            number = number + 1 + number // 8 if where else 1
+        assert interrupts > 8
+        reading.consumer.close()
+
+
+def test_the_messages_of_an_interrupted_poll_come_to_the_next_consumer(txnbridge_url: str) -> None:
+    """A room of tests imports this test for its broker."""
+    check_that_interrupted_polls_lose_nothing(txnbridge_url)
