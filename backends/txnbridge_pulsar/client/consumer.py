@@ -14,7 +14,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from txnbridge_pulsar.client.connecting.connection import BrokerConnection
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConsumerCallbacks
 from txnbridge_pulsar.client.connecting.lookup import Lookup
 from txnbridge_pulsar.client.connecting.pending_response import Response
 from txnbridge_pulsar.client.format.codec import Fields
@@ -154,7 +154,7 @@ class PulsarConsumer:
             self._chunks.clear()
             self.active = self._lost = None
             self._subscribed = False
-        connection.add_consumer(self._id, _GenerationCallbacks(self, self.generation))
+        connection.add_consumer(self._id, self._callbacks(self.generation))
         try:
             connection.ask("subscribe", deadline, **self._subscribe_fields())
         except BaseException as error:
@@ -437,6 +437,14 @@ class PulsarConsumer:
 
     # ------------------------------------------------------------------------------------------ callbacks
 
+    def _callbacks(self, generation: int) -> ConsumerCallbacks:
+        """Return the callbacks until the next `reopen`, which raises `generation`: it tells late calls from others."""
+        return ConsumerCallbacks(
+            lambda fields, tail: self.entry_arrived(generation, fields, tail),
+            lambda active: self.activity_changed(generation, active),
+            lambda reason: self.connection_lost(generation, reason),
+        )
+
     def entry_arrived(self, generation: int, fields: Fields, tail: bytes) -> None:
         self.arrived += generation == self.generation
         self.inbox.put(self, generation, fields, tail)
@@ -484,25 +492,6 @@ class PulsarConsumer:
                 connection.ask("close_consumer", deadline, consumer_id=self._id)
             connection.remove_consumer(self._id)
         self.inbox.leave(self)
-
-
-class _GenerationCallbacks:
-    """A consumer's callbacks from one `reopen` to the next. They pass on `generation`, which each `reopen` raises,
-    so that the consumer recognizes late callbacks from before its last `reopen`.
-    """
-
-    def __init__(self, consumer: PulsarConsumer, generation: int) -> None:
-        self._consumer = consumer
-        self._generation = generation
-
-    def on_message(self, fields: Fields, tail: bytes) -> None:
-        self._consumer.entry_arrived(self._generation, fields, tail)
-
-    def on_active(self, active: bool) -> None:
-        self._consumer.activity_changed(self._generation, active)
-
-    def on_lost(self, reason: PulsarError) -> None:
-        self._consumer.connection_lost(self._generation, reason)
 
 
 def _unanswered(reason: object) -> BrokerConnectionLost:

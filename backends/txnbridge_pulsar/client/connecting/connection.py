@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.errors import (
@@ -68,14 +68,12 @@ class ProducerCallbacks(Protocol):
     def on_lost(self, reason: PulsarError) -> None: ...
 
 
-class ConsumerCallbacks(Protocol):
-    """The methods of a consumer that the connection's reading thread calls. They may not block."""
+class ConsumerCallbacks(NamedTuple):
+    """The functions of a consumer that the connection's reading thread calls. They may not block."""
 
-    def on_message(self, fields: Fields, tail: bytes) -> None: ...
-
-    def on_active(self, active: bool) -> None: ...
-
-    def on_lost(self, reason: PulsarError) -> None: ...
+    on_message: Callable[[Fields, bytes], None]
+    on_active: Callable[[bool], None]
+    on_lost: Callable[[PulsarError], None]
 
 
 @dataclass(frozen=True)
