@@ -24,13 +24,13 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run import program
 from txnbridge_conformance.run.bodies import Bodies, text_of
-from txnbridge_conformance.run.client import Client, KillAt
+from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
 from txnbridge_conformance.run.hunt import Hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
-from txnbridge_conformance.run.workloads import ProcessorRecording, _end_prepared, _one, finish, own
+from txnbridge_conformance.run.workloads import _end_prepared, _one, finish, own
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.broker import EmbeddedBroker
 
