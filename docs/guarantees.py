@@ -29,12 +29,12 @@ def kept(report: dict[str, Any]) -> dict[str, Any]:
 
 def tables(runs: list[dict[str, Any]]) -> str:
     """Return the tables as Markdown: a column for each run."""
-    rows = [["", *(run["product"] for run in runs)], ["---"] * (len(runs) + 1)]
-    rows += [[name, *(run["verdicts"][name] for run in runs)] for name in runs[0]["verdicts"]]
-    rows += [[name, *(f"{run['counts'][name]:,}" for run in runs)] for name in _COUNTS]
+    heads = [["", *(run["product"].split(",")[0] for run in runs)], ["---"] * (len(runs) + 1)]
+    promises = [[name, *(run["verdicts"][name] for run in runs)] for name in runs[0]["verdicts"]]
+    found = [[name, *(f"{run['counts'][name]:,}" for run in runs)] for name in _COUNTS]
     names = sorted({name for run in runs for name in run["findings"]})
-    rows += [[f"`{name}`", *(_times(run["findings"].get(name)) for run in runs)] for name in names]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    found += [[f"`{name}`", *(_times(run["findings"].get(name)) for run in runs)] for name in names]
+    return "\n".join("".join(f"|{'|'.join(row)}|\n" for row in heads + rows) for rows in (promises, found))
 
 
 def _times(finding: list[Any] | None) -> str:

@@ -19,6 +19,6 @@ def test_a_finding_that_breaks_a_promise_is_bold():
     about = {"product": "Toy 1.0", "begun": "2026-11-29 12:00:00+00:00"}
     report = {"about": about, "promises": [promise], "counts": counts, "findings": findings}
     shown = tables([kept(report)])
-    assert "| `torn-transaction` | **2** |" in shown
-    assert "| `G0` | 3 |" in shown
-    assert "| atomic | broken |" in shown
+    assert "|`torn-transaction`|**2**|" in shown
+    assert "|`G0`|3|" in shown
+    assert "|atomic|broken|" in shown
