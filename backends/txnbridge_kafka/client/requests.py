@@ -296,11 +296,9 @@ class Requests:
 
     def counts(self, topics: Collection[str], deadline: Deadline) -> dict[str, int]:
         """Return how many partitions each topic has. Raise `NotFound` if a topic does not exist."""
-
-        def attempt(connections: Connections) -> dict[str, int]:
-            return connections.counts(topics)
-
-        return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", attempt) if topics else {}
+        if not topics:
+            return {}
+        return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", lambda at: at.counts(topics))
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
         """Return the id of each existing topic; each id is "" if the Kafka version has no topic ids.
@@ -409,27 +407,21 @@ class Requests:
 
     def transaction_version(self, deadline: Deadline) -> int:
         """Return the cluster's finalised level of the feature transaction.version; 0 if there is none."""
-
-        def attempt(connections: Connections) -> int:
-            return connections.transaction_version(connections.bootstrap_node)
-
-        return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
+        what = "asking for the cluster's features"
+        return self._runner.repeat(deadline, what, lambda at: at.transaction_version(at.bootstrap_node))
 
     def cluster_id(self, deadline: Deadline, *, no_listener_for: float = math.inf) -> str:
         """Return the cluster's id. Raise `BrokerUnavailable` if no server listened for `no_listener_for` seconds."""
-
-        def attempt(connections: Connections) -> str:
-            return str(connections.metadata().cluster_id)
-
-        return self._runner.repeat(deadline, "asking for the cluster's id", attempt, no_listener_for)
+        what = "asking for the cluster's id"
+        return self._runner.repeat(deadline, what, lambda at: str(at.metadata().cluster_id), no_listener_for)
 
     def lists_transactions(self, deadline: Deadline) -> bool:
         """Return whether the brokers know ListTransactions, which not every one that speaks Kafka's protocol does."""
-
-        def attempt(connections: Connections) -> bool:
-            return bool(connections.connect(connections.bootstrap_node).versions(wire.LIST_TRANSACTIONS))
-
-        return self._runner.repeat(deadline, "asking for the broker's requests", attempt)
+        return self._runner.repeat(
+            deadline,
+            "asking for the broker's requests",
+            lambda at: bool(at.connect(at.bootstrap_node).versions(wire.LIST_TRANSACTIONS)),
+        )
 
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
