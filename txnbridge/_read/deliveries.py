@@ -374,7 +374,7 @@ class Deliveries:
                 positions.append(message.position)
             self._any_back = True
             if not self.individual:  # the broker knows only positions, so all later messages are delivered again, too
-                given = {a: [p for p in a.out if p >= min(positions)] for a, positions in given.items()}
+                given = {a: list(filter(min(positions).__le__, a.out)) for a, positions in given.items()}
             elif self._ordered:
                 for message in self._fetched + self._set_aside:  # later messages, redelivered after the given ones
                     if message.source in given:
@@ -423,7 +423,7 @@ class Deliveries:
                 if self.individual:
                     assignment.back.difference_update(positions)
                 else:  # and everything behind the first one
-                    assignment.back = {position for position in assignment.back if position < min(positions)}
+                    assignment.back = set(filter(min(positions).__gt__, assignment.back))
             self._any_back = any(assignment.back for assignment in self.assignments.values())
 
     # --- moved and reassigned -------------------------------------------------------------------------------------

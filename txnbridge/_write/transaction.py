@@ -581,7 +581,7 @@ class Transaction(ConnectionUser):
         self._taken.give_back(sound=state is not State.UNKNOWN)
         waits = self._in_span and state is State.PREPARED
         for deliveries in self._holds:
-            deliveries.end(self, State.UNKNOWN if waits and deliveries.individual else state, self._token)
+            deliveries.end(self, State.UNKNOWN if waits else state, self._token)
         if state is not State.UNKNOWN and not waits:
             self._holds.clear()
 
