@@ -75,6 +75,7 @@ class Resolver(Service):
         self._late: set[threading.Thread] = set()  # running checks that were logged as too slow
         self._stats = ResolverStats()
         self._failing_since: float | None = None  # the time since which all requests to the broker have failed
+        self._wait = Deadline(0)  # of the request that waits for check-backs
 
     @property
     def stats(self) -> ResolverStats:
@@ -89,9 +90,12 @@ class Resolver(Service):
         failing = since is not None and time.monotonic() - since > self._connection.timeout
         return self._runs and not hang and not failing
 
+    def stop(self) -> None:
+        super().stop()
+        self._wait.shorten(time.monotonic())
+
     def _leave(self) -> None:
-        others = [each for each in list(self._connection.services) if isinstance(each, Resolver)]
-        if not any(other._group == self._group for other in others):
+        if not any(isinstance(one, Resolver) and one._group == self._group for one in list(self._connection.services)):
             with suppress(TxnBridgeError), self._connection.call():  # a bridge that is being closed leaves all groups
                 self._store.leave(self._group, Deadline(_WAIT_SECONDS))
 
@@ -119,7 +123,8 @@ class Resolver(Service):
 
     def _due(self, limit: int) -> list[Half]:
         with self._connection.call():
-            return self._store.checks(self._group, limit, Deadline(_WAIT_SECONDS))
+            self._wait = Deadline(_WAIT_SECONDS)
+            return self._store.checks(self._group, limit, self._wait)
 
     def _tend(self) -> list[Half]:
         """Wait for a check to end, and let the half store do its regular work meanwhile; return an empty list."""

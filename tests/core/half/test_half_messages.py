@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -345,6 +346,21 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         sales.transaction()
     with bridge.resolver("shop", check=says(COMMIT)):
         eventually(lambda: published(bridge) == BOTH, "another process ends it")
+
+
+def test_a_resolver_that_is_stopped_does_not_wait_for_check_backs(bridge, monkeypatch):
+    waits: SimpleQueue[tuple[Deadline, float]] = SimpleQueue()
+
+    def none_due(store: EmbeddedHalves, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        waits.put((deadline, deadline.at))
+        while not deadline.expired:
+            time.sleep(0.001)
+        return []
+
+    monkeypatch.setattr(EmbeddedHalves, "checks", none_due)
+    with bridge.resolver("shop", check=says(COMMIT)):
+        deadline, wanted = waits.get()
+    assert deadline.at < wanted
 
 
 def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, monkeypatch):
