@@ -12,6 +12,7 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.read.assignment import KafkaAssignment
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
@@ -409,6 +410,15 @@ def test_a_group_that_starts_behind_the_latest_loses_nothing_when_its_first_batc
     first.close()  # and what it read was never acknowledged
     cluster.write(topic, b"newer")
     assert values(join(topic, group, kind, start="latest").take(2)) == [b"new", b"newer"]
+
+
+def test_a_member_looks_for_its_first_partitions_at_short_intervals(cluster, join, group, monkeypatch):
+    waits: list[float] = []
+    fetch = KafkaAssignment.fetch
+    noting = lambda self, limit, wait: waits.append(wait) or fetch(self, limit, wait)  # noqa: E731
+    monkeypatch.setattr(KafkaAssignment, "fetch", noting)
+    join(cluster.topic(), group).reader.poll(1, Deadline(1))
+    assert waits[0] < 0.1
 
 
 def test_latest_is_when_the_reader_was_opened(cluster, join, group):

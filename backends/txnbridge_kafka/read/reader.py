@@ -54,8 +54,8 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 # The time limit for the requests of a seek, which has no deadline.
 SEEK_SECONDS = 10.0
-# The longest waits inside the client, which neither a signal nor the end of a look-up interrupts; the second is for
-# polls during a look-up, which takes milliseconds.
+# The longest waits inside the client, which neither a signal nor an assignment nor the end of a look-up interrupts; the
+# second is for polls during a member's first join, and during a look-up, which takes milliseconds.
 _POLL_SECONDS, _POLL_DURING_LOOKUP_SECONDS = 0.25, 0.005
 # The interval at which a reader checks its topics' ids, and the least time for the answer. Within the interval no topic
 # is deleted, created again and filled beyond the reader's offset.
@@ -131,7 +131,7 @@ class KafkaReader(Reader):
             self._raise_pending_error()
             self._lookup.advance()
             why_lost = self._why_lost()
-            idle = _POLL_DURING_LOOKUP_SECONDS if self._lookup.busy else _POLL_SECONDS
+            idle = _POLL_DURING_LOOKUP_SECONDS if self._lookup.busy or self._rebalance.joins else _POLL_SECONDS
             wait = 0.0 if why_lost else min(deadline.left(), idle)
             batch, self._assignment.prefetched = self._assignment.prefetched, []
             room = min(max_messages, self._timing.converted_at_once) - len(batch)

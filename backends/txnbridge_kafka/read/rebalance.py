@@ -21,6 +21,7 @@ class GroupRebalance:
     def __init__(self, assignment: KafkaAssignment, listener: ReaderListener) -> None:
         self._assignment = assignment
         self._listener = listener
+        self.joins = bool(assignment.context.group)  # whether the group's first answer is awaited
 
     def join(self, topics: Sequence[str]) -> None:
         self._assignment.client.subscribe(
@@ -29,6 +30,7 @@ class GroupRebalance:
         self._assignment.log_for_group("joining; the partitions of a dead member come only after its session time-out")
 
     def on_assign(self, client: Any, partitions: list[TopicPartition]) -> None:
+        self.joins = False
         try:
             if not self._assignment.closed:
                 for partition in _keys(partitions):
