@@ -488,9 +488,10 @@ class Bridge:
             return partial(self.transaction, group_commit=False)
         if db is not None:
             raise InvalidOption("db= and another broker do not go together: consume into the database, use an outbox")
-        from txnbridge._half.span_pass import SpanPass, open_spans
+        from txnbridge._half.span import spans_over
+        from txnbridge._half.span_pass import SpanPass
 
-        open_spans(to, self)
+        spans_over((to, self), least=2).open()  # ends what dead processes have left, also before the first pass
         return partial(SpanPass, self, to)
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:

@@ -8,15 +8,10 @@ from types import TracebackType
 from txnbridge import errors
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Outcome, State
-from txnbridge._half.span import Span, spans_over
+from txnbridge._half.span import Span
 from txnbridge._half.span_sweep import SpannedBridge
 
 _STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
-
-
-def open_spans(*bridges: SpannedBridge) -> None:
-    """End from now on what dead processes have left of spans over these bridges, also before the first pass."""
-    spans_over(bridges, least=2).open()
 
 
 class SpanPass:
