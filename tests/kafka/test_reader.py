@@ -415,7 +415,11 @@ def test_a_group_that_starts_behind_the_latest_loses_nothing_when_its_first_batc
 def test_a_member_looks_for_its_first_partitions_at_short_intervals(cluster, join, group, monkeypatch):
     waits: list[float] = []
     fetch = KafkaAssignment.fetch
-    noting = lambda self, limit, wait: waits.append(wait) or fetch(self, limit, wait)  # noqa: E731
+
+    def noting(assignment: KafkaAssignment, limit: int, wait: float) -> list[Any]:
+        waits.append(wait)
+        return fetch(assignment, limit, wait)
+
     monkeypatch.setattr(KafkaAssignment, "fetch", noting)
     join(cluster.topic(), group).reader.poll(1, Deadline(1))
     assert waits[0] < 0.1
