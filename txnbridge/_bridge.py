@@ -367,7 +367,7 @@ class Bridge:
         return Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
 
     def _begin_part(self, mark: str, timeout: float, hold: float) -> Transaction:
-        """Begin a transaction to be prepared, whose id ends with `mark`."""
+        """Begin this broker's part of a span (a transaction over several brokers); its id ends with `mark`."""
         transaction = self._begin(timeout, True, hold, False, False, mark)
         transaction._in_span = bool(self.capabilities[Capability.STATUS_LOOKUP])
         self._adopt(transaction)
@@ -383,7 +383,7 @@ class Bridge:
         return None if member is None else Transaction(connection, member, self._outcomes, None)
 
     def _adopt(self, transaction: Transaction) -> None:
-        """Note a transaction, so that `close` aborts it if it is still unfinished when the bridge is closed."""
+        """Remember a transaction, so that `close` aborts it if it is still unfinished when the bridge is closed."""
         with self._guard:
             self._transactions.add(transaction)
 
@@ -483,7 +483,7 @@ class Bridge:
         return Processor(self._consumers, begin, inputs, group=group, each=each, batch=batch, **settings)
 
     def _begins_passes(self, to: Bridge | None, db: object) -> Callable[..., Any]:
-        """Return the function that begins a transaction of a processor, which sends to the bridge `to` if not None."""
+        """Return the function that begins a processor's transactions, which send to the bridge `to` if it is given."""
         if to is None:
             return partial(self.transaction, group_commit=False)
         if db is not None:
@@ -646,7 +646,7 @@ class Bridge:
         self._warn_of_aborted()
 
     def _warn_of_aborted(self) -> None:
-        """Warn of transactions left unfinished; at the end of `close`, because a warning may be raised as an error."""
+        """Warn of transactions that were left unfinished. `close` does so last: a warning may be raised as an error."""
         aborted, self._aborted = self._aborted, []
         for transaction in aborted:
             warnings.warn(
@@ -674,7 +674,7 @@ class Bridge:
         _live.discard(self)
 
     def _is_calling(self) -> bool:
-        """Return whether `close` was called inside another call of this bridge on this thread."""
+        """Return whether this thread is inside another call of this bridge, during which `close` was called."""
         frame = sys._getframe(1).f_back  # the caller of `close`
         if frame is not None and frame.f_code is Bridge.__exit__.__code__:
             frame = frame.f_back

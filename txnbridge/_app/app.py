@@ -260,7 +260,7 @@ class App(Router):
 
     @contextmanager
     def _started(self, make: Makers) -> Iterator[None]:
-        """Run the processors in threads of their own for a block; at its end stop all of them, then wait for each."""
+        """Run the processors in a thread each during a block; at its end stop all of them, then wait for each."""
         with ExitStack() as stack:
             self._processors = [make_one() for make_one in make]
             for processor in self._processors:
@@ -322,7 +322,7 @@ class App(Router):
             ]
 
     def _named(self) -> dict[str, tuple[Handler, Lifespan | None]]:
-        """Return all functions by their names. A second function with the same name gets a number, and so on."""
+        """Return the app's functions by unique names: a second one with the same name gets a number, and so on."""
         named: dict[str, tuple[Handler, Lifespan | None]] = {}
         for handler, lifespan in self._collect():
             number = sum(other.name == handler.name for other, _ in named.values())
@@ -350,7 +350,7 @@ class App(Router):
     def _open_handler(
         self, handler: Handler, lifespan: Lifespan | None, states: dict[Lifespan | None, Any], stack: ExitStack
     ) -> tuple[Any, EventLoop | None]:
-        """Return a function's state and event loop, open until `stack` ends; `states` has plain lifespans' states."""
+        """Return a function's state and event loop, open until `stack` ends; `states` has plain lifespans' results."""
         if not handler.is_async:
             return states.get(lifespan), None
         is_open = lifespan is not None and lifespan.is_async

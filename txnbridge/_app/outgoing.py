@@ -26,7 +26,7 @@ class Outgoing:
 
 
 class UnfitResult(InvalidOption):
-    """A function returned what no message can be made of, whatever its input. The app stops."""
+    """Raised if no message can be made of a function's result, whatever its input was. The app then stops."""
 
 
 class ResultPublisher:

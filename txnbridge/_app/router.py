@@ -123,7 +123,7 @@ class Router:
             yield from router._routers()
 
     def _collect(self, outer: Lifespan | None = None) -> Iterator[tuple[Handler, Lifespan | None]]:
-        """Yield the functions of this router and of those it includes, each with the lifespan of its nearest router."""
+        """Yield the functions of this router and of routers it includes, each with its nearest router's lifespan."""
         lifespan = self._lifespan or outer
         for handler in self._handlers:
             yield handler, lifespan
@@ -131,7 +131,7 @@ class Router:
             yield from router._collect(lifespan)
 
     def _lifespans(self) -> list[Lifespan]:
-        """Return the lifespans of this router and those it includes, each once, the outer ones first."""
+        """Return the lifespans of this router and of the routers it includes, each once, the outer ones first."""
         return list(dict.fromkeys(router._lifespan for router in self._routers() if router._lifespan is not None))
 
     def _require_distinct(self) -> None:

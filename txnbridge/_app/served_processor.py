@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class ServedProcessor(Processor):
-    """The processor of one function, which sends to the bridge `to`, or to that of its input if it is None.
+    """The processor of an app's function. It sends to the bridge `to`; if `to` is None, to the bridge it reads from.
 
-    `ended` is called when its loop ends in its thread.
+    `ended` is called when the processor's loop ends in its thread.
     """
 
     def __init__(

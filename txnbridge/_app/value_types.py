@@ -108,14 +108,14 @@ by_type = _ByType()
 
 
 def for_output(topic: Topic) -> Topic:
-    """Return the topic; if it has no codec, with the one that encodes each value by the value's type."""
+    """Return the topic; if it has no codec, a copy with a codec that encodes each value by the value's type."""
     return dataclasses.replace(topic, codec=by_type) if topic.codec is codecs.bytes else topic
 
 
 def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:
     """Return a topic with the codec of its handler's value type, which `codec()` returns; unchanged if `codec` is None.
 
-    The topic's own codec stays, but `codecs.json` only if the type is bytes or str.
+    A topic's own codec stays, except that `codecs.json` is replaced for a type other than bytes and str.
     """
     if codec is None or topic.codec not in (codecs.bytes, codecs.json):
         return topic

@@ -142,15 +142,15 @@ class Connection:
 
 
 def never_ran(error: BaseException) -> bool:
-    """Return whether an error in the caller's frame says that a method got wrong arguments, so it has not run."""
+    """Return whether an error says that a method was called with wrong arguments, so that the method has not run."""
     return isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
 class ConnectionUser:
     """Base of classes whose methods are calls on a bridge.
 
-    A signal handler or listener may call `Bridge.close` inside such a call. `Bridge.close` finds the call by this class
-    in the thread's stack, and then does not wait for its end.
+    A signal handler or listener may call `Bridge.close` during such a method. `Bridge.close` finds the method by this
+    class in the thread's stack, and then does not wait for its end.
     """
 
     __slots__ = ("_connection",)

@@ -133,7 +133,7 @@ class FairSemaphore:
 
 
 class Place:
-    """One thread's acquisition of a place. Its garbage collection releases the place if `leave` was not called."""
+    """One thread's place in a semaphore, or its wait for one. Garbage collection releases a place that was not left."""
 
     __slots__ = ("_semaphore", "_ticket")
 

@@ -28,7 +28,7 @@ Position = tuple[int, ...]  # a message's position in its partition: ordered as 
 
 
 def as_offset(position: Position) -> int:
-    """Return the one number of a position of a broker that numbers messages. Raise `InvalidOption` for any other."""
+    """Return a position's only number, if its broker numbers messages. Raise `InvalidOption` for other positions."""
     match position:
         case (int(offset),) if offset >= 0:
             return offset
@@ -140,14 +140,14 @@ def _is_utf8(text: str) -> bool:
 
 
 def check_place(partition: Any, timestamp: Any) -> int | None:
-    """Return a message's timestamp in milliseconds. Raise `InvalidOption` if it or the partition is invalid."""
+    """Return a message's timestamp in milliseconds. Raise `InvalidOption` if timestamp or partition are invalid."""
     if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
         raise InvalidOption(f"a partition is a whole number, not {type(partition).__name__}")
     return None if timestamp is None else milliseconds(timestamp, "a timestamp")
 
 
 def milliseconds(time: Any, what: str) -> int:
-    """Return a time in milliseconds since 1970. Raise `InvalidOption`, which names `what`, for an invalid time."""
+    """Return a time in milliseconds since 1970. Raise `InvalidOption`, whose text names `what`, for an invalid time."""
     if isinstance(time, datetime):
         if time.tzinfo is None:
             raise InvalidOption(f"{what} needs a time zone: {time!r} may be any place's time")

@@ -121,7 +121,7 @@ class Plugins:
             self.unregister(plugin)
 
     def backends(self) -> list[Backend]:
-        """Return the backends of all plug-ins. If a hook raises an error, put the error into `failed`."""
+        """Return the backends of all plug-ins. An error that a plug-in raises is kept in `failed`."""
         return self._collect("txnbridge_backends")
 
     def listeners(self) -> list[Listener]:
@@ -145,11 +145,11 @@ class Plugins:
         return self._functions("txnbridge_processing")
 
     def commands(self) -> list[click.Command]:
-        """Return the commands of all plug-ins. If a hook raises an error, put the error into `failed`."""
+        """Return the commands of all plug-ins. An error that a plug-in raises is kept in `failed`."""
         return self._collect("txnbridge_commands")
 
     def brokers(self) -> dict[str, Callable[[], AbstractContextManager[str]]]:
-        """Return all plug-ins' brokers for experiments, by name. If a hook raises an error, put it into `failed`."""
+        """Return all plug-ins' brokers for experiments, by name. An error that a plug-in raises is kept in `failed`."""
         return dict(self._collect("txnbridge_brokers"))
 
     def _collect(self, hook: str) -> list[Any]:

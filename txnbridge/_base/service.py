@@ -36,7 +36,7 @@ class Service(ConnectionUser):
 
     @abstractmethod
     def _loop(self) -> None:
-        """Work until a stop is asked for, or the bridge is closed."""
+        """Do the service's work until a stop is asked for, or the bridge is closed."""
 
     def _leave(self) -> None:
         """Tell the broker or database that this service has ended; errors are only logged."""

@@ -93,7 +93,7 @@ def _bytes(encoded: object) -> bytes | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a codec failed: the text of a TypeError; of other errors, which may quote data, only the class."""
+    """Return why a codec failed: a TypeError's text; for other errors, whose text may quote data, only the class."""
     return str(error) if isinstance(error, TypeError) else type(error).__name__
 
 

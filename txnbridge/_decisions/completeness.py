@@ -64,7 +64,7 @@ class Completeness:
         return False
 
     def remember(self, position: Position, raw: bytes) -> None:
-        """Keep a record's hash while the reading is incomplete: a later snapshot may name this record as covered."""
+        """Keep a record's hash while earlier records may be missing: a later snapshot may name it as covered."""
         if not self.complete:
             self._digests[position] = digest(raw)
 
@@ -92,7 +92,7 @@ class Completeness:
         self._digests = {}
 
     def renew(self, position: Position, record: Renewed) -> None:
-        """Note a record by which an operator has begun the log anew: no record before it is needed any more."""
+        """Note an operator's record that began the log anew: conclusions need no record before it any more."""
         self.renewed = Renewal(position, record.at, record.host)
         self.log, self.born = record.log, position
         self.complete = True

@@ -34,10 +34,10 @@ class KnownOpening:
 
 
 class Openings(dict[IdPath, KnownOpening]):
-    """Maps each id to its newest known opening."""
+    """The newest known opening of each id: the record by which a process became the id's owner."""
 
     def is_next(self, under: OpeningRef) -> bool:
-        """Return whether the next record of the log, which is this opening, becomes the newest opening of its id.
+        """Return whether the opening `under`, the log's next record, becomes the newest opening of its id.
 
         Each opening of an id takes the next number, so a late copy does not count. The owner of a made-up id may open
         it again, and then the data and the position of the last opening count.
@@ -46,7 +46,7 @@ class Openings(dict[IdPath, KnownOpening]):
         return newest is None or newest.under.number < under.number or (under.made_up and newest.under == under)
 
     def is_newest(self, under: OpeningRef) -> bool:
-        """Return whether an opening is the newest of its id. An owner's records after a newer opening do not count.
+        """Return whether an opening is its id's newest one. An owner's records after a newer opening do not count.
 
         The opening of a made-up id need not be known: it is forgotten in time, and no other process opens such an id.
         """
@@ -54,15 +54,15 @@ class Openings(dict[IdPath, KnownOpening]):
         return under.made_up if newest is None else newest.under == under
 
     def is_void(self, under: OpeningRef) -> bool:
-        """Return whether a newer owner makes void all that the owner with the opening `under` appends now."""
+        """Return whether a newer owner of the id makes void all records that the owner named by `under` appends now."""
         newest = self.get(under.id)
         # Two processes may append openings with the same number. Only the process whose opening counts uses it.
         return newest is not None and newest.under.number > under.number
 
     def kept(self, since: Position | None) -> Openings:
-        """Return the openings to keep in memory and in snapshots: without those of made-up ids before `since`.
+        """Return the openings to keep in memory and in snapshots: all but those of made-up ids before `since`.
 
-        `since` is the position of the oldest presence record that is still needed.
+        `since` is where the oldest announcement of a process stands that a transaction still needs.
         """
         return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
 

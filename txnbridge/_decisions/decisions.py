@@ -72,9 +72,9 @@ class Opening:
 class Reading:
     """The decision log's answer about an id.
 
-    `done` is True if a done mark covers the id, whose claims are then no longer kept. `done_up_to` is the done mark on
-    the id itself: every id that consists of this id and a number up to `done_up_to` is done. `opening` is the id's
-    newest opening.
+    `done` is True if the id was marked done, because its decision has been carried out; its claims are then no longer
+    kept. `done_up_to` is the mark under this id: each id that consists of this one and a number up to it is done.
+    `opening` is the record by which a process became the id's newest owner.
     """
 
     claim: Claim | None

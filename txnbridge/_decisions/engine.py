@@ -191,7 +191,7 @@ class Engine:
                 raise fenced(state.ids.openings.get(under.id))
 
     def follower_of(self, begin: EvidenceBegin | None, deadline: Deadline) -> Follower:
-        """Return a follower whose reading includes the position where a query's evidence begins.
+        """Return a reader of the log (a `Follower`) that reads from where a query's evidence begins, or from before it.
 
         If this process began to read after that position, with a snapshot, a second follower reads from the position
         on. Its reading may take long; other threads use the first follower meanwhile.
@@ -207,7 +207,7 @@ class Engine:
         return self._reading_from(begin.at, deadline)
 
     def everything(self, deadline: Deadline) -> Follower:
-        """Return a follower whose reading includes every record that is still in the log."""
+        """Return a reader of the log (a `Follower`) whose reading includes every record that is still in the log."""
         with self.follower.following(deadline) as state:
             start, begin = state.start, self._log.begin(deadline)
             if begin is not None and state.completeness.renewed is not None:
@@ -287,7 +287,7 @@ class Engine:
     def _acked(
         self, query: Query, acks: Sequence[Ack], follower: Follower, deadline: Deadline
     ) -> ClaimAcks | CountingClaim:
-        """Return a claim's acknowledged ranges, with the position up to which the log was read to check them.
+        """Return the ranges that a claim acknowledges, with the position up to which the log was read to check them.
 
         Return the counting claim on the transaction instead if there is one by now. Raise `Conflict` if the log shows
         that another transaction acknowledged on one of the partitions.
@@ -397,7 +397,7 @@ class Engine:
     # --- appending --------------------------------------------------------------------------------------------------
 
     def _be_present(self, seconds: float, deadline: Deadline) -> EvidenceBegin:
-        """Return a presence record, where evidence begins, that is valid for `seconds` more; append one if needed."""
+        """Return a record of this process, valid for `seconds`, at which evidence begins; append it if needed."""
         held: list[bool] = []
         try:
             if not deadline.acquire(self._presence_lock, held):
@@ -418,7 +418,7 @@ class Engine:
                 self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether the newest snapshot replaces a presence record, which a new reading then would not find."""
+        """Return whether the newest snapshot replaces this process's record, so that a new reading would miss it."""
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -439,7 +439,7 @@ class Engine:
         transaction: str | None = None,
         follower: Follower | None = None,
     ) -> tuple[Position, bool | None]:
-        """Append a record and read the log up to it; return its position, and whether it counts (None: unknown)."""
+        """Append a record and read the log up to it; return its position, and whether it counts (None if not known)."""
         record = kind(**{"log": self._log_to_write(deadline), "nonce": self._nonce(), **fields})
         return (follower or self.follower).append(record, deadline, transaction)
 

@@ -76,7 +76,7 @@ class LogState:
     # --- taking records ---------------------------------------------------------------------------------------------
 
     def take(self, position: Position, raw: bytes) -> bool:
-        """Fold the next record. Return False if this version cannot read it: then no later record can be judged."""
+        """Update the conclusions by the log's next record. Return False if this version cannot read the record."""
         try:
             record = decode(raw)
             self.records_since_snapshot += 1
@@ -114,7 +114,7 @@ class LogState:
                 self._report(record.nonce, position, self._take_support(position, raw, record))
 
     def _take_support(self, position: Position, raw: bytes, record: LogRecord) -> bool:
-        """Fold a presence, snapshot, body part or birth record; return False for a snapshot whose body is lost."""
+        """Take a presence, snapshot, body part or birth record; return False for a snapshot whose body is lost."""
         if isinstance(record, BodyPart):
             self._parts[position] = record.payload
         elif isinstance(record, Presence):
@@ -236,7 +236,7 @@ class LogState:
     def begin_behind(
         self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Begin with a snapshot and fold the records after those that it covers. Return False if they do not suffice.
+        """Begin with a snapshot, and judge the records after those that it covers. Return False if they do not suffice.
 
         `foundation` is the snapshot and its body; None if a renewal among the records replaces all before it. `records`
         are the log's last records, from one before the last covered record on. Covered records are not judged, because
@@ -315,7 +315,7 @@ class LogState:
         return presence is not None and presence.nonce == begin.id
 
     def remains(self) -> IdFold:
-        """Return what an incomplete log still says about ids: for an operator to read, because it proves nothing."""
+        """Return what an incomplete log still says about ids; an operator may read it, but it proves nothing."""
         try:
             ids = IdFold.from_json(self.unproven_snapshot) if self.unproven_snapshot else IdFold()
         except (ValueError, TypeError, KeyError, IndexError, AssertionError):
@@ -332,7 +332,7 @@ class LogState:
         return ids
 
     def oldest_living(self, now: int) -> Position | None:
-        """Return the position of the oldest presence record that has not expired at `now`; None without one."""
+        """Return the position of the oldest process's announcement that has not expired at `now`; None without one."""
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:
@@ -352,9 +352,9 @@ class LogState:
         return body if renewed is None else {**body, "renewed": renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
-        """Return the presence records that are still needed at the time `now`, as JSON for a snapshot.
+        """Return the announcements of processes that transactions still need at `now`, as JSON for a snapshot.
 
-        Of those that end in the same hour only the oldest is listed, because it decides which records are kept.
+        For those that end in the same hour only the oldest is listed: the log keeps all records from there on.
         """
         living: list[list[Any]] = []
         for at, until in sorted(self._living.items()):
@@ -367,7 +367,7 @@ class LogState:
         return living
 
     def forget(self, before: Position, oldest_living: Position) -> None:
-        """Drop from memory records before the position `before`, and presence records before `oldest_living`."""
+        """Drop records before the position `before`, and processes' announcements before `oldest_living`."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
         self.ids.forget(oldest_living)

@@ -239,7 +239,7 @@ class Follower:
                 back *= 2
 
     def _begins_at(self, first: Position, end: Position, deadline: Deadline) -> bool:
-        """Begin with a snapshot among the last records; return whether the search for one is over."""
+        """Begin with a snapshot among the last records, if any; return whether no search further back is needed."""
         with self._events.step("decision.read", first=list(first), last=list(end)) as found:
             try:
                 records = list(self._log.read(first, end, deadline))
@@ -292,7 +292,7 @@ class Follower:
         return records, False
 
     def _take(self, cursor: tuple[Position, bytes] | None, records: Sequence[tuple[Position, bytes]]) -> bool:
-        """Fold records, the first of which is the last one read before; return False if its bytes differ now."""
+        """Draw conclusions from records, the first of which was read before; return False if its bytes differ now."""
         if cursor is not None and records and records[0] != cursor:
             return False
         for position, raw in records if cursor is None else records[1:]:

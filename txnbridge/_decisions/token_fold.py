@@ -87,7 +87,7 @@ class TokenFold:
         known[:] = [entry for entry in known if entry[0] != position]
 
     def claim(self, begin: EvidenceBegin, record: Claimed, claim: CountingClaim, covered: Position | None) -> bool:
-        """Fold a claim; return whether it counts. The first counting claim on a transaction decides it.
+        """Note a claim; return whether it counts. The first counting claim on a transaction decides the transaction.
 
         `begin` is where the transaction's evidence begins, `covered` the last position that earlier snapshots cover.
         """
@@ -99,7 +99,7 @@ class TokenFold:
         return True
 
     def remove_void_claim(self, begin: EvidenceBegin, record: Claimed) -> None:
-        """Remove an earlier claim that this fold counts, if the author of `record` knew that claim to be void.
+        """Remove an earlier claim, taken for counting, if the author of `record` knew that claim to be void.
 
         The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting claim
         on its transaction. A reader that began after the transaction's presence record may not know the snapshot that
@@ -112,9 +112,9 @@ class TokenFold:
     def _acknowledge(
         self, transaction: TokenTransaction, acked: ClaimAcks, position: Position, covered: Position | None
     ) -> bool:
-        """Note a claim with acknowledgements; return whether these count.
+        """Note a claim with acknowledgements; return whether the claim counts.
 
-        They count if no other transaction acknowledged on the same partitions between `read_up_to` and the claim.
+        It counts if no other transaction acknowledged on the same partitions between `read_up_to` and the claim.
         """
         # A claim is void if a snapshot before it covers more than the claim's author had read: a reader that begins
         # with this snapshot does not know the claims between `read_up_to` and the covered record.

@@ -87,7 +87,7 @@ class IdFold:
             self.last_ackers.update({each.place: commit for each in record.acked.ranges})
 
     def hold(self, id: IdPath, prepared: PreparedAcks) -> None:
-        """Note that a prepared transaction acknowledges on partitions, where no other one may until it ends.
+        """Note that a prepared transaction acknowledges on partitions, where no other transaction may until it ends.
 
         The author of a later prepare record on the same partition finds that, and aborts its transaction.
         """
@@ -126,7 +126,7 @@ class IdFold:
         return False
 
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
-        """Return this fold as the body of a snapshot. `since` is the position of the oldest living presence record.
+        """Return the conclusions about ids as the body of a snapshot. Transactions begun before `since` have expired.
 
         Commits and holds before `since` are left out, because their transactions have expired, and so are openings of
         made-up ids.
@@ -168,7 +168,7 @@ class IdFold:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> IdFold:
-        """Return the fold that a snapshot's body stores. Raise ValueError, TypeError or KeyError if it is damaged."""
+        """Return the conclusions about ids that a snapshot's body stores. Raise an error if the body is damaged."""
         fold = cls()
         for under_json, position, host, data, names in body["opened"]:
             under = read_under(under_json)

@@ -29,7 +29,7 @@ _MOST_OUTCOMES = 100_000
 
 @dataclass(slots=True, eq=False)
 class UndoneHalf:
-    """The state of a half that is neither published nor dropped. Times are ms since 1970. It takes about 200 bytes."""
+    """A half (a transaction's half messages) that is neither published nor dropped. Times are ms since 1970."""
 
     check_at: int
     deadline_at: int
@@ -42,7 +42,7 @@ class UndoneHalf:
 
 
 class LaneIndex:
-    """Knows which half messages in a topic of half messages, a lane, have not ended. One thread at a time reads it."""
+    """Knows which half messages in a lane (a topic of half messages) have not ended. One thread at a time reads it."""
 
     def __init__(self, consumers: Consumers, topic: str, outcomes: OrderedDict[str, Outcome]) -> None:
         self.undone: dict[str, UndoneHalf] = {}
@@ -89,7 +89,7 @@ class LaneIndex:
             self.outcomes.popitem(last=False)
 
     def park(self, transaction: str, reason: str, refusal: Refusal | None) -> None:
-        """Note that a half's check-backs have stopped for `reason`, or, if it is empty, that they begin again."""
+        """Note that check-backs about a transaction have stopped for `reason`; if it is "", they begin again."""
         with self.lock:
             self._park(transaction, reason, refusal)
 
@@ -103,14 +103,14 @@ class LaneIndex:
             each.checks, each.check_at = 0, 0
 
     def refused_since(self, transaction: str) -> int:
-        """Return since when a half is refused (ms since 1970); if not yet, a time after all earlier refusals."""
+        """Return the time (ms) since which a transaction is refused; if not yet, one after all other refusals."""
         with self.lock:
             if (known := self.refused.get(transaction)) is not None:
                 return known.since
             return max([int(time.time() * 1000), *(each.since + 1 for each in self.refused.values())])
 
     def freed(self) -> list[tuple[str, Refusal]]:
-        """Return the refused halves that waited for another half with the same keys, and need not wait any more."""
+        """Return refused transactions that waited behind another one with the same keys, and need not wait now."""
         with self.lock:
             return [
                 (id, each._replace(behind=""))
@@ -119,7 +119,7 @@ class LaneIndex:
             ]
 
     def waits_for(self, transaction: str, messages: Sequence[HalfMessage]) -> str:
-        """Return the last half that was refused before this one and has one of its keys; "" if there is none."""
+        """Return the last transaction refused before this one that has one of its keys; "" if there is none."""
         with self.lock:
             own = self.refused.get(transaction)
             keys = own.keys if own is not None else places_of(messages)
@@ -183,19 +183,19 @@ class LaneIndex:
         return len(messages)
 
     def skip_to(self, position: Position) -> None:
-        """Read on at a position: all halves in the records before it are published or dropped."""
+        """Read on at a position: the half messages in all records before it are published or dropped."""
         if position > self.position:
             self.position, self._elsewhere = position, True
 
     def oldest(self) -> tuple[Position, int]:
-        """Return the position of the oldest half that is not ended, and how many records were read since."""
+        """Return the position of the oldest half messages that have not ended, and how many records were read since."""
         with self.lock:
             known = [(each.first, each.rank) for each in self.undone.values() if each.first is not None]
         first, rank = min(known, default=(self.position, self.read))
         return first, self.read - rank
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
-        """Return the messages of halves in the index, by transaction, except halves whose records are gone."""
+        """Return the messages of undecided transactions, by transaction, except those whose records are gone."""
         found: dict[str, dict[int, HalfMessage]] = {}
         places = sorted((e.first, e.rank, e.parts, t) for t in transactions if (e := self.undone.get(t)) and e.first)
         for chunk in _near(places):
@@ -247,10 +247,10 @@ class LaneIndex:
 
 
 def _near(places: Sequence[tuple[Position, int, int, str]]) -> Iterator[list[tuple[Position, int, int, str]]]:
-    """Divide the places of halves into groups that are read in one go, because few records lie between them.
+    """Divide stored half messages into groups that are read in one go, because few records lie between them.
 
-    A place has the position of the half's first record, its number in the partition, how many records it has, and its
-    transaction. They come in the order of positions.
+    A place has the position of a transaction's first record, its number in the partition, how many records the
+    transaction has, and its id. Places come in the order of positions.
     """
     chunk: list[tuple[Position, int, int, str]] = []
     for place in places:

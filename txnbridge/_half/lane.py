@@ -88,7 +88,7 @@ class Lane:
         self._trim_at = 0.0
 
     def open(self, deadline: Deadline) -> str:
-        """Fence the lane's former holder, and read which halves are not ended; return its heartbeat's nonce."""
+        """Fence the lane's former holder, and read which half messages have not ended; return a heartbeat's nonce."""
         with self._connection.events.step("half.open", None, lane=self.topic) as found:
             self._writers.open(deadline)
             nonce = self.read(deadline)
@@ -230,7 +230,7 @@ class Lane:
     def _refused(
         self, id: str, messages: Sequence[HalfMessage], error: errors.TxnBridgeError, deadline: Deadline
     ) -> errors.TxnBridgeError:
-        """Return the error for a half whose messages are refused; stop its check-backs if they are refused for good."""
+        """Return the error for half messages that a topic refuses; if it does so for good, stop their check-backs."""
         each = self.index.undone.get(id)
         text = f"the half messages of {id} are decided, and cannot be published: {error}"
         if isinstance(error, errors.TransactionAborted):
@@ -248,7 +248,7 @@ class Lane:
         self.park(id, reason, deadline, refusal)
 
     def park(self, id: str, reason: str, deadline: Deadline, refusal: Refusal | None = None) -> None:
-        """Stop a half's check-backs for a `reason`, until an administrator acts; restart them if `reason` is empty."""
+        """Stop a transaction's check-backs for a `reason`, until an administrator acts; if it is "", restart them."""
         with self._connection.events.step("half.park", id, lane=self.topic, reason=reason):
             self._append([HalfParked(id, reason, refusal).record()], deadline)
         self.index.park(id, reason, refusal)
@@ -264,7 +264,7 @@ class Lane:
             heapq.heappush(self._due, (check_at, transaction))
 
     def next_halves(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        """Return up to `limit` halves whose check-back is due. Only the thread that tends the lane calls this."""
+        """Return the half messages of up to `limit` transactions that are due for a check-back, in one thread only."""
         if limit and not self._fetched:
             self._fetch(deadline)
         halves: list[Half] = []
@@ -285,7 +285,7 @@ class Lane:
         return halves
 
     def _fetch(self, deadline: Deadline) -> None:
-        """Read the messages of halves whose check-back is due: of many at once, which is faster."""
+        """Read the messages whose check-back is due: those of many transactions at once, which is faster."""
         ids = self._take_due()
         try:
             found = self.bodies(ids, deadline)
@@ -314,7 +314,7 @@ class Lane:
         return list(ids)
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
-        """Return the messages of halves that are not ended, by transaction. Only the tending thread calls this."""
+        """Return the half messages of undecided transactions, by transaction; only the lane's own thread calls this."""
         undone = self.index.undone
         if any((each := undone.get(id)) and each.first is None for id in transactions):
             self.read(deadline)
@@ -324,12 +324,12 @@ class Lane:
 
     @property
     def waits(self) -> bool:
-        """Whether a half waits for its end and is not parked: then other processes must see that this process lives."""
+        """True if half messages wait for a decision and are not parked: others must see that this process lives."""
         undone = self.index.undone
         return any(not each.parked for each in list(undone.values())[:_BATCH]) or len(undone) > _BATCH
 
     def tend(self, deadline: Deadline) -> None:
-        """Store a heartbeat if it is due, and remove the records of halves that are published or dropped."""
+        """Store a heartbeat if it is due, and remove the records of half messages that are published or dropped."""
         now, timing = time.monotonic(), self._connection.timing
         idle = now - self._committed_at
         self.index.rest()
@@ -340,9 +340,9 @@ class Lane:
         self.remove_old(deadline)
 
     def remove_old(self, deadline: Deadline) -> None:
-        """Remove old records of the lane's topic, at intervals: those before the oldest half that is not ended.
+        """At intervals, remove the lane's records before its oldest half messages that have not ended.
 
-        Nothing is read for that if all halves that were in the lane at the last call have ended.
+        Nothing is read for that if all half messages that were in the lane at the last call have ended.
         """
         if (now := time.monotonic()) <= self._trim_at:
             return
@@ -374,7 +374,7 @@ class Lane:
             _log.warning("records of done half messages in %r could not be deleted: %s", self.topic, error)
 
     def _store_again(self, deadline: Deadline) -> None:
-        """Store the oldest halves that are not ended once more, behind all records, so that old ones can be removed."""
+        """Store the oldest undecided half messages once more, behind all records, so that old ones can be removed."""
         known = sorted((each.first, id, each.size) for id, each in list(self.index.undone.items()) if each.first)
         sizes = accumulate(size for *_, size in known)
         ids = [id for (_, id, size), total in zip(known[:_BATCH], sizes, strict=False) if total - size < _BATCH_BYTES]
@@ -388,7 +388,7 @@ class Lane:
 
 
 def is_lost(error: errors.TxnBridgeError) -> bool:
-    """Return whether a lane has to be opened again after this error of one of its transactions."""
+    """Return whether a lane (a topic of half messages) must be opened anew after this error of a transaction in it."""
     return isinstance(
         error, errors.Fenced | errors.OutcomeUnknown | errors.PositionLost | errors.NotFound
     ) and not isinstance(error, RefusedHalf | errors.EvidenceLost)

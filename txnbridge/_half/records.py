@@ -32,7 +32,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class HalfPart:
-    """One message of a half, read from a lane's topic: the message `number` of `of`. Times are ms since 1970."""
+    """A half message as a record in a topic of half messages: `number` of `of` in its transaction. Times are in ms."""
 
     transaction: str
     number: int
@@ -45,7 +45,7 @@ class HalfPart:
 
 @dataclass(frozen=True)
 class HalfDone:
-    """The record that a half is published or dropped. The transaction that publishes the messages also stores it."""
+    """The record that half messages are published or dropped. The transaction that publishes them also stores it."""
 
     transaction: str
     outcome: Outcome
@@ -55,7 +55,7 @@ class HalfDone:
 
 
 class Refusal(NamedTuple):
-    """A committed half whose topics refuse its messages, or which waits behind such a half with equal keys."""
+    """A committed half (a transaction's messages) that its topics refuse, or that waits behind one with equal keys."""
 
     since: int  # milliseconds since 1970
     keys: frozenset[str]  # of its messages, as `places_of` returns them
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class HalfParked:
-    """The record that a half's check-backs have stopped for a reason; without a reason they begin again."""
+    """The record that check-backs about a transaction have stopped for a reason; without a reason they begin again."""
 
     transaction: str
     reason: str

@@ -151,7 +151,7 @@ class Resolver(Service):
             _log.warning("half-message transaction %s will be checked again: %s", half.transaction, error)
 
     def _ask(self, half: Half) -> None:
-        """Call the application's `check` for a half and end the half by its answer; runs on a thread of its own."""
+        """Call the application's `check` for half messages, and end them by its answer; runs on a thread of its own."""
         try:
             decision = self._answer(half)
             if decision is Decision.ABORT and time.time() * 1000 < half.deadline_at:
@@ -192,7 +192,7 @@ class Resolver(Service):
             return Decision.UNDECIDED
 
     def _decide(self, half: Half) -> Decision:
-        """Return the decision about a half by the application's `check`; a subclass may look further."""
+        """Return the decision by the application's `check` about half messages; a subclass may look further."""
         return self._check(half.transaction, [_shown(half, number) for number in range(len(half.messages))])
 
     def _note_end(self, half: Half, outcome: Outcome) -> None:

@@ -47,13 +47,13 @@ def _named(bridges: Sequence[SpannedBridge]) -> str:
 
 
 def sweep_of(bridges: Sequence[SpannedBridge]) -> SpanSweep:
-    """Return a sweep over these bridges, which is not started."""
+    """Return a service, not started, that ends parts of spans that dead processes have left at these brokers."""
     by_cluster = {bridge.cluster: bridge for bridge in bridges}
     return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster)
 
 
 class Spans:
-    """The records of spans over one set of clusters: stores them, and ends what dead processes have left of them."""
+    """The records of spans (transactions over several brokers): stores them, and ends spans whose process has died."""
 
     def __init__(self, keeper: Connection, bridges: Sequence[SpannedBridge]) -> None:
         self._guard = threading.Lock()
@@ -73,7 +73,7 @@ class Spans:
         self._sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
-        """End the parts of spans with these bridges from now on."""
+        """From now on use these bridges, too, to end the parts of spans that dead processes have left."""
         with self._guard:
             self._bridges.update(bridges)
 
@@ -104,7 +104,7 @@ class Spans:
         return cast("SpanTransaction", self._databases.transaction(db, self._group, timeout))
 
     def decide(self, span: Span, deadline: Deadline) -> None:
-        """Store a span's record, and commit its parts."""
+        """Store the record that decides a span (a transaction over several brokers), and commit its parts."""
         assert self._records is not None
         with self._records.transaction(span, timeout=max(0.001, deadline.left())) as half:
             self.send_record(half, span.tokens, deadline)
@@ -115,7 +115,7 @@ class Spans:
         half.send(self._topic, json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
 
     def end_parts(self, half: Half, decision: Decision) -> bool:
-        """End the parts that a record names, by the decision of a database; return whether all have ended so."""
+        """End a span's parts that its record names, by a database's decision; return whether all have ended so."""
         outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         tokens = _tokens_of(half.messages[0].value)
         return self._end_others(half.transaction, outcome, tokens, by_row=True) is Decision.ABORT
@@ -142,7 +142,7 @@ class Spans:
         return decision
 
     def _check(self, transaction: str, messages: Sequence[Message]) -> Decision:
-        """Answer for a span whose process has not ended it: the record may be dropped, or is asked about again."""
+        """Answer a check-back about a span's record, and end its parts: ABORT drops it, UNDECIDED asks again."""
         first, *others = _tokens_of(messages[0].value)
         bridge = self._bridge(first)
         if time.time() * 1000 >= json.loads(messages[0].value)["until"]:
@@ -157,7 +157,7 @@ class Spans:
     def _end_others(
         self, span: str, outcome: Outcome, tokens: Sequence[Token], by_row: bool = False, within: Deadline | None = None
     ) -> Decision:
-        """End the parts behind the first one by its outcome. ABORT drops the record, UNDECIDED keeps it."""
+        """End a span's parts by the outcome of its first one. Return ABORT to drop its record, UNDECIDED to keep it."""
         left, torn = False, list[tuple[Token, str]]()
         for token in tokens:
             try:
@@ -181,7 +181,7 @@ class Spans:
         return (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token, timeout)
 
     def _end_again(self) -> None:
-        """End the parts that could not be ended before: the next check-back about them may come after their hold."""
+        """End parts of spans that could not be ended before: the next check-back may come after their hold is over."""
         for transaction, ended in list(self._later.items()):
             try:
                 self._end(*ended)
@@ -206,7 +206,7 @@ _opening = threading.Lock()
 
 
 def spans_over(bridges: Sequence[SpannedBridge], least: int) -> Spans:
-    """Return the spans of these bridges, whose records are on a broker that all processes choose alike."""
+    """Return the `Spans` of these bridges' clusters. All processes choose the same broker for the spans' records."""
     for bridge in bridges:
         bridge._connection.check_open()
     clusters = frozenset(bridge.cluster for bridge in bridges)
@@ -354,7 +354,7 @@ class Span:
         self.__exit__(errors.Abort, errors.Abort(), None)
 
     def _abort(self, prepared: bool = True) -> None:
-        """Abort what is open or prepared. The sweep repeats what a broker cannot do now, while this process lives."""
+        """Abort the open and prepared parts. An abort that fails now is repeated while this process lives."""
         for bridge, part in self._parts.items():
             try:
                 if part.token is None:

@@ -64,7 +64,7 @@ class SpannedBridge(Protocol):
 
 
 def mark(key: str, place: int, until: float) -> str:
-    """Return the end of a part's id: the span's key, the part's place, and the end of the time for the decision."""
+    """Return a suffix for the id of a span's part: the span's key, the part's number, and the time to decide by."""
     return f".span.{key}.{place}.{int(until)}"
 
 
@@ -73,7 +73,7 @@ PART_OF_SPAN = "part of a span: leave it to a resolver (txnbridge spans run)"
 
 
 def is_part(transaction: OpenTransaction | Token) -> bool:
-    """Return whether a prepared transaction is a part of a span: ended by hand, it may tear the span."""
+    """Return whether a prepared transaction is a part of a span, which an administrator should not end alone."""
     named = transaction if isinstance(transaction, Token) else transaction.token or transaction
     return _ANY_MARK.search(named.transaction) is not None
 
@@ -89,7 +89,7 @@ Settle = Callable[[str, int], Decision]
 
 
 class Part(NamedTuple):
-    """An open or prepared part of a span; `until` is the time in seconds until which its process may decide."""
+    """A part of a span, open or prepared at one broker. Until `until` (in seconds) the span's process may decide."""
 
     bridge: SpannedBridge
     transaction: str
@@ -102,7 +102,11 @@ class Part(NamedTuple):
 
 
 class SpanSweep(Service):
-    """Looks for such parts on all clusters, every few seconds, until the bridge that has the records is closed."""
+    """Looks every few seconds, on all clusters, for parts of spans whose process cannot end them any more; ends them.
+
+    A span is a transaction over several brokers, a part its transaction on one of them. The service runs until the
+    bridge is closed on whose broker the records of spans are stored.
+    """
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class SpanSweep(Service):
             self.sweep()
 
     def sweep(self) -> None:
-        """End the parts that their processes cannot decide any more."""
+        """End the parts of spans whose processes cannot decide about them any more."""
         now = time.time()  # before the look, which may take long: what it shows as open is open after this time
         left = self.parts()
         firsts = {part.key for part in left if part.place == 0}
@@ -153,7 +157,7 @@ class SpanSweep(Service):
                         self._end(part, decision)
 
     def _end(self, part: Part, decision: Decision) -> Outcome | None:
-        """End a part, and return its true outcome; None for an open part that has been prepared since the look."""
+        """End a span's part, and return its true outcome; None if it was listed as open and is prepared now."""
         if part.token is not None:
             return (part.bridge.commit if decision is Decision.COMMIT else part.bridge.abort)(part.token)
         # A span is decided only when all its parts are prepared. The ends of other parts may have taken minutes.

@@ -47,7 +47,7 @@ _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 
 
 class LaneStore(HalfStore):
-    """The half store of a bridge to a broker without half messages: a `LaneGroup` for each group. Thread-safe."""
+    """The half store of a bridge whose broker has no half messages: a `LaneGroup` for each group. Thread-safe."""
 
     def __init__(self, consumers: Consumers, logs: DecisionLogs) -> None:
         self._consumers = consumers
@@ -227,7 +227,7 @@ class LaneGroup:
         return lane if lane is not None and lane.how["owner"] == name else None
 
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return lane `number`, opened by this process. Raise `EvidenceLost` if its owner is no longer `name`."""
+        """Return lane `number`, opened by this process. Raise `EvidenceLost` if its owner is not `name` any more."""
         if (lane := self._held(number, name)) is not None:
             return lane
         with self._opens(deadline):
@@ -330,7 +330,7 @@ class LaneGroup:
                 self._turn.release()
 
     def _give_up(self, lane: Lane, error: TxnBridgeError, deadline: Deadline) -> None:
-        """Drop a lane after an error by which it may not be this process's any more; raise any other error."""
+        """Drop a lane if the error means that another process may have opened it; raise any other error."""
         if is_lost(error):
             self._drop(lane)
         if not is_lost(error) or deadline.left() <= _RETRY_SECONDS:
@@ -359,7 +359,7 @@ class LaneGroup:
                 self._turn.release()
 
     def _tend(self, limit: int) -> list[Half]:
-        """Tend the lanes that this process has opened, and return up to `limit` halves whose check-back is due."""
+        """Tend this process's lanes (topics of half messages); return up to `limit` due halves."""
         self._tended_at = time.monotonic()
         due: list[Half] = []
         failed: TxnBridgeError | None = None
@@ -430,7 +430,7 @@ class LaneGroup:
                     self._lane(number, owner, deadline)
 
     def leave(self, deadline: Deadline) -> None:
-        """Free this process's own lane if all its halves have ended, and leave the other lanes to other resolvers."""
+        """Free this process's lane if its half messages have all ended; leave the other lanes to other resolvers."""
         with self._turn, self._opens(deadline):
             for number, lane in list(self._lanes.items()):
                 if self._is_own(lane) and not lane.index.undone:
@@ -461,7 +461,7 @@ class LaneGroup:
         return found
 
     def late(self, deadline: Deadline) -> int:
-        """Return how many halves wait for a check-back for longer than a takeover of their lane takes."""
+        """Return for how many transactions the check-back is overdue for longer than a takeover of their lane takes."""
         before = (time.time() - 4 * self._connection.timing.lane_takeover) * 1000
         count = 0
         for _, _, index in self._indexes(deadline):
