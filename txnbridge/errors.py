@@ -187,7 +187,7 @@ class Abort(Exception):
 class Poison(_Picklable):
     """A message can never be processed: raised by handlers, and for a message that its codec cannot decode.
 
-    `message` is this message (undecoded if decoding failed), so that the program can acknowledge it and store it apart.
+    `message` is this message (undecoded if decoding failed): the program can acknowledge it and store it elsewhere.
     """
 
     def __init__(self, reason: str = "", *, message: Any = None) -> None:

@@ -144,7 +144,7 @@ class Option:
 
     @staticmethod
     def of(settings: Any) -> dict[str, Option]:
-        """Return the options by which the fields of a dataclass of settings were declared, by name."""
+        """Return the options that the fields of a settings dataclass declare (by `Option.setting`), by name."""
         return {each.name: each.metadata["option"] for each in fields(settings) if "option" in each.metadata}
 
 
@@ -394,7 +394,7 @@ class Writer(ABC):
         """
 
     def separate(self) -> None:
-        """Note that the messages from now on may be stored before, among or behind the earlier ones of the transaction.
+        """Note that later messages of the transaction may be stored before, among or behind its earlier ones.
 
         A shared transaction consists of transactions of several threads, between which there is no order.
         """
@@ -584,7 +584,7 @@ class Reader(ABC):
     _turn = 0
 
     def _rotated(self, parts: Iterable[_Part]) -> list[_Part]:
-        """Return the parts of the reader, beginning with another one at each call, so that none is always the last."""
+        """Return the parts that the reader polls, each time beginning with another one, so none is always last."""
         listed = list(parts)
         self._turn = (self._turn + 1) % max(1, len(listed))
         return listed[self._turn :] + listed[: self._turn]
@@ -856,7 +856,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LedgerClaim:
-    """The claim that decides a transaction. `opening` names the owner's opening under which it was made, if any."""
+    """The claim that decides a transaction. `opening` names its author's opening of the transactional id, if any."""
 
     decision: Decision
     data: Mapping[str, Any]
@@ -871,15 +871,15 @@ class Ledger(ABC):
 
     @abstractmethod
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Open the transactional id; return the opening's name. Later records of older owners do not count."""
+        """Open the transactional id, to own it; return the opening's name. Later records of older owners are void."""
 
     @abstractmethod
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Open the id if its newest opening is still named `before` (None: none exists); return whether it did so."""
+        """Open the transactional id if its last opening is named `before` (None: never opened); return whether so."""
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the name and data of the id's newest opening; None if the id was never opened."""
+        """Return the name and data of the last opening of the transactional id; None if no process ever opened it."""
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
@@ -921,8 +921,8 @@ class Ledger(ABC):
     ) -> LedgerClaim:
         """Claim a transaction's outcome; return the counting claim, whichever process made it.
 
-        `log` is the transaction's `Evidence.log`. The first claim counts, with two exceptions. A COMMIT by a process
-        that has opened the id, of a transaction that is not prepared, is void after a newer opening: raise `Fenced`. A
+        `log` is the transaction's `Evidence.log`. The first claim counts, with two exceptions. A COMMIT by the id's
+        owner, of a transaction that is not prepared, is void once another process has opened the id: raise `Fenced`. A
         COMMIT with `acks` is void if another transaction acknowledged on the same group and partition since
         `read_up_to`: raise `Conflict`. After both errors the transaction is still undecided, and the caller must claim
         its ABORT. Raise `OutcomeUnknown` if the claim may or may not count (repeat the call), `EvidenceLost` if this
@@ -973,9 +973,9 @@ class Ledger(ABC):
 
 
 class LedgerValue:
-    """A small value in the decision log, changed by compare-and-set: the data of the newest opening of a ledger.
+    """A small value in the decision log, changed by compare-and-set. Its name is the id of the ledger that stores it.
 
-    The ledger's id is the value's name; no transaction uses this id.
+    The value is the data of the last opening of this id, which no transaction uses.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -1040,7 +1040,7 @@ class HalfStore(ABC):
 
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
-        """Store all messages of a half, or none that can be published; return the half with `how`, which `end` needs.
+        """Store all messages of a transaction, or none that can be published; return the half with `how`, for `end`.
 
         A second call with the same transaction changes nothing. Raise `DeliveryFailed` if the half certainly is not
         stored.
@@ -1048,7 +1048,7 @@ class HalfStore(ABC):
 
     @abstractmethod
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        """Publish or drop the messages of a half for good; return the outcome by the first decision.
+        """Publish or drop a transaction's half messages for good; return the outcome by the first decision.
 
         UNDECIDED only postpones the next check-back; then return UNKNOWN, unless the half was ended before. Raise
         `OutcomeUnknown` or `BrokerUnavailable` if the decision may or may not count: the caller repeats the call.
@@ -1056,24 +1056,24 @@ class HalfStore(ABC):
 
     @abstractmethod
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        """Return halves that are due for a check-back, as soon as there is one; an empty list at the deadline.
+        """Return half messages due for a check-back, as soon as there are some; an empty list at the deadline.
 
-        No other resolver gets the same half for a while. A half with too many check-backs is parked instead.
+        No other resolver gets the same half messages for a while. After too many check-backs they are parked instead.
         """
 
     def tend(self, group: str, deadline: Deadline) -> None:
-        """Do the regular work of `checks` without returning a half: this process can take no more check-backs now."""
+        """Do the store's regular work, such as a heartbeat, while this process can take no more check-backs."""
 
     def leave(self, group: str, deadline: Deadline) -> None:
-        """Note that this process no longer calls `checks` for a group, so that the broker asks other processes."""
+        """Note that this process answers no more check-backs of a group, so that the broker asks other processes."""
 
     @abstractmethod
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        """Return the parked halves, which had too many check-backs; an administrator must end or resume them."""
+        """Return the half messages parked after too many check-backs; an administrator must end or resume them."""
 
     @abstractmethod
     def resume(self, half: Half, deadline: Deadline) -> None:
-        """Start the check-backs of a parked half again. Raise `NotFound` if the half is not parked."""
+        """Start the check-backs about parked half messages again. Raise `NotFound` if they are not parked."""
 
     def check(self, deadline: Deadline) -> list[Advice]:
         """Return the doctor's findings about half messages that `Admin.check` does not return."""

@@ -59,7 +59,7 @@ class FailurePolicy:
                 self._attempts.pop(message[:3], None)
 
     def is_temporary(self, error: BaseException) -> bool:
-        """Return whether to poll and process once more after this error."""
+        """Return whether the processor polls and processes once more after this error."""
         if isinstance(error, _FINAL) or error is self.ends_loop:
             return False
         return error is self.of_handler or isinstance(error, _PASSING)
@@ -84,7 +84,7 @@ class FailurePolicy:
         raise error
 
     def may_pass(self, error: Exception, txn: PassTransaction) -> bool:
-        """Return whether the handler failed because of a message, but may succeed with it another time."""
+        """Return whether the handler failed because of a message, but may succeed with this message later."""
         if isinstance(error, (errors.Abort, *self._fatal)) or isinstance(txn._cause, errors.InvalidState):
             return False
         return not self.is_poison(error) and not _is_from_broker(error, txn)
@@ -135,12 +135,12 @@ class FailurePolicy:
 
 
 def refuses_message(error: BaseException | None) -> bool:
-    """Return whether the broker refuses a message of the transaction for itself: the same would happen again."""
+    """Return whether the broker refuses one message, say for its size, so that a retry would fail in the same way."""
     return isinstance(error, errors.DeliveryFailed) and error.permanent
 
 
 def require_not_ended(txn: PassTransaction) -> None:
-    """Raise `InvalidState` if the handler has tried to end the transaction itself, which a retry would do again."""
+    """Raise `InvalidState` if the handler has itself ended the transaction, or tried to: a retry would do so again."""
     if isinstance(txn._cause, errors.InvalidState):
         raise txn._cause
 

@@ -14,7 +14,7 @@ from txnbridge.errors import NotFound
 
 
 class InputTopics:
-    """The topics `given` to a processor. A name with `*` is a pattern, not for retry topics, nor for topics `apart`."""
+    """The topics that a processor was `given`. A name with `*` is a pattern, which never fits the topics in `apart`."""
 
     def __init__(self, given: list[Topic], apart: Iterable[str]) -> None:
         self._named = {topic.name: topic for topic in given if "*" not in topic.name}
@@ -24,14 +24,14 @@ class InputTopics:
         self.now = given
 
     def topic(self, name: str) -> Topic | None:
-        """Return the topic with this name, also one that is gone or not found yet; None if it is no input."""
+        """Return the input topic with this name, also if it is gone or not found yet; None if it is no input."""
         if name not in self._known:
             fitting = (replace(each, name=name) for each in self.patterns if fnmatchcase(name, each.name))
             self._known[name] = next(fitting, None)
         return self._known[name]
 
     def look(self, connection: Connection, now: bool = False) -> bool:
-        """Look `now`, or once in a while, and return True. Raise `NotFound` if the first look finds no topic."""
+        """Look for fitting topics if it is time, or `now`; return whether it looked. Raise `NotFound` if none fit."""
         if not self.patterns or (not now and time.monotonic() < self._look_at):
             return False
         names = connection.broker.admin.topic_names(connection.deadline())

@@ -63,7 +63,7 @@ class ProcessorInputs:
         self._idle_since: dict[RawConsumer, float] = {}  # consumers without a partition, with the time
 
     def take(self, max_messages: int, timeout: float) -> list[Message]:
-        """Return due messages, or messages of the inputs: in turn, so that neither waits for long behind the other."""
+        """Return due messages of retry topics, or messages of the inputs: in turn, so that neither waits for long."""
         if self.awaits_failed:
             return self._take_failed(max_messages, timeout)
         now = time.monotonic()
@@ -113,7 +113,7 @@ class ProcessorInputs:
         self._polls_for_failed = _POLLS_FOR_FAILED if failed else 0
 
     def hold(self) -> None:
-        """Take no messages, and stay in the groups: called again and again, because partitions may come meanwhile."""
+        """Take no messages, but stay in the groups. Call this repeatedly, because partitions may come meanwhile."""
         for consumer in self._consumers():
             consumer.pause()
             consumer.poll_idle()
@@ -222,6 +222,6 @@ class RetryConsumer(RawConsumer):
             self._deliveries.set_aside(since)
 
     def _not_due(self) -> set[Partition]:
-        """Return the partitions whose first message that was set aside is not due."""
+        """Return the partitions whose first message is not due and was set aside until then."""
         heads = self._deliveries.first_set_aside()
         return {partition for partition, message in heads.items() if seconds_until_due(message) > 0}

@@ -13,7 +13,7 @@ from txnbridge.errors import Poison
 class SetAside(NamedTuple):
     """The mark of a message that the handler cannot process: poison, or `delayed`, to be sent to a retry topic.
 
-    `delayed` is None for a note of txnbridge in a retry topic, which is only acknowledged.
+    `delayed` is None for a record of txnbridge's own in a retry topic (a note), which is only acknowledged.
     """
 
     error: Exception
@@ -56,12 +56,12 @@ class PolledBatch:
 
     @property
     def notes(self) -> int:
-        """The number of notes of txnbridge among the messages."""
+        """The number of messages in the batch that are notes: txnbridge's own records in a retry topic."""
         return sum(mark.delayed is None and index < len(self) for index, mark in self._set_aside.items())
 
     @property
     def marked(self) -> Set[int]:
-        """The indexes of the marked messages, perhaps with some beyond this batch; not changed by later marks."""
+        """The indexes of messages marked as poison or delayed, perhaps beyond this batch, without later marks."""
         return frozenset(self._set_aside)
 
     @property
@@ -82,7 +82,7 @@ class PolledBatch:
         return index < len(self) and self._set_aside[index].delayed is delayed
 
     def good(self) -> Sequence[int]:
-        """Return the indexes of the messages that are not marked, which the handler can process as far as is known."""
+        """Return the indexes of messages that are marked neither as poison nor as delayed, for the handler."""
         if not self._set_aside:
             return range(len(self))
         return [index for index in range(len(self)) if index not in self._set_aside]
@@ -94,7 +94,7 @@ class PolledBatch:
     def index_named_by(self, error: Exception) -> int | None:
         """Return the index of the message that caused a batch handler's error; None if this cannot be determined.
 
-        It is the only good message, or the message of a `Poison` error.
+        It is the message of a `Poison` error, or the only message that is neither poison nor delayed.
         """
         good = self.good()
         if len(good) == 1:

@@ -90,14 +90,14 @@ class _TimeToPoll(Exception):
 
 
 class _FailedBehind(Exception):
-    """Raised if the handler failed for the message at `index`, and not for those before: these are committed first."""
+    """Raised if the handler failed for the message at `index` after others succeeded: these are committed first."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class _Found(Exception):
-    """Raised after messages were marked to be set aside: aborts the transaction; the batch runs again without them."""
+    """Raised after messages were marked as poison or delayed: aborts the transaction, to repeat it without them."""
 
 
 class _Hidden(Exception):
@@ -269,7 +269,7 @@ class Processor(ConnectionUser):
         self._add(messages=0, transactions=0, dead_letters=0, delayed=0, retries=0)
 
     def _observe_handler(self) -> None:
-        """Call the handler inside the context managers of plug-ins, if there are any."""
+        """Have the handler called inside the context managers of plug-ins, if there are any."""
         makers, group, each, batch = plugins.context_makers(), self._group, self._each, self._batch
         if makers and each is not None:
             self._each = lambda message, txn: call_inside(makers, (message,), group, each, message, txn)
@@ -544,7 +544,10 @@ class Processor(ConnectionUser):
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
 
     def _follow_topics(self, failed: bool = False) -> bool:
-        """Join again if other topics are read than fit, or after a first failure, by a topic that was made anew."""
+        """Join the group again if other topics fit the patterns by now; return whether it has joined.
+
+        After a first failure (`failed`) join also with the same topics: one may have been deleted and created again.
+        """
         assert self._inputs is not None
         looked = self._input_topics.look(self._connection, now=failed)
         if not looked or (self._inputs.topics is self._input_topics.now and (self._failures or not failed)):
@@ -700,7 +703,7 @@ class Processor(ConnectionUser):
         return len(done)
 
     def _send_set_aside(self, items: PolledBatch, txn: PassTransaction) -> int:
-        """Send the marked messages to their topics; return the number of consecutive dead letters at the end."""
+        """Send poison and delayed messages to their topics; return how many dead letters in a row are at the end."""
         of_source = getattr(txn, "of_source", txn)  # also if the handler sends to another broker
         if (keys := self._waiting_keys) is None:
             self._retries.send(items, of_source, self._attempts_at)
@@ -770,7 +773,7 @@ class Processor(ConnectionUser):
         return items.first(done)
 
     def _if_slow(self, seconds: float, failure: Exception | None) -> Exception | None:
-        """Return `failure`, or another one if a call lasted longer than the transaction, which cannot be committed."""
+        """Return `failure`, the handler's error; another error if a call lasted so long that no commit is possible."""
         if seconds <= self._timeout:
             return failure
         slow = HandlerTooSlow(f"the handler took {seconds:.1f} s, longer than timeout={self._timeout:g}")
@@ -780,7 +783,7 @@ class Processor(ConnectionUser):
     def _judge(self, error: Exception, items: PolledBatch, index: int, txn: PassTransaction, first: bool) -> None:
         """Mark the message for which the handler has failed. Raise the error unless the message is to be set aside.
 
-        `first`: whether the handler was called for no message before it in this transaction.
+        `first` is True if the handler was called for no earlier message in this transaction.
         """
         self._failed = items.originals[index]
         may_pass = self._policy.may_pass(error, txn)
@@ -828,7 +831,7 @@ class Processor(ConnectionUser):
             self._find_culprit(refused.error, items, txn)
 
     def _find_culprit(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
-        """Raise the error of the handler for a batch again, unless a message of the batch is set aside for it.
+        """Raise the error of a batch's handler again, unless a message of the batch is set aside because of it.
 
         Then raise `_Found` if this message is known, and otherwise `_Hidden`.
         """

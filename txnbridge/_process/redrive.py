@@ -35,7 +35,7 @@ class DeadLetter(Origin):
 
 
 class Redriven(NamedTuple):
-    """The counts of a redrive: dead letters sent back, and left for their reason or group, without origin or topic."""
+    """Counts of dead letters: sent back; left for reason or group; left without valid headers; left without a topic."""
 
     sent: int = 0
     left: int = 0
@@ -106,7 +106,7 @@ class Redrive:
         return self._reason is None or self._reason in letter.reason
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
-        """Send a batch's dead letters back in one transaction; return the counts `done`, increased."""
+        """Send a batch's dead letters back in one transaction; return the counts in `done`, increased by this batch."""
         chosen: list[tuple[Message, DeadLetter]] = []
         others: list[Message] = []
         foreign = gone = 0

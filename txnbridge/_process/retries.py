@@ -35,7 +35,7 @@ _TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re
 
 
 class WaitsBehind(Exception):
-    """The reason of a message that waits in a retry topic because an earlier one of its key does, due at `due`."""
+    """The reason why a message waits in a retry topic: an earlier message of its key waits there, due at `due`."""
 
     def __init__(self, topic: str, due: float = math.inf) -> None:
         super().__init__("an earlier message of its key waits")
@@ -91,7 +91,7 @@ def place_of(message: Message | WaitingMessage) -> str:
 
 
 def is_note(message: Message) -> bool:
-    """Return whether a message of a retry topic is a note, and nothing to process."""
+    """Return whether a message of a retry topic is a note: a record of txnbridge's own that needs no processing."""
     return DONE in message.headers or MARKER in message.headers
 
 
@@ -184,7 +184,7 @@ class Retries:
         attempts: Callable[[Message], int],
         partition: Callable[[str, Message], int] | None = None,
     ) -> dict[int, tuple[str, float]]:
-        """Send the delayed messages of a batch to their retry topics, in the transaction, and the notes about others.
+        """Send the delayed messages of a batch to their retry topics, and notes about those that leave one, in `txn`.
 
         Return the topics and due times by index. `attempts` returns the number of attempts at a delivered message,
         `partition` its partition of a retry topic; if it is None, the broker or the key chooses.

@@ -158,7 +158,7 @@ class SideBySide:
         return list(chains.values())
 
     def send(self, delivered: Message, txn: Any) -> None:
-        """Send what the call for a message has sent, or raise its error."""
+        """Send in `txn` the messages that the handler's call for `delivered` has sent, or raise the call's error."""
         result = self._results[_place(delivered)]
         if not isinstance(result, RecordedSends):
             raise result
@@ -180,7 +180,7 @@ class SideBySide:
 
 
 def check_side_by_side(concurrency: Any, order: Any, plain: bool) -> None:
-    """Raise `InvalidOption` for invalid settings; `plain`: whether the processor has `each`, and no database."""
+    """Raise `InvalidOption` for invalid settings; `plain` is True for a processor with `each` and no database."""
     if type(concurrency) is not int or concurrency < 1:
         raise InvalidOption(f"concurrency= is a whole number from 1, not {concurrency!r}")
     if order not in ORDERS:

@@ -31,7 +31,7 @@ _Key = tuple[str, int, bytes]  # the original topic, its partition, and the mess
 
 
 class WaitingKeys:
-    """Knows the messages that wait in a processor's retry topics, which it reads without a group."""
+    """Knows which messages wait in a processor's retry topics; it reads these topics without a group."""
 
     def __init__(self, consumers: Consumers, topics: list[str], begin: Callable[..., PassTransaction]) -> None:
         self._consumers = consumers
@@ -82,7 +82,7 @@ class WaitingKeys:
                 goes_first.add((key, original.position))
 
     def hold_followers(self, batch: PolledBatch, first: int, topic: str) -> None:
-        """Mark the messages of a batch that follow one at index `first`, with its key, which will wait in a topic."""
+        """Mark messages of a batch after the one at `first`, with its key: it will wait in the retry topic `topic`."""
         if (key := _key(batch.originals[first])) is not None:
             for index in batch.good():
                 if index > first and _key(batch.originals[index]) == key:
@@ -131,7 +131,7 @@ class WaitingKeys:
         self.in_doubt = False
 
     def _read_to_markers(self, deadline: Deadline) -> None:
-        """Read up to a marker of its own in each partition."""
+        """Send a marker message to each partition of the retry topics, and read up to it."""
         connection = self._consumers.connection
         if self._reader is None:
             self._reader = RawConsumer._open(self._consumers, self._topics, None, "earliest")
@@ -152,7 +152,7 @@ class WaitingKeys:
         self._seen.clear()
 
     def _gone(self) -> set[tuple[str, str]]:
-        """Return the places, and topics, of messages that left the topic where they waited last, as far as is read."""
+        """Return the original places of messages that left the retry topic where they waited last, with the topics."""
         left = [(place, topic, *self.places[place]) for place, topic in self._left if place in self.places]
         return {(place, topic) for place, topic, key, position in left if self._waiting[key][position][0] == topic}
 

@@ -133,7 +133,7 @@ class Consumer(ConnectionUser):
         return self._hand_out(max_messages)
 
     def _received(self) -> None:
-        """Note that the program has the messages that the last `_poll` returned; takes no lock."""
+        """Note that the program has received the messages that the last poll returned; takes no lock."""
         self._deliveries.on_the_way = None
 
     @one_call("poll")
@@ -165,7 +165,7 @@ class Consumer(ConnectionUser):
     def _fill(
         self, max_messages: int, max_wait: float, step: float = TIMEOUT_MAX, hurry: Callable[[], bool] = lambda: False
     ) -> Batch:
-        """Wait for a full batch, at most `max_wait` seconds; after each `step` seconds end the wait if `hurry()`."""
+        """Wait `max_wait` seconds at most for a full batch; end the wait if `hurry()`, asked each `step` seconds."""
         deadline = Deadline(max_wait)
         batch: Batch | None = None
         while batch is None:
@@ -193,7 +193,7 @@ class Consumer(ConnectionUser):
         return self._hand_out(1)
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
-        """Get messages from the broker's reader, unless one is ready already (with `full`: unless `most` are)."""
+        """Get messages from the broker's reader, unless one is fetched already (with `full`: unless `most` are)."""
         _check_limits(most, timeout)
         most = min(most, self._connection.timing.unacked_messages)
         self._settle(timeout)

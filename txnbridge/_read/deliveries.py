@@ -45,7 +45,7 @@ _source_of = attrgetter("source")
 
 
 class Holder(Protocol):
-    """The part of `Transaction` that this module uses: a transaction holds the messages that it acknowledges."""
+    """The part of `Transaction` that this module uses. A transaction holds the messages that it acknowledges."""
 
     _holds: dict[Deliveries, object]  # each with its consumer, so that the consumer is not garbage-collected
 
@@ -82,7 +82,7 @@ class Assignment:
 
     @property
     def out(self) -> dict[Position, None]:
-        """The positions of messages that the program has and has not acknowledged, in the order of their delivery."""
+        """The positions of messages that the program has got and not acknowledged, in the order of delivery."""
         for positions in self._fresh:
             self._out.update(dict.fromkeys(positions))
         self._fresh.clear()
@@ -126,13 +126,13 @@ class Assignment:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Return these messages without those that are read once more although a transaction acknowledges them."""
+        """Return these messages without those that a transaction acknowledges already and that were read again."""
         if not self._passed_over:
             return messages
         return [message for message in messages if not self._passed_over.get(message.position)]
 
     def has_come_to(self, last: Position) -> None:
-        """Note that the reader has read up to `last`, so no acknowledged message up to there is fetched once more."""
+        """Note that the reader has read up to `last`, so that it fetches no acknowledged message before that again."""
         self._passed_over = {position: over for position, over in self._passed_over.items() if position > last}
 
     def forget(self) -> None:
@@ -297,7 +297,7 @@ class Deliveries:
         return self._holder is not None and self._holder[1]() is None
 
     def give_up(self) -> None:
-        """Mark the messages of an abandoned transaction for redelivery: its object was garbage-collected unfinished."""
+        """Mark the messages of an abandoned transaction, whose object was garbage-collected, for redelivery."""
         with self.lock:
             if self._holder is not None and self.is_abandoned:
                 self._let_go(self._holder[0], acknowledged=False)
@@ -386,7 +386,7 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """Have the reader go back to `positions`, where it was before a seek that failed and perhaps moved it."""
+        """Have the reader go back to `positions`, its positions before a seek that failed and may have moved it."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():

@@ -29,7 +29,7 @@ class ClosableConsumer(Protocol):
 
 
 class Consumers:
-    """A bridge's open consumers, which are closed with the bridge, and its objects that look outcomes up for them."""
+    """A bridge's open consumers, which are closed with the bridge, and the objects by which they look outcomes up."""
 
     def __init__(self, connection: Connection, outcomes: Outcomes, writers: Writers) -> None:
         self.connection = connection

@@ -64,7 +64,7 @@ _IDLE_SECONDS = 5.0
 class GroupCommit:
     """Gathers the small transactions of one bridge, and commits them in batches.
 
-    `beyond` is the number of open transactions up to which each one gets a writer of its own.
+    Up to `beyond` open transactions, each new one gets a writer of its own and is not gathered.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GroupCommit:
         self._taken_at: dict[tuple[str, int | None], float] = {}  # when a writer took a message for a topic's partition
 
     def take(self, parameters: Begin) -> TakenWriter:
-        """Return a new transaction's writer: one that gathers messages, or a broker's if few are open."""
+        """Return a new transaction's writer: one that gathers messages, or a broker's while few transactions run."""
         self.writers.clear_abandoned()
         transactions = self.writers.open_transactions
         try:
@@ -137,7 +137,7 @@ class GroupCommit:
 
     @property
     def is_running(self) -> bool:
-        """Return whether a thread commits batches. It may end at any time; then the next member starts another."""
+        """Return whether a thread commits batches. It may end at any time; the next transaction starts another."""
         return not self._role
 
     def join(self, member: Member) -> None:
@@ -188,7 +188,7 @@ class GroupCommit:
                 member.end(shared, error)
 
     def _gather(self, first: Member, members: list[Member]) -> None:
-        """Add waiting transactions, in their order from `first` on, to the batch `members`, while it has room."""
+        """Add waiting transactions, in their order after `first`, to the batch `members`, while the batch has room."""
         messages, size = self._batch_messages, self._batch_bytes
         member: Member | None = first
         with suppress(Empty):
@@ -215,7 +215,7 @@ class GroupCommit:
 
 
 def _commit_batches(reference: weakref.ref[GroupCommit], joined: SimpleQueue[Member | None], role: list[None]) -> None:
-    """Commit batches until the bridge is closed or idle, unless another thread has the only entry of `role`."""
+    """Commit batches until the bridge is closed or idle; do nothing if another thread has taken `role`'s only entry."""
     while True:
         try:
             role.pop()
@@ -265,7 +265,7 @@ class SharedTransaction(Transaction):
         return self._events.step("group.commit", self.id, members=self._members)
 
     def _settle(self, error: errors.OutcomeUnknown) -> None:
-        """Leave an unknown outcome to the batch's members: each asks by its own deadline, and no batch waits."""
+        """Leave an unknown outcome to the batch's transactions: each asks by its own deadline, and no batch waits."""
         self._end_unknown()
         raise error
 
@@ -275,7 +275,7 @@ class SharedTransaction(Transaction):
 
 
 class _Quick(dict[Any, Callable[..., object]]):
-    """Maps a topic to the `quick` call of a member's own writer; empty until the transaction has such a writer."""
+    """Maps a topic to the `quick` call of a transaction's own writer; empty while the transaction has none."""
 
     __slots__ = ("_member",)
 
@@ -428,7 +428,7 @@ class Member(TakenWriter, Writer):
     # --- as the writer taken by a transaction -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Send no request: the transaction begins at the broker with its batch, or when it gets its own writer."""
+        """Send no request: the transaction begins at the broker with its batch, or once it has a writer of its own."""
 
     def commit(self, deadline: Deadline) -> None:
         """Commit the transaction in a batch; alone if it has its own writer, or if the batch was aborted."""
@@ -461,7 +461,7 @@ class Member(TakenWriter, Writer):
         return True
 
     def withdraw(self) -> bool:
-        """Leave the next batch after `join_from_loop`; return False if the batch has begun."""
+        """Leave the next batch of group commit, joined by `join_from_loop`; return False if the batch has begun."""
         if not self.reserve(self):
             return False
         self._joined, self._withdrawn = False, True
@@ -508,7 +508,7 @@ class Member(TakenWriter, Writer):
         return self._reserved_by.setdefault(None, by) is by
 
     def end(self, shared: SharedTransaction | None, error: BaseException | None) -> None:
-        """Note how the transaction's batch has ended: in a shared transaction, or by an error; wake its thread."""
+        """Note how this transaction's batch has ended, in `shared` or by `error`; wake the transaction's thread."""
         self._shared, self._error = shared, error
         if shared is not None and shared.in_doubt:
             self.token = shared.token

@@ -61,7 +61,7 @@ class Writers:
 
     @property
     def loses_answers(self) -> bool:
-        """Return whether the testing kit decides the outcome of the next commit (`next_commit`)."""
+        """Return whether a test has set the outcome of this bridge's next commit (`txnbridge.testing.next_commit`)."""
         return self.commit is not _commit
 
     def open(self, deadline: Deadline) -> None:
@@ -152,7 +152,7 @@ class Writers:
             taken.place.leave()
 
     def _leave_behind(self, taken: TakenWriter) -> None:
-        """Keep the writer of a garbage-collected transaction, for `clear_abandoned` to abort it.
+        """Keep the writer of a transaction whose object is garbage-collected, so that a later call can abort it.
 
         The garbage collector calls this, so it takes no lock.
         """
@@ -162,11 +162,11 @@ class Writers:
 
     @property
     def has_abandoned(self) -> bool:
-        """Return whether `clear_abandoned` has transactions to abort."""
+        """Return whether there are transactions to abort whose objects were garbage-collected before their end."""
         return bool(self._abandoned)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
-        """Abort the transactions that `_leave_behind` has kept, because the garbage collector must take no lock."""
+        """Abort transactions whose objects were garbage-collected; the collector could not, as it must take no lock."""
         connection = self._connection
         while True:
             try:
@@ -231,7 +231,7 @@ class TakenWriter:
         return False
 
     def withdraw(self) -> bool:
-        """Take back `join_from_loop`, so that nothing is committed; return False if it is too late."""
+        """Take back a commit that `join_from_loop` began, so nothing is committed; return False if it is too late."""
         return False
 
     @property

@@ -167,7 +167,7 @@ class Bridge(ClosedByBlock):
         return Transaction(sync, self._waiting)
 
     async def _begun(self, gathered: txnbridge.Transaction) -> Transaction:
-        """Return the task's `Transaction` for one that waits in memory; abort that one if the task is cancelled."""
+        """Return the `aio` transaction for one that has sent no request; abort this if the task is cancelled."""
         try:
             await anyio.lowlevel.checkpoint()
         except BaseException:

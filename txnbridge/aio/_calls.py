@@ -71,7 +71,7 @@ class Call(Generic[R]):
 
     @property
     def is_done(self) -> bool:
-        """True once the function has ended, and `undo` too; or, if it never runs, once the previous call is done."""
+        """True once the function, and its `undo`, have ended; if it never ran, once the previous call is done."""
         return not self._done.locked() and (self._previous is None or self._previous.is_done)
 
     async def run(self, previous: Call[Any] | None = None) -> R:
@@ -91,7 +91,7 @@ class Call(Generic[R]):
             raise
 
     def withdraw(self) -> None:
-        """Keep the function from being run, if it has not begun."""
+        """Keep the call's function from being run, if it has not begun."""
         if not self._left_behind and _removed(self._start):
             self._never_run()
 

@@ -30,7 +30,7 @@ class LoopProcessor(txnbridge.Processor):
         self.functions.cancel_at(at - 2 * leaving_seconds(self._stop_timeout))
 
     def leave_unused(self, _: object) -> None:
-        """Leave the group that was joined for a task that was cancelled meanwhile."""
+        """Leave the processor's group, which was joined for a task that was cancelled meanwhile."""
         if self._inputs is not None:
             self._leave()
 
@@ -105,7 +105,7 @@ class Processor(LoopService):
 
 
 class _LoopSends:
-    """The messages that one of several calls at once sends; it takes the place of the transaction."""
+    """The messages sent by one call of a handler, of several that run at once; it takes the transaction's place."""
 
     def __init__(self, sends: RecordedSends) -> None:
         self._sends = sends

@@ -110,8 +110,9 @@ class Transaction:
     def _limit(self) -> tuple[Threads | None, float]:
         """Return the threads for a call, and how long it may wait for one.
 
-        A call of a gathered transaction may wait for a writer. The calls of the transactions that have the writers
-        must not wait for its thread, so they are not limited: there are no more of them than writers (hazard H112).
+        A call of a transaction that waits for group commit may wait for a writer. Calls of the transactions that have
+        the writers must not wait for its thread, so they are not limited: there are no more of them than writers
+        (hazard H112).
         """
         return (None, 0.0) if self._sync._has_writer else (self._threads, self._sync.deadline)
 
@@ -171,7 +172,7 @@ class Transaction:
             self._sync._is_ending = call.runs_behind
 
     async def _run_commit(self, call: Call[Any]) -> None:
-        """Run a call that commits; a gathered transaction needs no thread if its batch is committed."""
+        """Run a call that commits; a transaction in group commit needs no thread if its batch is committed."""
         if self._calls.is_free and await self._is_committed_by_batch(call):
             call.function()  # on the event loop, because it needs memory only
         else:
@@ -201,7 +202,7 @@ class Transaction:
         return sync._taken.is_committed
 
     def _end_behind(self, _: object) -> None:
-        """Abort the transaction if a cancelled call has left it open, and log the outcome; runs in a thread."""
+        """In a thread, abort the transaction if a call of a cancelled task left it open, and log the outcome."""
         sync = self._sync
         if sync.state in (State.OPEN, State.FAILED):
             abort_quietly(sync)

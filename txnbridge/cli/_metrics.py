@@ -21,7 +21,7 @@ def from_json(document: list[Any]) -> list[Family]:
 
 
 def of_ended(documents: Iterable[list[Any]]) -> list[Any]:
-    """Return the metrics to keep after processes have ended: the sums of their counters and histograms."""
+    """Return the metrics to keep of processes that have ended: the sums of their counters and histograms."""
     return to_json(each for each in merged(map(from_json, documents)) if each.definition.kind != "gauge")
 
 

@@ -78,7 +78,8 @@ def _import(name: str) -> Any:
 def show_traceback(error: Exception) -> None:
     """Write an error's traceback to stderr, without the frames of txnbridge and of Python's import system.
 
-    The error must come from code that has no message yet: its text is shown. With --json nothing is written.
+    Call this only for errors of the user's module before any message is read: their text is shown. With --json write
+    nothing.
     """
     if asked_for(click.get_current_context(), "json"):
         return

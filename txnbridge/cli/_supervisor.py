@@ -265,7 +265,7 @@ class Worker:
                 os.write(self._orders_pipe, ABORT if at_once else STOP)
 
     def end(self) -> int | None:
-        """Return the exit code if the process has ended, and close its pipes."""
+        """If the process has ended, close its pipes and return its exit code; otherwise return None."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
@@ -276,7 +276,7 @@ class Worker:
         return code
 
     def _keep_counts(self) -> None:
-        """Keep the counts of an ended process: a counter of Prometheus must not go down."""
+        """Keep the metrics of a process that has ended: a counter of Prometheus must not go down."""
         if self.metrics[1]:
             from txnbridge.cli._metrics import of_ended
 

@@ -102,7 +102,7 @@ def _made_ready(
 
 
 def _wait_for_earlier(source: txnbridge.Bridge, group: str) -> None:
-    """Wait until what a dead copy has left is ended: on some brokers the lag does not count these messages."""
+    """Wait until transactions that a dead copy left open have ended: on some brokers the lag omits their messages."""
     left: set[str] | None = None
     while source.capabilities[Capability.LIST_OPEN] and left != set():
         now = {each.transaction for each in source.admin.transactions() if group in each.groups and each.token}
@@ -112,7 +112,7 @@ def _wait_for_earlier(source: txnbridge.Bridge, group: str) -> None:
 
 @contextmanager
 def _told(cli: Cli, processor: txnbridge.Processor) -> Iterator[None]:
-    """Tell on stderr how far the copy is, every ten seconds."""
+    """Tell on stderr every ten seconds, during the block, how far the copy is."""
     ended = threading.Event()
 
     def tell() -> None:

@@ -182,7 +182,7 @@ class _GivenUp(Exception):
 
 
 class _Worker:
-    """A thread that runs one work after the other, for `within`; starting a thread costs as much as a small commit."""
+    """A thread that runs functions, one after the other, for `within`: a new thread costs as much as a small commit."""
 
     idle: ClassVar[deque[_Worker]] = deque()
 

@@ -109,7 +109,7 @@ class BarrierTable:
         return self._insert(transaction, Decision.COMMIT, self.clock, self.clock < deadline_at)
 
     def insert_abort(self, transaction: str, deadline_at: int, deadline: Deadline) -> bool:
-        """Insert an ABORT row; return False if another row is there, or a database transaction has locked its place."""
+        """Insert an ABORT row; return False if there is another row, or a database transaction is inserting one."""
         ended_at = sa.case((self.clock > deadline_at, self.clock), else_=sa.literal(deadline_at, sa.BigInteger))
         row = self._insert(transaction, Decision.ABORT, ended_at)
 
@@ -133,7 +133,7 @@ class BarrierTable:
         return sa.insert(_rows).from_select(list(_r), sa.select(*texts, ended_at).where(*where))
 
     def check(self, transaction: str, _: Sequence[Message]) -> Decision:
-        """Return the decision of a transaction's row, as the `check` of a resolver."""
+        """Return the decision of a transaction's barrier row, as a resolver's `check` does."""
         return self.decision(transaction, Deadline(LOOK_SECONDS))
 
     def decision(self, transaction: str, deadline: Deadline) -> Decision:
@@ -146,7 +146,8 @@ class BarrierTable:
         """Insert an ABORT row or find another one; return its decision, or UNDECIDED if the row is locked for long.
 
         A sender that has lost the answer to its commit inserts no COMMIT row any more, so it calls this before the
-        deadline. ABORT is no proof if a resolver has ended everything and deleted the COMMIT row: the broker says so.
+        deadline. ABORT proves nothing if a resolver has published all and deleted the COMMIT row: the broker then says
+        so.
         """
         while True:
             if self.insert_abort(transaction, deadline_at, deadline):
@@ -175,7 +176,7 @@ class BarrierTable:
 
 
 def open_place(database: Database, deadline: Deadline, *, to_write: bool) -> str:
-    """Return the id of a database, and create the missing tables. Raise `InvalidOption` for an unsuitable database.
+    """Return the id of the database where tables are kept; create missing ones. Raise `InvalidOption` if unsuitable.
 
     Only `to_write` needs SQLite's write lock, which a resolver might wait for in vain.
     """
@@ -538,7 +539,7 @@ class BarrierTransaction(HalfTransaction):
         return outcome
 
     def _roll_back(self, sound: bool) -> None:
-        """Roll the database transaction back, and wait a limited time for that; for `sound` see `_leave`."""
+        """Roll the database transaction back, within a limited time. Unless `sound`, also close the connection."""
         db, self._db, self._lent = self._db, None, False
         if db is None:
             return

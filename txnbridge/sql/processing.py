@@ -279,13 +279,13 @@ class DatabaseTransactions:
     # --- acknowledgements ---------------------------------------------------------------------------------------------
 
     def acknowledge_later(self, messages: Sequence[Message], timeout: float) -> None:
-        """Note processed messages; acknowledge all noted ones if the last acknowledgement was long enough ago."""
+        """Note processed messages; if it is time, acknowledge all messages noted so far at the broker."""
         self._processed += messages
         if time.monotonic() >= self._acknowledge_at:
             self.acknowledge(timeout)
 
     def acknowledge(self, timeout: float) -> None:
-        """Acknowledge the noted messages at the broker. If that fails, they are delivered and acknowledged again."""
+        """Acknowledge processed messages at the broker. If that fails, they are delivered and acknowledged again."""
         # Messages of an assignment that has ended come to another member, which knows them by their positions.
         here = [message for message in self._processed if not message.source.ended]
         self._processed = []
@@ -308,7 +308,7 @@ class DatabaseTransactions:
             self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_SECONDS
 
     def take_back(self, timeout: float) -> None:
-        """Acknowledge the noted messages, before all other messages are redelivered; forget the positions."""
+        """Acknowledge the processed messages, before all others are redelivered; forget the positions read."""
         self._reads = True  # a failed commit may have changed them, or failed because another member did
         self.acknowledge(timeout)
 

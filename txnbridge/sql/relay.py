@@ -144,7 +144,7 @@ class OutboxStore:
         return OutboxState(*read)
 
     def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
-        """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
+        """Return the outbox's state, and the first waiting rows; if `ordered`, none whose key has a parked row."""
         return self._database.ask(
             f"reading {self._what}", lambda connection: self._read_waiting(connection, limit, ordered), deadline
         )
@@ -206,7 +206,7 @@ class OutboxStore:
     def end_batch_and_read(
         self, token: str, batch: str, relay: str, keep: bool, limit: int, ordered: bool, deadline: Deadline
     ) -> Waiting | None:
-        """Do as `end_batch`, and return what `waiting` then returns; None if another relay has ended the batch."""
+        """Delete or mark a published batch's rows, and return the next waiting rows; None if another relay ended it."""
 
         def change(connection: sa.Connection) -> Waiting | None:
             if not self._end_batch(connection, token, batch, relay, keep):
@@ -591,6 +591,6 @@ def _ranges(ids: Sequence[int]) -> str:
 
 
 def _parsed(batch: str) -> list[tuple[int, int]]:
-    """Return the first and the last id of each range in the text that `_ranges` returned."""
+    """Return the first and the last id of each range in a text of id ranges such as "1-3,7"."""
     parts = [part.partition("-") for part in batch.split(",")]
     return [(int(first), int(last or first)) for first, _, last in parts]

@@ -47,7 +47,7 @@ class SpanBarriers(Barriers):
         return super()._resolver(barrier)
 
     def settle(self, row: str, until: int) -> Decision:
-        """Return the decision of a span's row after its time, `until` in seconds; insert ABORT if there is no row.
+        """Return the decision of the row that decides a span, after `until` (seconds); insert ABORT if there is no row.
 
         Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
         """
@@ -86,7 +86,7 @@ class SpanTransaction(BarrierTransaction):
 
     @property
     def row(self) -> str:
-        """The name of the row that decides, for the ids of the span's parts."""
+        """The name of the database's row that decides the span, which is a part of the ids of the span's parts."""
         return f"{digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:

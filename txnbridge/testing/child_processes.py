@@ -162,7 +162,7 @@ class Child:
         return point
 
     def _stopped_or_returned(self, timeout: float) -> Point | None:
-        """Do the same as `stopped`, but return None if the function returned before its event."""
+        """Wait until the child is killed or paused at its event; return the event, None if its function returned."""
         kind, point = self._receive_one(("stopped", "result"), timeout)
         if not isinstance(point, Point) or kind == "result":
             return None
@@ -173,7 +173,7 @@ class Child:
         return point
 
     def resume(self, timeout: float = 60) -> None:
-        """Resume a child that was paused at its event, and wait until it runs again."""
+        """Resume this child, which was paused at its event, and wait until it runs again."""
         deadline = time.monotonic() + timeout
         self._signal(signal.SIGCONT)
         while not self._line.poll(_RESUME_SECONDS):
@@ -183,7 +183,7 @@ class Child:
         self._receive("resumed", timeout)
 
     def pause(self) -> None:
-        """Stop the child by SIGSTOP at whatever point it is."""
+        """Stop this child process by SIGSTOP, at whatever point of its program it is."""
         self._signal(signal.SIGSTOP)
 
     def unpause(self) -> None:

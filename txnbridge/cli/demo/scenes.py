@@ -31,7 +31,7 @@ def values(bridge: Bridge, *topics: str) -> list[list[bytes]]:
 
 
 def send_marker(bridge: Bridge, *topics: str) -> None:
-    """Commit a message to each topic after all earlier ones: a reader that sees it has passed the earlier ones."""
+    """Commit a message to each topic after all earlier ones: a reader that gets it has passed the earlier ones."""
     with bridge.transaction() as txn:
         for topic in topics:
             txn.send(topic, MARKER)
