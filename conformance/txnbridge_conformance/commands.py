@@ -57,7 +57,7 @@ _SHORT_RUN_SECONDS = 300
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command, and end it with 3 after an error, unless the call or its URL was wrong."""
+        """Run a command, and exit with code 3 after an error, unless the command line or the URL was wrong."""
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
@@ -347,7 +347,7 @@ def compare(folders: tuple[str, ...], as_json: bool) -> None:
 
 
 def _column(report: dict[str, Any]) -> dict[tuple[int, str], str]:
-    """Return what `compare` shows of a report, by the number of its section and its name."""
+    """Return the values that `compare` shows of a run's report, by the number of their section and their name."""
     promises = {promise["name"]: promise["verdict"] for promise in report["promises"]}
     times = {finding["name"]: finding["times"] for finding in report["findings"]}
     sections = [report.get("about", {}), {"verdict": report["verdict"]}, promises, times, report["counts"]]

@@ -26,7 +26,7 @@ def patience() -> float:
 
 
 def mark(bridge: Bridge, topic: str) -> set[bytes]:
-    """Commit a marker message to each partition of a topic, and return the markers' values."""
+    """Commit a message as an end mark to each partition of a topic, for a reader to read up to; return their values."""
     partitions = len(bridge.admin.bounds(topic))
     markers = [_MARKER + secrets.token_bytes(8) for _ in range(partitions)]
     with bridge.transaction() as txn:
@@ -36,9 +36,9 @@ def mark(bridge: Bridge, topic: str) -> set[bytes]:
 
 
 def seen(bridge: Bridge, topic: str) -> list[Message]:
-    """Return all messages committed to a topic before this call, without marker messages (see `mark`).
+    """Return all messages committed to a topic before this call, without the marks that tests send (see `mark`).
 
-    Raise `AssertionError` if a new marker message cannot be read within `patience()`.
+    Raise `AssertionError` if a new mark, behind these messages, cannot be read within `patience()`.
     """
     markers = mark(bridge, topic)
     with bridge.consumer(topic) as consumer:
@@ -46,9 +46,9 @@ def seen(bridge: Bridge, topic: str) -> list[Message]:
 
 
 def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
-    """Poll until all these marker messages have arrived, and return the other messages.
+    """Poll until all messages with the values `markers`, sent by `mark`, have arrived; return the other messages.
 
-    Raise `AssertionError` if the markers do not arrive within `patience()`.
+    Raise `AssertionError` if they do not arrive within `patience()`.
     """
     missing = set(markers)
     messages: list[Message] = []
@@ -62,7 +62,7 @@ def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
 
 
 def is_marker(message: Message) -> bool:
-    """Return whether a message is a marker message of any test."""
+    """Return whether a message was sent by `mark`, only so that a test's reader knows how far it has read."""
     return isinstance(message.value, bytes) and message.value.startswith(_MARKER)
 
 

@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _PySparkImport:
-    """A finder that finds no module: every bridge loads this package, and what never imports PySpark is left alone."""
+    """A finder that finds no module: when PySpark is imported, it sets the Python of Spark's workers to this one."""
 
     @staticmethod
     def find_spec(name: str, *more: object) -> None:

@@ -113,10 +113,7 @@ class PulsarCluster(PulsarProcess):
 
 
 def start(*, nodes: int, **options: Any) -> PulsarProcess:
-    """Start Pulsar standalone for one node, or a cluster for more; return when it serves.
-
-    The options are those of `PulsarProcess`.
-    """
+    """Start Pulsar, standalone or with several nodes, by the options of `PulsarProcess`; return when it serves."""
     return (PulsarProcess if nodes == 1 else PulsarCluster)(nodes=nodes, **options)
 
 

@@ -28,7 +28,7 @@ _LATE_SECONDS = 30.0
 
 @dataclass
 class _Session:
-    """One opening of a transactional id: when its call began and ended, and the transactions under it."""
+    """One opening of a transactional id in a history: when its call began and ended, and the transactions under it."""
 
     opened_after: int
     opened: float | None  # None if the call did not end well
@@ -39,8 +39,8 @@ class _Session:
 def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
     """Find transactions that took effect although a newer owner had opened their id before their end was requested.
 
-    A history that does not tell when the end was requested shows only transactions that began after the opening.
-    `fate` is that by full reads, which show what a killed owner did.
+    A history that does not tell when the end was requested shows only transactions that began after the opening. `fate`
+    has the outcomes that `refine` found by full reads: they show the transactions of killed owners, too.
     """
     for (owner, _), sessions in _sessions(tables, fate).items():
         starts = [session.opened_after for session in sessions]
@@ -78,7 +78,7 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
 
 
 def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:
-    """Return the sessions of each transactional id by their begins. The key is the id and the clock of the owner."""
+    """Return each transactional id's openings, with their transactions, by begin. Keys are id and owner's clock."""
     sessions: dict[tuple[str, int], dict[str, _Session]] = defaultdict(dict)
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:
@@ -96,7 +96,7 @@ def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Sess
 
 
 def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
-    """Find prepared transactions that were aborted without a call for that, or committed long after their hold.
+    """Find prepared transactions that were aborted without a call for that, or committed long after their hold ended.
 
     Find also calls that returned that a transaction is prepared after its outcome had been returned.
     """

@@ -21,7 +21,7 @@ def prepares(operation: Operation) -> bool:
 
 
 class Moments:
-    """Moments of operations: for each operation the earliest one on each clock, or the `latest`."""
+    """Times of one kind for each operation of a history: on each clock the earliest, or with `latest` the latest."""
 
     def __init__(self, tables: Tables, shift: Times, latest: bool = False) -> None:
         self._tables, self._shift, self._latest = tables, shift, latest
@@ -29,14 +29,14 @@ class Moments:
         self._by_clock: dict[int, Times] = {}
 
     def add(self, operations: Numbers, clocks: Numbers, times: Times) -> None:
-        """Add a moment of each of these operations."""
+        """Add a time of each of these operations, on the clock in the same place of `clocks`."""
         for clock in map(int, np.unique(clocks)):
             known = self._by_clock.setdefault(clock, np.full(len(self._tables.operations), self._never))
             rows = clocks == clock
             (np.maximum if self._latest else np.minimum).at(known, operations[rows], times[rows])
 
     def precede(self, operations: Numbers, others: Numbers) -> Flags:
-        """Return whether a moment of each operation (the latest on every clock) was before the other one began."""
+        """Return whether a time of each operation (with `latest`: every time) lies before the other one's begin."""
         found = np.full(len(operations), self._latest)
         starts, clocks = self._tables.starts[others], self._tables.clock[others]
         for clock, times in self._by_clock.items():
@@ -46,7 +46,7 @@ class Moments:
         return found
 
     def follow(self, operations: Numbers, others: Numbers) -> Flags:
-        """Return whether all moments of each operation were after the other operation had ended."""
+        """Return whether all times of each operation lie after the end of the other operation."""
         found = np.ones(len(operations), bool)
         ends, clocks = self._tables.over[others], self._tables.clock[others]
         for clock, times in self._by_clock.items():
@@ -55,7 +55,7 @@ class Moments:
 
 
 class RealTime:
-    """What is known about the times of each operation that sends messages.
+    """The known times of each operation that sends messages, to tell which of two operations was earlier.
 
     `committed`: when a call had returned that it is committed; `visible`: when that or one of its messages had been
     received; `asked`: when each call that may have committed it began; `at_rest`: when the last call for it had ended.
@@ -106,7 +106,7 @@ class RealTime:
         return [operation.order] if operation.transaction is None else self.writes[operation.transaction]
 
     def _add_work(self, moments: Moments) -> None:
-        """Add the end of each call for a transaction, or the last sign of its process if it has none."""
+        """Add for each transaction the end of each call for it, or, without an end, the process's last record."""
         pairs = [
             (write, operation.order)
             for operation in self._tables.operations
@@ -116,10 +116,10 @@ class RealTime:
         self._add(moments, pairs, self._tables.last)
 
     def _add_requests(self, moments: Moments) -> None:
-        """Add the begins of requests for a commit, as far as known, or else of the call itself.
+        """Add when requests for commits began: the field `ending` of a call if recorded, else the call's begin.
 
-        A process that tells `ending` for some of its calls tells it for all that it asked to commit. So do all
-        processes of its client for calls of which they tell `begun`.
+        A process that records `ending` in some of its calls records it in all whose commit it asked for; so do
+        processes with the same client in calls with the field `begun`.
         """
         operations, processes = self._tables.operations, self._tables.history.processes
         times = self._tables.starts.copy()
@@ -146,6 +146,6 @@ class RealTime:
         self._add(moments, pairs, times)
 
     def _add(self, moments: Moments, pairs: list[tuple[int, int]], times: Times) -> None:
-        """Add for the first operation of each pair the time of the second one."""
+        """Add to `moments`, for the first operation of each pair, the time of the second one."""
         write, call = np.array(pairs, np.int64).reshape(-1, 2).T
         moments.add(write, self._tables.clock[call], times[call])

@@ -17,9 +17,8 @@ from txnbridge_conformance.checker.findings import Findings
 class FullRead:
     """The messages that one process received by calls that each read whole topics from their start to their end.
 
-    `sends` are the rows of `Tables.sends` for these topics, `by` the call that read the topic of each, and `seen`
-    whether that message was read. `writers` are the operations of these rows, `writer` the number of each row's one
-    among them.
+    Arrays by message sent to these topics: its row in `Tables.sends` (`sends`), the call that read its topic (`by`),
+    whether that call received it (`seen`), and the index of its sender in `writers` (`writer`).
     """
 
     operations: tuple[int, ...]
@@ -31,7 +30,7 @@ class FullRead:
     writer: Numbers
 
     def count(self, flags: Flags) -> Numbers:
-        """Return, for each of `writers`, the number of its rows with a flag."""
+        """Return for each sending operation (of `writers`) how many of its messages have a flag."""
         return np.bincount(self.writer[flags], minlength=len(self.writers))
 
 
@@ -61,7 +60,7 @@ def full_reads(tables: Tables) -> Iterator[FullRead]:
 
 
 class _Rows:
-    """The rows of a column by their number in it."""
+    """Finds the rows of a table in which a column has a given number."""
 
     def __init__(self, column: Numbers) -> None:
         self._order = np.argsort(column, kind="stable")
@@ -73,10 +72,10 @@ class _Rows:
 
 
 def refine(tables: Tables, fate: Numbers, time: RealTime) -> tuple[Numbers, Numbers]:
-    """Return the fates by full reads, too, and by operation the full read's first call that shows it to be aborted.
+    """Return outcomes, completed by reads of whole topics, and for each aborted one the read's call that shows it.
 
     A transaction of unknown fate whose messages a full read has is committed. One is aborted if none of its messages
-    are in a full read of all its topics, and nobody worked at it any more. One that is prepared may be neither.
+    are in a full read of all its topics, and no call for it was still running. A prepared one may be neither.
     """
     refined, absent = fate.copy(), np.full(len(fate), NONE, np.int64)
     sends = np.bincount(tables.sends.operation, minlength=len(fate))
@@ -98,12 +97,12 @@ def refine(tables: Tables, fate: Numbers, time: RealTime) -> tuple[Numbers, Numb
 
 
 def _atoms(tables: Tables) -> Flags:
-    """Return for each operation whether its messages are one atom: not if they are published without a transaction."""
+    """Return for each operation whether all or none of its messages must appear, as in a transaction."""
     return np.array([operation.what != "publish" for operation in tables.operations], bool)
 
 
 def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Findings) -> None:
-    """Compare what each full read has received with the outcomes of transactions (`fate`).
+    """Compare what each read of whole topics has received with the outcomes of transactions (`fate`).
 
     Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
     that were read, and committed transactions of which no message was read. What ended while the read went on may be
@@ -135,9 +134,10 @@ def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Fi
 def _check_atoms(
     tables: Tables, fate: Numbers, read: FullRead, atoms: Flags, due: Flags, ended: Flags, findings: Findings
 ) -> Flags:
-    """Find transactions that were not read as a whole, or not as their outcome says; return which of `writers`.
+    """Find transactions that were read only in part, or against their outcome; return which of `read.writers` they are.
 
-    `due` tells for each message whether it has to be there, `ended` whether it has to be there if another one is.
+    `due` tells for each message whether it has to be there, `ended` whether it has to be there if another message of
+    its transaction is.
     """
     total, found, reader = read.count(read.by != NONE), read.count(read.seen), tables.name(read.operations[0])
     torn = atoms & (found > 0) & (read.count(~read.seen & ended) > 0)
@@ -162,7 +162,7 @@ def _check_atoms(
 
 @dataclass
 class _Parts:
-    """What was read of one transaction: whether anything, by partition, what was not, and by which calls."""
+    """What a full read received of one transaction: from which partitions something, and which messages are missing."""
 
     read: dict[int, bool] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -170,13 +170,13 @@ class _Parts:
     incomplete: set[int] = field(default_factory=set)
 
     def are_whole(self, tables: Tables) -> bool:
-        """Return whether of each topic all messages were read, or none."""
+        """Return whether of each topic all messages of the transaction were read, or none."""
         read = {tables.key_of(key)[0] for key, some in self.read.items() if some}
         return read.isdisjoint(tables.key_of(key)[0] for key in self.incomplete)
 
 
 def _parts(read: FullRead, tables: Tables, wanted: Flags) -> dict[int, _Parts]:
-    """Return what was read of the transactions with a flag, by their number in `writers`."""
+    """Return what was read of each transaction with a flag in `wanted`, by its index in `read.writers`."""
     found: dict[int, _Parts] = defaultdict(_Parts)
     for row in np.flatnonzero(wanted[read.writer]):
         parts, key = found[int(read.writer[row])], int(tables.sends.key[read.sends[row]])
@@ -189,7 +189,7 @@ def _parts(read: FullRead, tables: Tables, wanted: Flags) -> dict[int, _Parts]:
 
 
 def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:
-    """Find messages that a full read received more than once, if its reader records no positions."""
+    """Find messages that a process received more than once in a full read, if it records no positions."""
     values = tables.reads.value[read.reads]
     values, counts = np.unique(values[(values != NONE) & (tables.reads.place[read.reads] == NONE)], return_counts=True)
     for number, times in zip(values[counts > 1], counts[counts > 1], strict=True):

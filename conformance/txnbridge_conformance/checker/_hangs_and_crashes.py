@@ -63,7 +63,7 @@ def _name(tables: Tables, operation: Operation) -> str:
 def _taken(
     tables: Tables, pauses: dict[str, dict[int, _Pauses]], operation: Operation, until: float | None = None
 ) -> float:
-    """Return the seconds without pauses from the begin of a call to its end, to its process's last sign, or `until`."""
+    """Return the seconds a call took, without pauses: to its end, or else its process's last record, or to `until`."""
     end = int(tables.last[operation.order] if until is None else until)
     found, clock = pauses.get(_name(tables, operation), {}), tables.clock_of(operation)
     paused = sum(pause.total for key, pause in found.items() if key < 0)
@@ -80,7 +80,7 @@ def _asked_after(operation: Operation) -> float:
 
 @dataclass
 class _Pauses:
-    """The pauses of a process and of its threads: their begins and ends, each with the sums of those before."""
+    """The pauses of a process and of its threads: the times of their begins, and of their ends."""
 
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)

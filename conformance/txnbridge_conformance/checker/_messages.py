@@ -48,7 +48,7 @@ def check_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Finding
     """Find messages that were read although no process sent them, or although their transaction was aborted.
 
     Find also messages that were read before their commit, in the transaction that sent them, or from a partition to
-    which nobody sent them. `fate` is that by complete reads.
+    which nobody sent them. `fate` has the outcomes that `refine` found by full reads.
     """
     rows = np.flatnonzero(tables.reads.value != NONE)
     values, first = np.unique(tables.reads.value[rows], return_index=True)
@@ -110,8 +110,8 @@ def _list(values: list[str]) -> str:
 def check_acks(tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, findings: Findings) -> None:
     """Find messages that a group processed in two committed transactions, or that it read and never processed.
 
-    `fate` and `absent` are those of full reads (see `refine`): a transaction whose output is there has acknowledged,
-    and one whose output is absent has not.
+    `fate` and `absent` come from `refine`: a transaction whose output a full read has has acknowledged its input, and
+    one whose output it does not have has not.
     """
     takers: dict[tuple[str, str], list[int]] = defaultdict(list)  # by group and value: transactions that did not abort
     for order, group, values in tables.history.acks:

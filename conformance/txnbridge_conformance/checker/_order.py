@@ -42,7 +42,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A table of pairs of values that a thread sent, or received, one directly after the other in a partition."""
+    """A table of steps: two values that a thread sent, or received, one directly after the other in a partition."""
 
     before: Numbers
     after: Numbers
@@ -53,7 +53,7 @@ class _Steps:
 
     @property
     def inside(self) -> Flags:
-        """Whether both values of a row belong to the same operation."""
+        """Whether both values of each step belong to the same operation."""
         return np.equal(self.operation_before, self.operation_after)
 
 
@@ -92,10 +92,10 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _unprocessed(tables: Tables, rank: Numbers, steps: _Steps, skips: Flags, back: Flags) -> Flags:
-    """Return which of these pairs skip a message that no member had begun to acknowledge, or that the call gave back.
+    """Return which of `skips` pass over a message that no member had begun to acknowledge, or that was given back.
 
-    A call that had no effect counts as a begin, too, if it is of another process, because the broker may have kept the
-    message back until its end. So does a call on a host with another clock.
+    A call that had no effect counts as a begin of an acknowledgement if it is of another process, because the broker
+    may have kept the message back until its end. So does a call on a host with another clock.
     """
     if not np.any(skips):
         return skips

@@ -88,7 +88,7 @@ class Sends:
 class Placed:
     """One row for each message whose position in its partition is known.
 
-    `place` is the rank of the position among the known ones of the partition `key`, or `NONE`.
+    `place` is the rank of the position among the known positions of the partition `key`, or `NONE`.
     """
 
     key: Numbers
@@ -136,7 +136,7 @@ class Tables:
         return self.clocks.number((event.clock, event.process if turned_back else NONE))
 
     def _over(self) -> Times:
-        """Return, for each operation, its end, or without one the time by which its process was dead, or infinity."""
+        """Return each operation's end; without one, the time by which its killed process was dead, or infinity."""
         kills = [fault for fault in self.history.faults if fault.kind.startswith("kill")]
         dead = {(self.clock_of(fault), fault.target): fault.mono + _DYING for fault in kills}
         names = [process.name for process in self.history.processes]
@@ -147,7 +147,7 @@ class Tables:
         return np.fromiter(ends, np.float64, len(self.operations))
 
     def _last_signs(self) -> Times:
-        """Return, for each operation, its end, or without one the last time that its process recorded."""
+        """Return each operation's end; without one, the time of the last line that its process recorded."""
         latest: dict[tuple[int, str], int] = {}
         for each in self.operations:
             sign = each.start if each.end is None else each.end

@@ -85,7 +85,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One case of a violation: the violation's name, a sentence, and the operations and values that show the case."""
+    """One violation that a check found: its name, a sentence, and the operations and values that show it."""
 
     name: str
     text: str
@@ -94,12 +94,12 @@ class Finding:
 
     @property
     def kind(self) -> str:
-        """The name in `CAUSES`: of a transaction that is torn within a partition, for which `values` are missing."""
+        """The finding's name in `CAUSES`: its own; "torn partition" for a transaction torn within a partition."""
         return "torn partition" if self.name == "torn-transaction" and self.values else self.name
 
     @property
     def subjects(self) -> Iterator[object]:
-        """The call or calls and the messages that the finding is about."""
+        """The calls and messages that the finding is about. They link it with the findings that caused it."""
         every = self.name in ("lost-write", "unseen", "inconsistent-offsets", "G0", "G0-realtime")
         yield from self.operations if every else self.operations[:1]
         yield from self.values
@@ -107,7 +107,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The findings of one history. `all` has every case, `cases` at most the first `most` cases of each name."""
+    """The findings of one history: `all` of them, and in `cases` at most the first `most` of each name."""
 
     most: int = 20
     all: list[Finding] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Findings:
     fate: Sequence[int] | None = None  # of each operation, by full reads, too
 
     def add(self, name: str, text: str, operations: Iterable[int] = (), values: Iterable[str] = ()) -> None:
-        """Add a case of a finding; its name must be one of `MEANINGS`.
+        """Add a finding; its name must be one of `MEANINGS`.
 
         `operations` are the numbers of the history's calls that show it, `values` the messages that it is about.
         """
@@ -133,11 +133,11 @@ class Findings:
 
     @property
     def names(self) -> list[str]:
-        """The names that have at least one case, in the order of `MEANINGS`."""
+        """The names of which there is at least one finding, in the order of `MEANINGS`."""
         return [name for name in MEANINGS if name in self.counts]
 
     def causes(self) -> dict[int, int]:
-        """Return, for each case that is a consequence of another one, that one. Both are indexes in `all`."""
+        """Return the cause of each finding that is a consequence of another one, as indexes in `all`."""
         wanted = {name for names in CAUSES.values() for name in names}
         known: dict[tuple[str, object], int] = {}
         for at, case in enumerate(self.all):

@@ -97,7 +97,7 @@ class FrameSplitter:
 
 
 class Conversation(ABC):
-    """Matches answers with requests on one connection, by the first bytes (head) of each frame, given in order."""
+    """Matches answers with requests on one connection, by the first bytes (head) of each frame, taken in order."""
 
     kinds: ClassVar[Mapping[str, int]]
     """The kinds of requests that a test can hold by name."""
@@ -113,7 +113,7 @@ class Conversation(ABC):
 
     @abstractmethod
     def answer(self, head: bytes) -> Request | None:
-        """Return the request that an answer's frame, by its head, belongs to; None if it is not known.
+        """Return the request that an answer belongs to, by the head of the answer's frame; None if it is not known.
 
         A frame that the broker sends by itself, such as a check-back, counts as an answered request.
         """

@@ -316,7 +316,7 @@ class _Connection:
         self._holds.append(hold)
 
     def keeps_broker(self) -> bool:
-        """Return whether the broker's side stays open if the client disconnects, because a request was held back."""
+        """Return whether the connection to the broker stays open if the client disconnects: a request was held back."""
         return bool(self._holds)
 
     def cut(self) -> None:

@@ -272,7 +272,7 @@ def open_over_a_leftover(case: Case) -> None:
 
 
 def decide(case: Case) -> None:
-    """Claim an id of the decision log, and store the decision that counts in the case's file."""
+    """Claim a decision about an id in the decision log, and store the decision that counts in the case's file."""
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         decisions = bridge.decisions(case.name)
         # A second start claims the opposite decision, and must not get it.

@@ -49,18 +49,18 @@ class Report:
 
     @property
     def failing(self) -> list[str]:
-        """The names of the findings that break a promise, and of broken capabilities, without those allowed."""
+        """The names of findings that break a promise, and of broken capabilities, except those the user allows."""
         return [name for name in (*self.judgement.broken, *self.broken_contract) if name not in self.allowed]
 
     @property
     def exit_code(self) -> int:
-        """The exit code: that of the verdict, if what is allowed had not been found."""
+        """The exit code of the verdict. Findings that the user has allowed do not count."""
         thin = self.judgement.missing or any(result.verdict == "set-up failed" for result in self.contract)
         verdict = Verdict.BROKEN if self.failing else Verdict.THIN if thin else Verdict.KEPT
         return int(verdict.value)
 
     def _baseline(self) -> Iterator[str]:
-        """Yield sentences about what is allowed: that it was found, or that it is not found any more."""
+        """Yield sentences about the findings that the user has allowed: which were found, and which not any more."""
         found = {*self.findings.names, *self.broken_contract}
         if known := sorted(found.intersection(self.allowed)):
             yield f"Allowed, so that it does not fail: {', '.join(known)}."

@@ -14,8 +14,8 @@ from txnbridge_conformance.run.verdict import OF_PARTITION_ORDER, Judgement
 class Promise:
     """One promise. `findings` are the names of findings that break it.
 
-    The promise is not tested by a run in which one of the counts `needs` is 0, and the run is too thin for it if one is
-    below the least number of `floor_of`.
+    A run does not test the promise if one of its counts `needs` is 0, and is too thin for it if one is below its least
+    number by `floor_of`.
     """
 
     name: str
@@ -106,7 +106,7 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Row:
-    """A promise, its verdict ("kept", "broken", "declared absent", "too thin" or "not tested"), and what says so."""
+    """A promise, its verdict ("kept", "broken", "declared absent", "too thin" or "not tested"), and the reason."""
 
     promise: Promise
     verdict: str

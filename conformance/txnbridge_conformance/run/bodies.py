@@ -69,7 +69,7 @@ class Bodies:
 
 
 def _named(value: str, body: bytes | None, key: bytes | None, headers: _Pairs, padding: bytes) -> bytes:
-    """Return the value, a digest of the other parameters, and the padding."""
+    """Return a message's body: its value (its name in the history), a digest of the other parameters, the padding."""
     return f"{value}{_DIGEST}{_digest(body, key, headers, padding)}".encode() + padding
 
 

@@ -81,12 +81,11 @@ _COMMITS, _COMMIT_PAUSE_SHARE = ("step:commit", "step:decide"), 0.3
 
 
 class KillAt:
-    """A plug-in that kills its process at an event, once it has had `number` of them.
+    """A plug-in that kills its own process at an event such as "commit/before", after `number` events have passed.
 
-    With a low number that is the next event, one of the opening. Else it mostly is a random one of those that recur
-    within the end of a transaction, such as the one between the broker's answer and the record that the transaction is
-    committed; or the first one of a new name. Before the kill, the plug-in records it as a fault.
-    An event's name is for example "commit/before".
+    A low `number` kills at the next event, while the bridge opens. Otherwise the event is mostly a random one of those
+    that recur at the end of transactions, such as the one between the broker's answer and the record of the commit, or
+    the first event with a new name. Before the kill, the plug-in records it as a fault.
     """
 
     def __init__(self, number: int, client: Client) -> None:
@@ -199,7 +198,7 @@ class Client:
             yield bridge
 
     def at_second(self) -> Client:
-        """Return a client of the second broker, in the same process and history."""
+        """Return a client like this one, in the same process and history, for the run's second broker."""
         return replace(self, plan=self.plan.at_second())
 
     @contextmanager
@@ -339,7 +338,7 @@ class Client:
                 file.write(f"{txn.id} {txn.token}\n".encode())
 
     def sell(self, halves: HalfMessages, timeout: float, sends: Sends) -> None:
-        """Store one set of half messages, do their local work, and record both."""
+        """Store the half messages of one transaction, do their local work, and record both."""
         call = self.recorder.start("half", deadline=timeout + LONGEST_SALE)
         try:
             with halves.transaction(call, timeout=timeout) as txn:

@@ -182,7 +182,7 @@ class Hunt:
             process.replace_dead()
 
     def _complain(self, process: str, what: str) -> None:
-        """Record that a process crashed or did not stop."""
+        """Record in the history that a process crashed or did not stop."""
         self._recorder.start("process", name=process).end("fail", error=what)
 
     def _next_kill(self, role: str) -> int:

@@ -110,9 +110,9 @@ def without_secrets(url: str) -> str:
 
 
 def floor_of(workloads: Collection[str] = BY_DEFAULT, kills: bool = True) -> dict[str, int]:
-    """Return the least number of each thing that a run with these workloads has to try, by the name of its count.
+    """Return the least counts that a run with these workloads must reach, by name, such as 20 for "committed".
 
-    With `kills`, the run kills processes of its own.
+    A run that reaches less has proven too little. Without `kills`, counts of killed processes are left out.
     """
     floors = (*map(_FLOORS.__getitem__, workloads), _FLOOR)
     every = {name: least for floor in floors for name, least in floor.items()}
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def sold(self) -> list[str]:
-        """The topics to which the role "sell" sends half messages."""
+        """The topics to which processes of the role "sell" send half messages."""
         return [self.named("sold"), self.named("shipped")]
 
     @property
@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def spanned(self) -> tuple[str, str]:
-        """The topics of the role "span": on the run's broker, and on the second one."""
+        """The topics to which the role "span" sends: the one on the run's broker, and the one on the second broker."""
         return self.named("here"), self.named("there")
 
     def partitions(self, topic: str) -> int:
@@ -188,7 +188,7 @@ class Plan:
         return PARTITIONS if chosen else 1
 
     def roles(self, capabilities: Capabilities) -> dict[str, int]:
-        """Return the number of processes by role, for the roles of the plan's workloads that the broker can have."""
+        """Return the number of processes by role, for the workloads' roles that the broker's capabilities allow."""
         wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
         wanted = {role for role in wanted if role not in NEEDS or capabilities[NEEDS[role]]}
         if self.raw:

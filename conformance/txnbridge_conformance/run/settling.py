@@ -135,7 +135,8 @@ class Settling:
     def _finish(self, left: dict[str, Operation], wishes: Sequence[str]) -> bool:
         """Ask for or decide the outcome of these transactions, and remove each whose outcome is final.
 
-        Return whether none is left. Of prepared ones the status is asked first: it shows an abort that nobody wanted.
+        Return whether none is left. A prepared transaction's status is asked first: it shows an abort that nobody
+        wanted.
         """
         for transaction, ended in list(left.items()):
             calls = ("status", self._client.random.choice(wishes)) if ended.outcome == "prepared" else ("status",)
@@ -146,7 +147,7 @@ class Settling:
     def _ended_all(self) -> Callable[[], bool]:
         """Return a condition: all transactions that were open on the run's topics when it was first asked have ended.
 
-        Members of groups may still work, and have begun others since.
+        Meanwhile members of groups may work on and begin others.
         """
         left: set[str] | None = None
 
@@ -269,11 +270,9 @@ class Settling:
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
         """Return whether committed transactions have acknowledged all messages of the source topic for a group.
 
-        Those of killed feeders are among them if they can be read.
-
-        What its members have prepared is ended before. A member may be killed after its commit and before it records
-        the commit. So a transaction also counts as committed if its output can be read. The group's lag cannot be used:
-        some brokers count control markers in it.
+        First end the transactions that the group's members have prepared. A transaction also counts as committed if its
+        output can be read, because its process may have been killed before it recorded the commit. The group's lag
+        cannot be used: some brokers count control markers in it.
         """
         if time.monotonic() < self._next_look:
             return False

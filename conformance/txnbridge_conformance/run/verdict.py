@@ -98,7 +98,7 @@ def judge(history: History, findings: Findings, floor: Mapping[str, int] | None 
 
 
 def _unexcused(history: History, findings: Findings) -> tuple[set[str], dict[str, frozenset[str]]]:
-    """Return the names of findings that break a promise, and the causes of each name that has no case of its own."""
+    """Return the names of findings that break a promise; and names found only as consequences, with their causes."""
     excuses, linked = Excuses(history), findings.causes()
     causes: dict[str, set[str]] = defaultdict(set)
     broken, own = set(), set()
@@ -116,7 +116,7 @@ def _unexcused(history: History, findings: Findings) -> tuple[set[str], dict[str
 
 
 class Excuses:
-    """What a broker does not promise, by the capabilities that a history declares absent."""
+    """The promises that a broker does not make, by the capabilities that a history declares absent."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -130,14 +130,14 @@ class Excuses:
 
     @cached_property
     def _keys(self) -> dict[int, set[Key]]:
-        """By operation: the partitions that it sends to."""
+        """Return, for each operation, the partitions to which it sends."""
         keys: dict[int, set[Key]] = defaultdict(set)
         for order, key, _ in self._history.sends:
             keys[order].add(key)
         return keys
 
     def cover(self, case: Finding) -> bool:
-        """Return whether no promise excludes this case of a finding."""
+        """Return whether the broker makes no promise that excludes this finding."""
         absent = self._absent.get(case.name)
         if case.name in NOT_PROMISED or not absent or not case.operations:
             return case.name in NOT_PROMISED or bool(absent)

@@ -52,7 +52,7 @@ _DISPUTED_DEADLINE = 0.5
 
 
 def write(client: Client) -> None:
-    """Run random transactions without a transactional id, in several threads: committed, aborted and prepared ones."""
+    """Run random transactions without a transactional id in several threads: some commit, some abort, some prepare."""
     with client.bridge(writers=2) as bridge:
         _work_in_threads(client, bridge, _THREADS, pauses=0.05, leaving=0)
 
@@ -67,7 +67,8 @@ def own(client: Client) -> None:
 def _work_in_threads(client: Client, bridge: Bridge, threads: int, pauses: float, leaving: float) -> None:
     """Run random transactions until the run stops.
 
-    After a failed transaction return with the probability `leaving`. Each pauses with the probability `pauses`.
+    After a failed transaction return with the probability `leaving`. A transaction pauses with the probability
+    `pauses`.
     """
     over = threading.Event()
 
@@ -114,7 +115,7 @@ def oversleep(client: Client) -> None:
 
 
 def decide(client: Client) -> None:
-    """Claim random decisions on ids of a decision log: on new ones as the other deciders do, and on older ones."""
+    """Claim random decisions on ids of a decision log: on new ids, as other processes do, too, and on older ones."""
     with client.bridge(writers=1, application=client.plan.named("owner")) as bridge:
         decisions = bridge.decisions()
         while not client.stop.wait(client.random.uniform(0, 0.1)):
@@ -190,7 +191,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
 
 
 def _give_back(client: Client, bridge: Bridge, consumer: Consumer, messages: Sequence[Message]) -> Sequence[Message]:
-    """Give back messages from a random one on by a nack, or all by a seek, if the broker can. Return the others."""
+    """Give back messages from a random one on by a nack, or all by a seek, if the broker can. Return those it keeps."""
     at, can = client.random.randrange(len(messages)), bridge.capabilities
     if client.plan.raw or not (can[Capability.REDELIVERY] and can[Capability.REPLAY]):
         return messages

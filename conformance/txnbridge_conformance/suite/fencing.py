@@ -91,7 +91,7 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
 
 
 def has_opened(racer: Child) -> bool:
-    """Return whether a child process has opened the id, and is paused now; False if it was fenced and has ended."""
+    """Return whether a child opened the transactional id and is paused now; False if it was fenced and has ended."""
     try:
         racer.stopped()
     except AssertionError:

@@ -65,7 +65,7 @@ class TopicFeed:
         return is_assigned and not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic))
 
     def read(self, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
-        """Yield the range's rows like `read_range`."""
+        """Yield the range's rows in order. Raise `PositionLost` for missing rows, unless failOnDataLoss is off."""
         yield from self._read_all(wanted)
         # The id is read after the rows: if it is unchanged, all rows came from the topic that was planned.
         now = self._bridge.admin.topic_ids(wanted.topic)

@@ -11,7 +11,7 @@ from txnbridge import TxnBridgeError
 
 
 class BatchInDoubt(TxnBridgeError):
-    """Raised if a batch was decided and some of its transactions can no longer be published. An operator has to act."""
+    """Raised if some transactions of a decided batch cannot be published any more. An operator has to act."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BatchId:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Return the id that each run of the query opens in the decision log. Batches are numbered under this id."""
+        """Return the id that each run of the query opens in the decision log; batches are numbered under this id."""
         return self.query, self.sink
 
     @property
@@ -51,7 +51,7 @@ SMALL_TASKS = -1
 
 
 def place(partition: int) -> str:
-    """Return the words by which errors and commands name a part's task partition."""
+    """Return the words by which errors and commands name a task's partition, or the partitions of all small tasks."""
     return "small task partitions" if partition == SMALL_TASKS else f"task partition {partition}"
 
 

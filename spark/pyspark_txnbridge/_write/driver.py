@@ -241,7 +241,7 @@ def _decide(
 
 
 def _attempts(written: Sequence[Written]) -> list[int]:
-    """Return the attempts that the tasks found in the decision log. Rows of small tasks fit to every attempt."""
+    """Return the numbers of attempts in tasks' reports; small tasks, whose rows fit every attempt, may report none."""
     return sorted({report.attempt for report in written if report.attempt is not None})
 
 
@@ -384,7 +384,7 @@ def _check_age(identity: BatchId, part: Part, expires_at: int) -> None:
 
 
 def _check_repetition(session: SinkSession, identity: BatchId) -> _Stored | None:
-    """Return the stored totals of a batch that is done, and that Spark repeats; None if the log has no totals of it."""
+    """Return the stored totals of a batch that is done and that Spark repeats; None if the log has none for it."""
     _check_order(session, identity)
     if session.decisions.read(("#skipped", *identity.batch_path)).claim is not None:
         return None  # an operator has checked what was published, and skipped the batch

@@ -148,10 +148,7 @@ def _run_of(df: DataFrame, query_id: str | None) -> str:
 
 
 def _active_run(df: DataFrame, query_id: str) -> str | None:
-    """Return the id of a query's run, from the list of all sessions' queries.
-
-    The session that is given to foreachBatch lists no query.
-    """
+    """Return a query's run id from the list of all sessions' queries: that of foreachBatch's session is empty."""
     try:
         active = df.sparkSession._jsparkSession.sharedState().activeStreamingQueries().values()
         return next((str(each.runId()) for each in active if str(each.id()) == query_id), None)

@@ -84,7 +84,7 @@ def write_partition(
 
 
 def _first_batches(batches: Iterator[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], bool]:
-    """Return a partition's first batches, up to the one that makes the task a large one, and whether they are all."""
+    """Return a partition's first batches, up to the one that makes its task a large one; and whether these are all."""
     from pyarrow.ipc import get_record_batch_size
 
     first, size = [], 0
@@ -261,12 +261,12 @@ class SlotWriters:
     slots: list[_Slot] = field(default_factory=list)
 
     def belong_to(self, opening: Opening) -> bool:
-        """Return whether the writers are of the run of this opening; its number comes again if the log is deleted."""
+        """Return whether these writers are of a run, by the run's opening of the query's id: its name and number."""
         own = self.opening
         return own is not None and (own.name, own.number) == (opening.name, opening.number)
 
     def renew(self, opening: Opening) -> None:
-        """Let the next writers belong to the run of this opening, and close those of another run."""
+        """Let new writers belong to the run that made this opening of the query's id; close those of another run."""
         if not self.belong_to(opening):
             self.close()
         self.opening = opening

@@ -67,10 +67,7 @@ def is_done(session: SinkSession, identity: BatchId) -> bool:
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
-    """Return the parts of a decided batch that the decision log records as lost.
-
-    The transaction of such a part was aborted before its commit.
-    """
+    """Return the parts of a decided batch that the log records as lost: aborted before their commit."""
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 
