@@ -122,7 +122,7 @@ class Admin:
         return self._broker.admin.group(name, self._deadline())
 
     def describe_groups(self, names: Iterable[str]) -> dict[str, GroupInfo]:
-        """Return groups by name, each as `group` does; those that do not exist are left out."""
+        """Return groups by name, each with its members, positions and lag; those that do not exist are left out."""
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return self._broker.admin.describe_groups(list(names), self._deadline())
 

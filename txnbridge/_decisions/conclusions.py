@@ -62,7 +62,7 @@ class Openings(dict[IdPath, KnownOpening]):
     def kept(self, since: Position | None) -> Openings:
         """Return the openings to keep in memory and in snapshots: all but those of made-up ids before `since`.
 
-        `since` is where the oldest announcement of a process stands that a transaction still needs.
+        `since` is the position of the oldest presence record, a process's announcement, that a transaction still needs.
         """
         return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
 

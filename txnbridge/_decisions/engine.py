@@ -239,7 +239,7 @@ class Engine:
 
     @property
     def has_written(self) -> bool:
-        """True if this process has opened an id or written a presence record in this log, and does not only read it."""
+        """True if this process has opened an id or begun a transaction in this log, and does not only read the log."""
         return bool(self.owned) or self._presence is not None
 
     def is_own(self, nonce: str) -> bool:
@@ -397,7 +397,7 @@ class Engine:
     # --- appending --------------------------------------------------------------------------------------------------
 
     def _be_present(self, seconds: float, deadline: Deadline) -> EvidenceBegin:
-        """Return a record of this process, valid for `seconds`, at which evidence begins; append it if needed."""
+        """Return this process's presence record, valid for `seconds`, where evidence begins; append it if needed."""
         held: list[bool] = []
         try:
             if not deadline.acquire(self._presence_lock, held):
@@ -418,7 +418,7 @@ class Engine:
                 self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether the newest snapshot replaces this process's record, so that a new reading would miss it."""
+        """Return whether the newest snapshot replaces this process's presence record: a new reading would miss it."""
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -446,7 +446,7 @@ class Engine:
     def _append_support(
         self, kind: Callable[..., LogRecord], fields: Mapping[str, Any], deadline: Deadline
     ) -> Position:
-        """Append a presence record, body part or snapshot; return its position.
+        """Append a record that decides nothing itself: a presence record, body part or snapshot. Return its position.
 
         Raise `OutcomeUnknown` if another process has trimmed the record already.
         """

@@ -332,7 +332,7 @@ class LogState:
         return ids
 
     def oldest_living(self, now: int) -> Position | None:
-        """Return the position of the oldest process's announcement that has not expired at `now`; None without one."""
+        """Return the position of the oldest presence record (of a process) not expired at `now`; None without one."""
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:
@@ -352,9 +352,10 @@ class LogState:
         return body if renewed is None else {**body, "renewed": renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
-        """Return the announcements of processes that transactions still need at `now`, as JSON for a snapshot.
+        """Return the presence records that transactions still need at the time `now`, as JSON for a snapshot.
 
-        For those that end in the same hour only the oldest is listed: the log keeps all records from there on.
+        A presence record announces a process, whose next transactions later records decide. Of those that end in the
+        same hour only the oldest is listed: the log keeps all records from it on.
         """
         living: list[list[Any]] = []
         for at, until in sorted(self._living.items()):
@@ -367,7 +368,7 @@ class LogState:
         return living
 
     def forget(self, before: Position, oldest_living: Position) -> None:
-        """Drop records before the position `before`, and processes' announcements before `oldest_living`."""
+        """Drop records before the position `before`, and processes' presence records before `oldest_living`."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
         self.ids.forget(oldest_living)

@@ -229,7 +229,7 @@ class Follower:
         """Begin near a long log's end if a snapshot there replaces earlier records and positions count up by one.
 
         As many records as a snapshot has may follow it, so the search for it goes back twice as far each time. Records
-        from a snapshot on are judged twice, so it ends where the whole log takes no longer.
+        from a snapshot on are judged twice, so the search ends where reading the whole log takes no longer.
         """
         if not self._log.numbered:
             return

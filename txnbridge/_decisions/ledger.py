@@ -152,7 +152,7 @@ class LogLedger(Ledger):
     def _counts(self, commit: UnfinishedCommit, deadline: Deadline) -> bool:
         """Return whether a commit is the first counting claim on its transaction.
 
-        A process that began to read after the transaction's presence record reads earlier records by a second follower.
+        If this process began to read after the begin of the transaction's evidence, a second follower reads that.
         """
         if commit.certain:
             return True

@@ -50,7 +50,7 @@ class EvidenceBegin:
 
 @dataclass(frozen=True)
 class OpeningRef:
-    """Names the opening by which a record's author owns the id. The opening of a made-up id has the number 0."""
+    """Refers to the opening by which a record's author owns an id. Number 0 is the opening of a made-up id."""
 
     id: IdPath
     name: str

@@ -55,8 +55,8 @@ class AckHistory:
 class TokenFold:
     """The decisions and entries about transactions with tokens, by the records that were read.
 
-    Records before the first one read are not needed: an owner uses a presence record only after it has read the whole
-    log up to it and found its own opening to be the newest. So only an opening with a higher number can be newer.
+    Records before the first one read are not needed: an owner begins transactions after its presence record, and only
+    if it has read the whole log up to there and owns its id. So only an opening with a higher number can be newer.
     """
 
     openings: Openings = field(default_factory=Openings)
@@ -102,8 +102,8 @@ class TokenFold:
         """Remove an earlier claim, taken for counting, if the author of `record` knew that claim to be void.
 
         The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting claim
-        on its transaction. A reader that began after the transaction's presence record may not know the snapshot that
-        made the earlier claim void.
+        on its transaction. A reader that began after the begin of the transaction's evidence may not know the snapshot
+        that made the earlier claim void.
         """
         known = self.claims.get(record.id, {})
         if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:
@@ -153,7 +153,7 @@ class TokenFold:
     def forget(self, before: Position, covered: Position | None) -> None:
         """Drop records before the position `before`, but keep claims behind `covered`, the end of the last snapshot.
 
-        These are needed to judge later claims with acknowledgements.
+        These claims are needed to judge later claims with acknowledgements.
         """
         self.presences = {at: presence for at, presence in self.presences.items() if at >= before}
         if covered is not None:

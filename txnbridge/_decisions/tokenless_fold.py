@@ -126,10 +126,9 @@ class IdFold:
         return False
 
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
-        """Return the conclusions about ids as the body of a snapshot. Transactions begun before `since` have expired.
+        """Return the conclusions about ids as the body of a snapshot.
 
-        Commits and holds before `since` are left out, because their transactions have expired, and so are openings of
-        made-up ids.
+        Left out are commits and holds before `since`, whose transactions have expired, and openings of made-up ids.
         """
         return {
             "log": log,

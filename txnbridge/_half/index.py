@@ -110,7 +110,7 @@ class LaneIndex:
             return max([int(time.time() * 1000), *(each.since + 1 for each in self.refused.values())])
 
     def freed(self) -> list[tuple[str, Refusal]]:
-        """Return refused transactions that waited behind another one with the same keys, and need not wait now."""
+        """Return refused transactions that had to wait behind another one with the same keys, and no longer have to."""
         with self.lock:
             return [
                 (id, each._replace(behind=""))

@@ -83,7 +83,7 @@ class Spans:
             return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
 
     def open(self, database: str | None = None) -> None:
-        """End what dead processes have left of spans, from now on: without a database, or with the one of this URL."""
+        """From now on end spans of dead processes: those without a database, or those with the database of this URL."""
         with self._guard:
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
@@ -115,13 +115,13 @@ class Spans:
         half.send(self._topic, json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
 
     def end_parts(self, half: Half, decision: Decision) -> bool:
-        """End a span's parts that its record names, by a database's decision; return whether all have ended so."""
+        """End a span's parts, which its record `half` names, by a database's decision; return whether all ended so."""
         outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         tokens = _tokens_of(half.messages[0].value)
         return self._end_others(half.transaction, outcome, tokens, by_row=True) is Decision.ABORT
 
     def decision_of_parts(self, half: Half) -> Decision:
-        """Return the decision that a span's parts show: ABORT if the first part is not committed yet."""
+        """Return the decision about a span that its parts show: ABORT if the first part is not committed yet."""
         first, *_ = _tokens_of(half.messages[0].value)
         return Decision.COMMIT if self._bridge(first).abort(first) is Outcome.COMMITTED else Decision.ABORT
 

@@ -138,7 +138,7 @@ class LaneStore(HalfStore):
 
 @dataclass
 class _Seen:
-    """A lane (a topic of half messages) as last seen: since when it is unchanged, and whether all its halves ended."""
+    """A topic of half messages (a lane) as last seen: since when it is unchanged, and whether nothing in it is open."""
 
     end: Position
     since: float

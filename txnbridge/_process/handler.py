@@ -84,7 +84,7 @@ def handler_location(error: BaseException, caller: str = "") -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and, recursively, its `__cause__` or `__context__`, and those of a task group."""
+    """Yield an error and, recursively, its `__cause__` or `__context__`, and the errors in a task group's error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -729,9 +729,9 @@ class Processor(ConnectionUser):
     def _handle_each(self, each: Each, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         """Call the handler for each message; return the messages handled in this transaction as a batch.
 
-        A message for which the handler fails is judged at the front of a transaction: so a handler that fails now and
-        then is not called again and again for all others. After poison the others are tried, too, so that one abort
-        finds all poison.
+        If the handler fails for a message behind others, these are committed first, and it is tried again as the first
+        one: so a handler that fails now and then is not called again and again for all. After poison the others are
+        tried, too, so that one abort finds all poison.
         """
         now = time.monotonic()
         half_time = now + txn.deadline / 2

@@ -128,7 +128,7 @@ class Consumer(ConnectionUser):
 
     @one_call("poll")
     def _poll(self, max_messages: int, timeout: float) -> Batch:
-        """Return messages as `poll` does. The next call returns them again unless `_received` is called before."""
+        """Return up to `max_messages` messages. The next call repeats them unless `_received` is called before."""
         self._fetch(max_messages, timeout)
         return self._hand_out(max_messages)
 
@@ -450,7 +450,7 @@ class RawConsumer(Consumer):
 
     @one_call("poll")
     def take(self, max_messages: int, timeout: float) -> list[Message]:
-        """Return messages as `poll` does, undecoded."""
+        """Return up to `max_messages` undecoded messages, as soon as there is one; none after `timeout` seconds."""
         self._fetch(max_messages, timeout)
         messages = self._deliveries.hand_out(max_messages)
         self._received()

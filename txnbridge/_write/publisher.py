@@ -101,7 +101,7 @@ class Publisher(ConnectionUser):
             return self._publisher.last_sequence(as_topic(topic).name, self._connection.deadline())
 
     def close(self) -> None:
-        """Flush, and close the publisher."""
+        """Wait until all messages are stored, and close the publisher."""
         with self._lock:
             if not self._closed and not self._connection.forked:
                 self._closed = True

@@ -396,7 +396,7 @@ class Transaction(ConnectionUser):
     def _commit_from_loop(self, on_end: Callable[[], object]) -> bool:
         """Begin a commit that needs no thread of the caller; return False if `commit` has to be called in a thread.
 
-        `on_end()` is called in another thread at its end. Then `commit`, or the end of the block, completes the call;
+        Another thread calls `on_end()` at the commit's end. Then `commit`, or the end of the block, completes the call;
         if `_taken.is_committed`, that needs memory only.
         """
         plain = self._state is _OPEN and not (self._events.wants("commit") or self._prepare or self._lent)

@@ -439,7 +439,7 @@ def _is_denied(error: exc.DBAPIError) -> bool:
 
 
 def in_our_words(error: exc.SQLAlchemyError, what: str) -> errors.TxnBridgeError:
-    """Return the error of txnbridge that says the same as a database's; `what` names the work that failed."""
+    """Return txnbridge's error for an error of a database; `what` names the work that failed."""
     text = f"{what}: {own(error)}".strip()
     if isinstance(error, exc.DBAPIError):
         if _is_denied(error):

@@ -25,9 +25,9 @@ _CHUNK = 100_000
 def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
     """Find Adya's anomalies among committed transactions: cycles by write order (`G0`), or also by reads (`G1c`).
 
-    A cycle of `-realtime` also has edges from a transaction to those that began after its end. `G0-realtime` is looked
-    for in each partition alone. A cycle over several partitions would prove nothing: messages of a long transaction
-    may lie before those of one transaction in one partition, and after those of a later one in another.
+    The variants `-realtime` also follow edges from a transaction to those that began after its end, `G0-realtime` in
+    each partition alone. A cycle over several partitions would prove nothing: messages of a long transaction may lie
+    before those of one transaction in one partition, and after those of a later one in another.
     """
     committed = (fate == COMMITTED) & np.array([each.what == "transaction" for each in tables.operations], bool)
     _check_real_time(tables, _in_order(tables, committed, rank), findings)

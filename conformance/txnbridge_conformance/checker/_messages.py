@@ -110,8 +110,8 @@ def _list(values: list[str]) -> str:
 def check_acks(tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, findings: Findings) -> None:
     """Find messages that a group processed in two committed transactions, or that it read and never processed.
 
-    `fate` and `absent` come from `refine`: a transaction whose output a full read has has acknowledged its input, and
-    one whose output it does not have has not.
+    `fate` and `absent` come from `refine`: a transaction whose output a full read received has acknowledged its input,
+    and one whose output it missed has not.
     """
     takers: dict[tuple[str, str], list[int]] = defaultdict(list)  # by group and value: transactions that did not abort
     for order, group, values in tables.history.acks:

@@ -188,7 +188,7 @@ class Tables:
         return reads, Placed(all_keys[polled:], all_values[polled:], places[polled:])
 
     def _dropped(self) -> Flags:
-        """Return, for each row of `reads`, whether it is a copy of our message that only another client received.
+        """Return, for each row of `reads`, whether it is a copy of a message that only other clients' readers received.
 
         A broker may store a message twice if a request comes late. Readers of txnbridge drop the second copy.
         """
@@ -269,7 +269,7 @@ _OUTCOMES = {name: outcome for outcome, name in _NAMES.items()}
 
 
 def fates(operations: list[Operation], findings: Findings) -> Numbers:
-    """Return, for each operation, the fate of the messages that it sent: UNKNOWN, COMMITTED or ABORTED.
+    """Return, for each operation, whether its messages took effect: COMMITTED, ABORTED or UNKNOWN.
 
     Add the finding "split-decision" for a transaction about which calls returned different outcomes.
     """
@@ -296,7 +296,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
 
 
 def told_by(operation: Operation) -> int:
-    """Return the fate, COMMITTED or ABORTED, that the operation returned; UNKNOWN if it returned neither."""
+    """Return the outcome, COMMITTED or ABORTED, that an operation's call returned; UNKNOWN if it returned neither."""
     outcome = operation.outcome
     if outcome is None and operation.result != "unknown" and operation.what in WRITES:
         return COMMITTED if operation.result == "ok" else ABORTED

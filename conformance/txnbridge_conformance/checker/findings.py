@@ -137,7 +137,7 @@ class Findings:
         return [name for name in MEANINGS if name in self.counts]
 
     def causes(self) -> dict[int, int]:
-        """Return the cause of each finding that is a consequence of another one, as indexes in `all`."""
+        """Return, for findings that are consequences of another one, the cause of each; both are indexes in `all`."""
         wanted = {name for names in CAUSES.values() for name in names}
         known: dict[tuple[str, object], int] = {}
         for at, case in enumerate(self.all):

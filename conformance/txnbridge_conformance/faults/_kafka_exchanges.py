@@ -15,7 +15,7 @@ _UNKNOWN_REQUEST = 10_000
 
 
 def with_versions(answer: bytes, version: int, highest: Mapping[int, int | None]) -> bytes:
-    """Return an answer to ApiVersions that names lower highest versions of requests; None: no such request."""
+    """Return an answer to ApiVersions with these highest versions of requests, where lower; None removes a request."""
     changed = bytearray(answer)
     if struct.unpack_from(">h", answer, 8) != (0,):
         return answer  # an error

@@ -166,7 +166,7 @@ class Report:
         }
 
     def _around(self, partitions: Partitions | None, values: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the messages around the first two values of a finding's case, in the order of their partitions."""
+        """Return the messages around the first two values that a finding is about, in the order of their partitions."""
         assert partitions is not None
         return [
             {

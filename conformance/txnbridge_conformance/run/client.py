@@ -227,7 +227,7 @@ class Client:
         return {(self.random.choice(topics), self.random.randrange(PARTITIONS)): self.values(1)}
 
     def start_transaction(self, **fields: Any) -> RecordedCall:
-        """Record that a transaction begins, with the plan's deadline and the session of the open bridge."""
+        """Record that a transaction begins, with the plan's deadline and the name of the bridge's session."""
         known = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
         return self.recorder.start("transaction", **{**known, **fields})
 

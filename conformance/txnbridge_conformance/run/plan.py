@@ -196,7 +196,7 @@ class Plan:
         return {role: count for role, count in ROLES.items() if role in wanted}
 
     def groups(self, roles: Collection[str]) -> list[str]:
-        """Return the names of the groups that read the topic "source" if there are processes of these roles."""
+        """Return the names of the groups that read the topic "source" in a run with processes of these roles."""
         named = (("copy", "copiers"), ("process", "processors"))
         return [self.named(group) for role, group in named if role in roles]
 
