@@ -162,7 +162,7 @@ class EmbeddedBroker(Broker):
         self.store.close()
 
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Delete the rows in `writers` of closed writers that no token names, and retire those of other closed writers.
+        """Delete the rows in `writers` of closed writers that no token names, and retire rows of other closed writers.
 
         A writer with a retired row commits nothing more.
         """

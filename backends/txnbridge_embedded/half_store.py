@@ -107,7 +107,7 @@ class EmbeddedHalves(HalfStore):
                 ]
 
     def _check_back(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
-        """Return a row's half message, for its next check-back; after too many check-backs park it, and return None."""
+        """Return a row's half message for its next check-back. After the last check-back park it, and return None."""
         half_id, group, transaction, *_, checks = row
         if checks >= self._store.settings.half_checks:
             with self._store.events.step("half.park", transaction, group=group, checks=checks):

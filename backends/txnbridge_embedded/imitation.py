@@ -25,12 +25,12 @@ class BrokerProfile:
     naming: str = ""  # the same rule in words
 
     def refuse_name(self, topic: str) -> None:
-        """Raise `InvalidOption` for a topic's name that the other broker would refuse."""
+        """Raise `InvalidOption` for a topic's name that the imitated broker would refuse."""
         if not re.fullmatch(self.names, topic):
             raise InvalidOption(f"{topic!r} is no valid topic name on {self.name}: {self.naming}")
 
     def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
-        """Raise `NotSupported` for a message that the other broker would refuse.
+        """Raise `NotSupported` for a message that the imitated broker would refuse.
 
         `before` is the number of earlier messages in the same transaction.
         """

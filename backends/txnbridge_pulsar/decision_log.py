@@ -106,7 +106,7 @@ class PulsarLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield records as `DecisionLog.read` says. Stop at the end of the log if the end is before `last`."""
+        """Yield the records from `first` to `last`, by default all, up to the log's end if it is before `last`."""
         end = self.end(deadline)
         at = first or self.begin(deadline)
         if end is None or at is None:

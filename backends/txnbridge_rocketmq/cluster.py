@@ -48,7 +48,7 @@ class RocketMQCluster:
     context: Context
 
     def ledger(self, transaction: str, log: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of a transaction's owner, in the decision log that the transaction's `log` names."""
+        """Return the ledger of a transaction's owner: its records in the decision log that `log` names."""
         application = str(log.get("log") or self.settings.application)
         return self.context.ledger(application, transaction.rsplit("/", 2)[0])
 
@@ -83,7 +83,7 @@ class ClusterId:
 
 
 def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId:
-    """Return the id and home broker of the cluster. Choose them if the cluster has none.
+    """Return the cluster's id and the broker of the bridge's own topics (home). Choose them if the cluster has none.
 
     The first record of the topic `RocketMQSettings.cluster_topic` holds the id, so that processes that connect at the
     same time agree. Brokers keep records for days only, but topics for ever. Therefore the name of an empty topic on

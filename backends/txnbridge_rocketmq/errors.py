@@ -47,7 +47,7 @@ def translate(error: RemotingError, action: str) -> TxnBridgeError:
 
 @contextmanager
 def translated(action: str) -> Iterator[None]:
-    """Translate errors of the remoting client that the block raises, as `translate` does."""
+    """Translate errors of the remoting client in the block into txnbridge's errors; `action` says what failed."""
     try:
         yield
     except RemotingError as error:

@@ -125,7 +125,7 @@ class RocketMQHalfStore(HalfStore):
     def _half_logged(
         self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
     ) -> Half | None:
-        """Return the half message that `_half` returns; if it raises an error, log a warning and return None."""
+        """Return a transaction's unresolved half message; None if it has none, or after an error, which is logged."""
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
@@ -248,7 +248,7 @@ class RocketMQHalfStore(HalfStore):
         return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
-        """Return the half message whose discarded halves are `parked`; None if not all of its halves were stored."""
+        """Return the half message whose halves the broker has discarded (`parked`); None if some were never stored."""
         record, origin = parked.halves[0].record, parked.origin
         if origin is None:
             return None
@@ -277,7 +277,7 @@ class RocketMQHalfStore(HalfStore):
 
 
 class _HalfMessageWriter(RocketMQPreparedWriter):
-    """The writer of one half message. The decision about it has no deadline but the broker's retention."""
+    """The writer of one half message. The decision about it may come as long as the broker keeps the message."""
 
     def __init__(self, owner: RocketMQOwner, half: Half, group: str) -> None:
         self._half = half

@@ -38,7 +38,7 @@ class ChangeNotification:
         self._seen = self._version()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the file has changed since `remember_version`, or until the time has passed."""
+        """Wait until the file has changed since `remember_version` was called, or until the time has passed."""
         until = time.monotonic() + seconds
         while self._version() == self._seen:
             now = time.monotonic()

@@ -374,7 +374,7 @@ class Store:
         return topic if time.monotonic() - read_at < self.settings.timing.topic_age else None
 
     def ensure_topic(self, connection: FileConnection, name: str, deadline: Deadline) -> StoredTopic:
-        """Return a topic; create a missing topic unless `create_topics` is 0. Not inside `writing` or `reading`."""
+        """Return a topic; create a missing one unless `create_topics` is 0. Not for use in `writing` or `reading`."""
         known = self._cached_topic(name)
         if known is not None:
             return known

@@ -93,7 +93,7 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _owner(self) -> str:
-        """Return words for error texts that say whose position it is: this reader's, or a group's."""
+        """Return words for error texts that say whether a position is this reader's or a group's."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class PollingReader(Reader):
         return self._take(limit, Cursor.to_messages)
 
     def _take(self, limit: int, convert: Callable[[Cursor, list[Row]], list[Found]]) -> list[Found]:
-        """Return up to `limit` messages, from one partition after the other; `convert` is that of `Cursor.take`."""
+        """Return up to `limit` messages, from one partition after the other; `convert` makes them from rows."""
         into: list[Found] = []
         room = POLL_BYTES
         try:

@@ -280,7 +280,7 @@ class _Shares:
             self.give(partition, min(readers, key=self._count.__getitem__))
 
     def level(self) -> bool:
-        """Move a partition to a member with at least two fewer; return False if no partition can be moved so."""
+        """Move a partition to a member with at least two fewer than its owner; return False if no partition can be."""
         for giver in sorted(self._count, key=self._count.__getitem__, reverse=True):
             for topic, held in sorted(self._held[giver].items()):
                 taker = min(self._readers[topic], key=self._count.__getitem__)

@@ -67,7 +67,7 @@ class Cursor:
         self._handed_out_to = offset
 
     def repeat(self, ranges: Iterable[Range]) -> None:
-        """Schedule offsets for redelivery, without those from `next` on, which will be read anyway."""
+        """Schedule offsets for redelivery, except those from the next unread offset on, which will be read anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
         self._again = deque(merged([*self._again, *passed]))
 

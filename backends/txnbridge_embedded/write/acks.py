@@ -105,7 +105,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """Return the ranges that aborts have given back since the column `positions.rewinds` had this value."""
+    """Return the ranges of offsets that aborts gave back to a group since `positions.rewinds` was `rewinds`."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),

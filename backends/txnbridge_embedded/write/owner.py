@@ -90,7 +90,7 @@ class WriterRow:
             )
 
     def retire(self, connection: sqlite3.Connection) -> int:
-        """Retire the row, in the caller's write transaction, to prevent further commits; return the last number."""
+        """Retire the row, in the caller's write transaction, to stop commits; return the number of the last commit."""
         # The statement writes even if the row was never stored: `was_committed` needs a commit after the failed one.
         ((last,),) = connection.execute(
             "INSERT INTO writers(id, identity, used_at, retired) VALUES (?, ?, ?, 1)"

@@ -210,7 +210,7 @@ class EmbeddedWriter(Writer):
 
 
 class PlainWriter(EmbeddedWriter):
-    """Commits in one write transaction of the file, in which it also stores the transaction's number in `writers`."""
+    """Commits in one write transaction of the file, which also stores the transaction's number in table `writers`."""
 
     def __init__(
         self,

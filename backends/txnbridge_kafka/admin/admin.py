@@ -50,7 +50,7 @@ _Key = tuple[str, int, int | None]  # the transactional.id of a transaction, its
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record, which makes a transaction a prepared one, and the ledger that contains the record."""
+    """A prepare record, which makes a transaction a prepared one, and its ledger (one owner's part of a log)."""
 
     entry: LedgerEntry
     ledger: Ledger
@@ -324,7 +324,7 @@ class _PrepareRecords:
         return next((p for p in self._of_owner(owner).values() if p.entry.transaction == transaction), None)
 
     def knows(self, owner: str) -> bool:
-        """Return whether a decision log that could be read has the owner's opening, and so its prepare records."""
+        """Return whether a decision log that could be read knows the owner, and so has the owner's prepare records."""
         for application in self._application_names():
             with suppress(errors.TxnBridgeError):
                 if self._context.ledger(application, owner).newest_opening(self._deadline) is not None:

@@ -55,9 +55,9 @@ class KafkaGroups:
         }
 
     def _lags(self, positions: Mapping[str, Mapping[Partition, int]]) -> dict[str, dict[Partition, int]]:
-        """Return, by group, the number of offsets from the first message on, because markers before it are no lag.
+        """Return each group's lag by partition: the offsets from the first unread message on, without markers before.
 
-        Where that message is not found in time, or retention has removed messages behind the group, all offsets count.
+        All offsets from the group's position count if the message is not found in time, or was removed by retention.
         """
         requests, places = self._cluster.requests, {each for found in positions.values() for each in found.items()}
         ends = requests.ends({partition for partition, _ in places}, self._deadline)

@@ -36,7 +36,7 @@ _MOST_LINES = 1000
 
 
 class RepeatedLines(logging.Filter):
-    """Lets a client's line pass once a minute, with the number of those that were left out."""
+    """Lets each repeated log line of a client pass only once a minute, with the number of lines that were left out."""
 
     def __init__(self) -> None:
         super().__init__()

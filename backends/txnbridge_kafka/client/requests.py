@@ -266,7 +266,7 @@ class Requests:
     def committed(
         self, group: str, partitions: Collection[Partition], deadline: Deadline, *, decided: bool = False
     ) -> dict[Partition, int | None]:
-        """Return a group's committed offset in each partition, or None; `decided` is as in `positions`."""
+        """Return a group's committed offsets or None; with `decided`, none that an open transaction may change."""
         positions = self.positions(group, partitions, deadline, decided=decided)
         return {partition: None if each is None else each.at for partition, each in positions.items()}
 

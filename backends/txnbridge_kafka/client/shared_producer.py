@@ -32,7 +32,7 @@ class _Sent:
 
 
 class SharedProducer:
-    """A producer for several threads: one of those that wait polls the client for all, and wakes each by its report.
+    """A producer for several threads: one waiting thread polls the client for all, and wakes each at its own report.
 
     If every thread polled, one would often take another's report, which then waits until the end of its own poll. The
     client is freed, with its unsent records, when nobody holds this object and no thread waits any more. So no error is

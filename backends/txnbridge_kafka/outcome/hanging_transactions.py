@@ -190,7 +190,7 @@ def write_missing_markers_of_owner(
 ) -> None:
     """Write the missing markers of an id's earlier transactions in these partitions, after this process opened the id.
 
-    `opened` and `previous` are the coordinator's descriptions after and before this process's opening. Raise
+    `opened` and `previous` are the coordinator's descriptions after and before this process opened the id. Raise
     `StorageFailed` if no record has a hanging transaction's outcome.
     """
     try:
@@ -218,8 +218,8 @@ def _missing_markers(
     """Return, by partition, the epoch and the decision for its missing marker, from the topic __transaction_state.
 
     If this user may not read that topic, or it has no decision of the epoch any more, the decision is taken from the
-    coordinator's description before the opening, or from the decision log. These two sources are wrong only if other
-    programs write under this id: such a program may have had another transaction in the same epoch.
+    coordinator's description before this process opened the id, or from the decision log. These two sources are wrong
+    only if other programs write under this id: they may have had another transaction in the same epoch.
     """
     known: Sequence[RecordedDecision] = ()
     try:
@@ -353,8 +353,7 @@ class HangingTransactionMonitor:
     def check(self) -> bool:
         """Write the missing markers of transactions that this check and the last one found hanging.
 
-        Return False if further checks are useless: the bridge is closed, its user lacks a right, or the broker the
-        request.
+        Return False if further checks are useless: the bridge is closed, its user lacks a right, or the broker is old.
         """
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):

@@ -65,7 +65,7 @@ _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 
 
 class KafkaReader(Reader):
-    """Reads committed messages by one consumer of confluent-kafka. One thread at a time; look-ups use another."""
+    """Reads committed messages by one consumer of confluent-kafka. One thread at a time; another one does look-ups."""
 
     def __init__(
         self,

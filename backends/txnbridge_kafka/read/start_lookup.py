@@ -26,7 +26,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class StartLookup:
-    """Looks up, in the background, the offsets that a reader's partitions asked for; the client fetches from them.
+    """Looks up, in the background, the offsets at which partitions are read next, and lets the client fetch from them.
 
     The requests to brokers run on another thread. One task runs at a time: a look-up, or the commit of first offsets.
     """

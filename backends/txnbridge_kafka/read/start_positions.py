@@ -85,7 +85,7 @@ class KafkaStartPositions:
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
     def owner(self) -> str:
-        """Return words for error texts that say whose position it is: this reader's, or a group's."""
+        """Return words for error texts that say whether a position is this reader's or a group's."""
         return "this reader's position"
 
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:

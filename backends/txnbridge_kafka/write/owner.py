@@ -34,7 +34,7 @@ class KafkaOwner:
         return self.identity.name
 
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
-        """Record that this process is the id's owner now (its opening). Return the data of the previous opening.
+        """Record that this process is the id's owner now (its opening). Return the data of the previous owner's record.
 
         The record has the largest number of writers that any owner had. So if an owner dies while it opens the id, the
         next owner still fences all writers.

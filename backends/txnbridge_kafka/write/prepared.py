@@ -34,15 +34,14 @@ _MOST_AHEAD = 4
 
 
 def prepares_for(timeout_ms: int) -> int | None:
-    """Return the seconds in which a part of a span has to be prepared, by its time-out; None if it does not tell."""
+    """Return the seconds to prepare a part of a transaction that spans brokers, from its time-out; None for others."""
     return timeout_ms % 1000 or None
 
 
 def is_pool_id(id: str, name: str) -> bool:
     """Return whether a transactional id of Kafka is for prepared transactions of the bridge's transactional id `name`.
 
-    Such an id contains its owner's opening, so that another owner opens it only to abort a leftover transaction (hazard
-    H15).
+    Only its owner uses this id; another owner of `name` opens it only to abort a leftover transaction (hazard H15).
     """
     return re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]{{16}}\.p\d+", id) is not None
 
@@ -163,9 +162,9 @@ class PreparedIdPool:
     def timeout_ms(self, begin: Begin) -> int:
         """Return a transaction's time-out at the broker: its deadline's seconds plus `hold`; without `hold` the pool's.
 
-        Whole seconds make an id that was opened ahead fit the next transaction, too. For a part of a span, milliseconds
-        are added: as many as its process has seconds to prepare it (`prepares_for`). Nothing else tells other bridges
-        about a part whose process dies first. They are left out if other bridges might not find its prepare record.
+        Whole seconds let the next transaction use an id that was opened ahead. For a part of a transaction that spans
+        brokers, add as many milliseconds as its process has seconds to prepare it, if other bridges can find its
+        prepare record: nothing else tells them about a part whose process dies first.
         """
         if begin.hold is None:
             return self._default_ms
@@ -278,7 +277,7 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Take the next of the owner's transactional ids that has no unresolved transaction; return it, described.
+        """Take the next of the owner's transactional ids without an unresolved transaction; return id and description.
 
         Return None if there is none, or if the owner has as many unresolved transactions as it may have. The
         description is None if the coordinator does not know the id.

@@ -227,7 +227,7 @@ class KafkaWriter(Writer):
     def _check_topic(self, topic: str, partition: int | None, deadline: Deadline) -> None:
         """Check that a topic exists, and learn its number of partitions.
 
-        Before the first message to the topic, also write this id's missing markers in its partitions.
+        Before the topic's first message, also write this id's missing control markers in the topic's partitions.
         """
         # A topic that this bridge has used before was deleted since: it is not created again.
         create = (topic, 0) not in self._cluster.watched_partitions
@@ -242,7 +242,7 @@ class KafkaWriter(Writer):
         self.quick[topic] = self._producer().produce
 
     def _check_group(self, group: str, deadline: Deadline) -> None:
-        """Before a group's first offsets, write this id's missing markers in the partition that keeps them.
+        """Before a group's first offsets, write this id's missing control markers in the partition with these offsets.
 
         A writer whose user may not see `__consumer_offsets`, as in most clouds, logs a warning and continues.
         """

@@ -218,7 +218,7 @@ class PulsarAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction, given by its name or by its id at the coordinator, such as 0:15; see `Admin.end`.
+        """End a transaction, given by its name or its id at the coordinator, such as 0:15. Return its true outcome.
 
         A transaction that no coordinator knows, but that is still open on topics, can be ended by its id as well.
         """

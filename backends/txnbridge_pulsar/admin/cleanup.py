@@ -73,8 +73,8 @@ def _find_expired(
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
     """Read a proof topic up to the first presence record that has not expired, where the part to keep begins.
 
-    Return the last presence record that was read, and the id of the entry before this record. Records up to that entry
-    can be dropped.
+    Return the last presence record that was read (writers store one before their transactions), and the id of the entry
+    before it. Records up to that entry can be dropped.
     """
     newest: ProofRecord | None = None
     passed: wire.MessageId | None = None
@@ -100,7 +100,7 @@ def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire
 
 
 class ProofTopicCleanup:
-    """A thread that regularly cleans up the proof topics of its owner, and a few random ones of other owners."""
+    """A thread that regularly cleans up its owner's proof topics (with proofs of commits) and a few of other owners."""
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster

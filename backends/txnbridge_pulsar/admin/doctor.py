@@ -261,7 +261,7 @@ def _check_expiry(txn: OpenTransaction, now: float, share: float) -> Iterator[Ad
 def check_at_risk(
     cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report transactions that a new owner ended for the one before, and whose late messages are not refused yet.
+    """Report transactions that a new owner of their id ended, and whose late messages are not refused yet.
 
     Brokers cannot refuse these messages while an older transaction is open at the same coordinator, so only
     transactions behind an older one are reported. Once the older transaction has ended, the newer owner makes brokers

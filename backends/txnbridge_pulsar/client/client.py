@@ -153,7 +153,7 @@ class PulsarClient:
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
-        """Open a reader: a consumer from `start` on, with a temporary subscription. `create` is as in `subscribe`."""
+        """Open a reader: a consumer from `start` on, with a temporary subscription. Without `create` make no topic."""
         return self.subscribe(
             topic,
             f"reader-{uuid.uuid4().hex[:12]}",

@@ -59,7 +59,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """The names of the topics, and of the subscriptions on topics, that a transaction's end has to reach."""
+    """The names of the topics, and of subscriptions on topics, that a transaction's commit or abort has to reach."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
@@ -152,7 +152,7 @@ def participant_of(topic: str, subscription: str | None, via: wire.PulsarProduce
 
 
 class EndDelivery:
-    """Remembers the ends of an owner's transactions, and sends them again to topics that are unloaded. Thread-safe."""
+    """Remembers commits and aborts of an owner, and sends them again to topics that are unloaded. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -164,7 +164,7 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Remember a transaction that has ended. Send its end again to participants that are unloaded already."""
+        """Remember a transaction's commit or abort. Send it again to participants that are unloaded already."""
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -176,7 +176,7 @@ class EndDelivery:
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Send remembered ends again to the unloaded ones of these topics; return when all arrived, or at the deadline.
+        """Send remembered commits and aborts again to those of these topics that were unloaded, until the deadline.
 
         Call this before another transaction ends on these topics, because its end would drop messages whose commit has
         not arrived.
@@ -191,7 +191,7 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """Send remembered ends again to an unloaded topic or subscription; keep those that fail for another attempt."""
+        """Send remembered commits and aborts again to an unloaded topic or subscription; keep failed ones for later."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:

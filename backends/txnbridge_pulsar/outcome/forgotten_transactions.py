@@ -121,7 +121,7 @@ def was_committed_by_property(
 ) -> bool | None:
     """Return whether a forgotten transaction was committed, by the proof topic that its first entries name.
 
-    `held` has its first message by topic. Return None if no proof topic is named, or if none tells the outcome.
+    `held` has the position of its first message by topic. Return None if no proof topic is named or tells the outcome.
     """
     for topic, first in held.items():
         with suppress(EvidenceLost, RestRefused, KeyError, TypeError, ValueError):
@@ -135,7 +135,7 @@ def was_committed_by_property(
 
 
 def release(cluster: ClusterAccess, rest: Rest, topic: str, deadline: Deadline) -> None:
-    """End the transaction that holds a topic's readers back, if its coordinator has forgotten it, by its proof.
+    """End the transaction that hides a topic's messages, by its proof message, if its coordinator has forgotten it.
 
     Do nothing if there is no such transaction, or if its outcome is not known. Raise `AccessDenied` if a superuser has
     to end it.

@@ -123,7 +123,7 @@ class LateWriteGuard:
                     return
 
     def close(self, deadline: Deadline) -> None:
-        """Stop the background thread. The next owner finds the transactions that are left on the fence topic."""
+        """Stop the background thread. The next owner finds the remaining transactions on the fence topic."""
         self._stop.set()
         thread = self._thread
         if thread is not None:

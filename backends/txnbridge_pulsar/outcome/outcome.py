@@ -280,7 +280,7 @@ def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, 
 
 
 def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Make the coordinator list an open transaction as prepared; return the transaction's `coordinator_state`.
+    """Make the coordinator list an open transaction as prepared; return the transaction's state at the coordinator.
 
     The protocol has no field for this, so the proof topic's subscription is registered with the transaction, although
     the transaction never acknowledges on it. A process that lists the transaction finds this subscription.

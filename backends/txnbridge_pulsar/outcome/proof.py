@@ -90,7 +90,7 @@ def new_nonce() -> str:
 def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
     """Return the last readable record of a proof topic and its location, if the record is a presence record, else None.
 
-    While a prepared transaction is open, this is the presence record with the transaction's name.
+    A writer stores presence records before its transactions; that of an open prepared transaction has its name.
     """
     entry = last_entry(cluster, topic, deadline)
     record = None if entry is None else record_of(entry)

@@ -90,7 +90,7 @@ class GroupRegistry:
         return True
 
     def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
-        """Return the answer of `Rest.get`. For a while after a timeout, raise `BrokerUnavailable` without a request."""
+        """Return the JSON answer to a GET request. For a while after a timeout, raise `BrokerUnavailable` instead."""
         if time.monotonic() < self._no_rest_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:

@@ -195,7 +195,7 @@ class PulsarPartition:
     def expect_again(self, dropped: Iterable[wire.MessageId] = ()) -> None:
         """Note that the broker delivers all entries with unacknowledged messages again.
 
-        `dropped` are ids of entries that the consumer has dropped unread. Older ones of them are repeated deliveries.
+        `dropped` are the ids of entries dropped unread; ids up to the last entry handed out are repeated deliveries.
         """
         arrived = [*(entry.id for entry in self._waiting), *dropped]
         again = {id[:2] for id in arrived if id[:2] > self._handed}
@@ -391,7 +391,7 @@ class PulsarPartition:
         return [id for entry_id, indexes in self._by_entry(positions) for id in self._release_entry(entry_id, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction; return ids for ACK command, and bits for `acknowledged`."""
+        """Mark messages as acknowledged in a transaction. Return ids for ACK commands, and bits for `acknowledged`."""
         entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)

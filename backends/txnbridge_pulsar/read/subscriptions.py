@@ -71,7 +71,7 @@ class SubscriptionMode(ABC):
         """Have the broker redeliver these messages."""
 
     def redeliver(self, partition: PulsarPartition) -> None:
-        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones."""
+        """Have the broker redeliver unacknowledged messages in order; the reader drops those that its user has."""
         raise NotSupported("only members of a group that is read in order have everything delivered again")
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:

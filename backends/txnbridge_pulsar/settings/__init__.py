@@ -81,7 +81,7 @@ class PulsarSettings:
 
     @property
     def longest_prepared(self) -> float:
-        """Return for how many seconds a transaction to be prepared may be open: its time-out and its hold."""
+        """Return for how many seconds a transaction to be prepared may be open: its time-out plus the option `hold`."""
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:

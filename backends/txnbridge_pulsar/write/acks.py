@@ -240,14 +240,14 @@ def finish_entries(
     guard: threading.Lock,
     deadline: Deadline,
 ) -> None:
-    """Acknowledge `unfinished` entries of a shared subscription whole, outside of transactions.
+    """Acknowledge entries of a shared subscription whole, outside of transactions, if all their messages are committed.
 
-    Several members have acknowledged the messages of such an entry, and none knows whether all of their transactions
+    The messages of such an entry were acknowledged by several members, and none knows whether all of their transactions
     are committed. An ACK that removes the entry too early would take an aborted transaction's messages from the group.
-    So each message is acknowledged once more, in a transaction that is aborted: the broker refuses that with one
-    reason for messages of committed transactions, and with another one for pending messages. If it accepts an
-    acknowledgement, the message's transaction was aborted, and the entry comes again. Raise the errors of
-    `PulsarClient`; then nothing has changed, and the transaction times out.
+    So each message is acknowledged once more, in a transaction that is aborted: the broker refuses that with one reason
+    for messages of committed transactions, and with another one for pending messages. If it accepts an acknowledgement,
+    the message's transaction was aborted, and the entry comes again. Raise the errors of `PulsarClient`; then nothing
+    has changed, and the transaction times out.
     """
     with guard:
         consumer, generation = partition.consumer, partition.consumer.generation

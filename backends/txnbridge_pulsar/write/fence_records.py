@@ -21,7 +21,7 @@ VERSION = 1
 class ProofLocation:
     """The place where a transaction's outcome can be read: its proof topic, and the presence record before its proof.
 
-    Tokens and fence records contain this location.
+    The writer stored the presence record before the transaction. Tokens and fence records contain this location.
     """
 
     topic: str  # full name

@@ -134,7 +134,7 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record with the transaction's name on its proof topic; return the record's location."""
+        """Store a record that names the transaction on its proof topic (presence record); return its location."""
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:

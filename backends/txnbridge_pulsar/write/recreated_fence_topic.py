@@ -49,8 +49,7 @@ class FenceIdentity:
     def record(self, fence_id: str, deadline: Deadline) -> None:
         """Record the fence id in the decision log, after this owner's first fence record.
 
-        If only the decision log had it, the next opening would fail. Raise `EvidenceLost` if the log has another fence
-        id.
+        If only the log had it, the next owner could not open the id. Raise `EvidenceLost` if the log has another one.
         """
         if self._is_disabled:
             return

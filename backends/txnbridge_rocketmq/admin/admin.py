@@ -36,7 +36,10 @@ class RocketMQAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic on the home broker; return False if it exists. Raise `NotSupported` for a retention."""
+        """Create a topic on the home broker, which has the bridge's own topics; return False if it exists.
+
+        Raise `NotSupported` for a retention.
+        """
         if retention_seconds is not None or retention_bytes is not None:
             raise NotSupported(
                 f"topic {name!r}: RocketMQ keeps the messages of all topics for the same time (fileReservedTime of the"

@@ -223,7 +223,7 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettings) -> Iterator[Advice]:
-    """Yield advice about open transactions that an administrator has to end, or that nobody answers for."""
+    """Yield advice about open transactions that need an administrator, and half messages that no resolver decided."""
     parked: Counter[str] = Counter()
     for listed in transactions:
         named = settings.group_of_halves(listed.owner)

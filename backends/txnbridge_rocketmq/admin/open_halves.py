@@ -135,7 +135,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> list[
     """Return the open halves of a broker.
 
     A half is open if the broker's check-back service has not passed its record, and no op message names the record. A
-    half message without a prepare record is left out if its message is published, because no decision tells that.
+    half message that needs no decision in the log is left out if a look-up finds that its message is published.
     """
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)

@@ -67,7 +67,7 @@ class PublishedMessageMissing(BrokerUnavailable):
 
 
 class LockHolder(Enum):
-    """The holder of a transaction's lock, as `HalfEnder.exclusively` yields it. Others publish only if it stalls."""
+    """The holder of the lock under which a transaction is published. Others publish it only if the holder stalls."""
 
     CALLER = "the calling thread"
     OTHER_THREAD = "another thread of this process"
@@ -112,7 +112,7 @@ class HalfEnder:
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Lock a transaction in the block if possible; yield the lock's holder. Others publish only if it stalls."""
+        """Lock a transaction's publishing in the block, unless another has the lock; yield the holder of the lock."""
         with self._lock:
             mine = transaction not in self._being_ended
             self._being_ended.add(transaction)
@@ -255,9 +255,9 @@ class HalfEnder:
     ) -> None:
         """Publish every message of a committed transaction that is not published yet.
 
-        `topics` has the number of the transaction's messages in each topic. `first` means that the caller has just
-        decided the transaction. Another process may have read the decision and published since (hazard H64), so the
-        messages are looked up nevertheless; but whoever held the lock before has seen its messages in the index. Raise
+        `topics` has the number of the transaction's messages in each topic. With `first` the caller has just decided
+        the transaction. Another process may have published it since (hazard H64), so the messages are looked up, but
+        without a wait for the index: an earlier holder of the lock has found its messages there. Raise
         `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a message is not published
         and its half is gone.
         """

@@ -151,8 +151,8 @@ def is_published(
 ) -> bool:
     """Return whether the process that has stored the only half of a transaction has published its message.
 
-    `asked` is that of `end_prepared`. After False that process cannot publish without a decision any more. Raise
-    `EvidenceLost` if the message may have been published and dropped by age.
+    First wait for the half's immunity time to pass, unless `asked`. After False that process cannot publish without a
+    decision any more. Raise `EvidenceLost` if the message may have been published and dropped by age.
     """
     if not ender.missing(transaction, topics, deadline):
         return True
@@ -205,8 +205,8 @@ def publish_exclusively(
 ) -> None:
     """Publish a committed transaction under its lock, or wait until another process has published it.
 
-    If the process that holds the lock publishes nothing for some seconds, publish without the lock. `first` is that of
-    `HalfEnder.publish`.
+    If the process that holds the lock publishes nothing for some seconds, publish without the lock. With `first` the
+    caller has just decided the transaction.
     """
     stalled = ender.cluster.settings.timing.publisher_stalled
     left, patience = -1, Deadline(stalled)
@@ -273,8 +273,8 @@ def _commit_with_acks(
 ) -> LedgerClaim:
     """Claim the commit of a prepared transaction. Raise `Conflict` if a group's position was moved meanwhile.
 
-    The claim of a member that did not know of the prepared transaction does not count. But if it comes after
-    `read_up_to` of an ack, it makes this claim void, which is then made again (hazard H95).
+    A member that does not know of the prepared transaction may acknowledge the same messages, which does not count. But
+    if it did so after `read_up_to` of an ack, this claim is void, and is made again (hazard H95).
     """
     while True:
         now = [_ack_now(ack, ledger, deadline) for ack in acks]

@@ -216,10 +216,10 @@ class QueueReader:
         self._needs_check = self.reference is not None
 
     def _take_check(self) -> None:
-        """Process the result of the check for the reference record.
+        """Process the result of the check whether the topic was recreated, by a record that was read before.
 
         If the queue has the record, the records read before the check may be handed out. If the topic was recreated, or
-        the reference record stays missing for some seconds, set `fault`.
+        the record stays missing for some seconds, set `fault`.
         """
         if self._check is None:
             return

@@ -65,7 +65,7 @@ class QueuePull:
 
 
 class SameQueueCheck:
-    """A request in flight that checks for the reference record, to notice a recreated topic (hazard H80)."""
+    """A request in flight for a record read before (reference record), which a recreated topic lacks (hazard H80)."""
 
     def __init__(self, submit: Submit, queue: Queue, reference: ReferenceRecord) -> None:
         self._submit = submit
@@ -88,7 +88,7 @@ class SameQueueCheck:
         return self._begin.done()
 
     def is_same_queue(self) -> bool | None:
-        """Return True if the queue has the reference record, or dropped the record by age.
+        """Return True if the queue still has the reference record, which was read before, or dropped it by age.
 
         Return False if another record is at its offset, None if no record is there, which may be temporary.
         """

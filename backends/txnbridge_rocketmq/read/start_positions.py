@@ -77,12 +77,12 @@ class QueueOffsets:
         return at
 
     def verifiable(self, queue: Queue, at: int, deadline: Deadline) -> VerifiableOffset:
-        """Return the position at the offset `at`. The message before `at`, if any, is its reference record."""
+        """Return the position at the offset `at`, with the message before it, if any, to notice a recreated topic."""
         log_offset = self._log_offset(queue, at - 1, deadline) if at else None
         return VerifiableOffset(at, None if log_offset is None else ReferenceRecord(at - 1, log_offset))
 
     def is_same_queue(self, queue: Queue, reference: ReferenceRecord, deadline: Deadline) -> bool:
-        """Return whether the queue still has the reference record, or dropped the record by retention.
+        """Return whether a queue still has a record that was read before, or dropped the record by retention.
 
         Request a missing record again for some seconds: the broker may just have started.
         """
@@ -148,9 +148,9 @@ class ResolvedPositions:
 
 
 class GroupPositions:
-    """The positions of a group in the decision log. Each COMMIT claim that acknowledges messages moves positions.
+    """The positions of a group in the decision log. Each recorded commit that acknowledges messages moves positions.
 
-    A new group claims its first position before a member hands out the first message. Therefore no message is skipped
+    A new group records its first position before a member hands out the first message. Therefore no message is skipped
     if the first transaction aborts, and members that begin at the same time agree on the position (hazard H79).
 
     The member that moved the group last may have died before its transaction was published. The next member that reads
@@ -182,7 +182,7 @@ class GroupPositions:
             return self._ledger.held(self._group, deadline)
 
     def _free(self, targets: Targets, deadline: Deadline) -> Targets:
-        """Return the targets in partitions on which no prepared transaction acknowledges (hazard H95).
+        """Return `targets` without the partitions on which a prepared transaction acknowledges (hazard H95).
 
         Abort a transaction whose hold is over: perhaps nobody has its token any more. If all partitions are held, wait
         a moment, because the caller asks again.

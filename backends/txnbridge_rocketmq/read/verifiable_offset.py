@@ -14,14 +14,14 @@ from txnbridge.spi import Partition, Position
 
 
 class ReferenceRecord(NamedTuple):
-    """A record that was read from a queue, by its queue offset and its commit log offset."""
+    """A record that was read from a queue, by its queue offset and commit log offset; a recreated topic lacks it."""
 
     offset: int
     log_offset: int
 
 
 class VerifiableOffset(NamedTuple):
-    """The position of a group or reader: the next offset to read, and the reference record if one is known."""
+    """The position of a group or reader: the next offset to read, and a record before it that no new topic has."""
 
     next: int
     reference: ReferenceRecord | None = None
@@ -41,7 +41,7 @@ class VerifiableOffset(NamedTuple):
 
 
 def topic_recreated(name: str, partition: Partition, at: int, reference: ReferenceRecord) -> PositionLost:
-    """Return the error for a position (`name` says whose) whose reference record is missing in the queue."""
+    """Return the error for a position (`name` says whose) in a topic that was recreated, and so lacks `reference`."""
     topic, number = partition
     return PositionLost(
         f"{name} is {at} in {topic}[{number}], but the message that was read at {reference.offset} is no longer"

@@ -82,7 +82,7 @@ class RocketMQSettings:
         return f"{self.prefix}app-"
 
     def half_group(self, group: str) -> str:
-        """Return the producer group for half messages of a resolver group. Raise `InvalidOption` for long names."""
+        """Return the producer group for a resolver group's half messages. Raise `InvalidOption` for long names."""
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
     def group_of_halves(self, producer_group: str) -> tuple[str, str] | None:

@@ -84,7 +84,7 @@ class RocketMQAckContext:
     def require_held(self, acks: Sequence[Ack], transaction: str, deadline: Deadline) -> None:
         """Raise `Conflict` if another acknowledgement came before the prepare record of the transaction of `acks`.
 
-        After the prepare record, nobody else's acknowledgement counts on the partitions that it holds.
+        After that record, no acknowledgement by another transaction counts on the partitions of `acks`.
         """
         positions, _ = self._starts.positions(deadline)
         held = self._starts.held(deadline)

@@ -188,8 +188,8 @@ class RocketMQWriter(Writer):
     def _needs_no_decision(self) -> bool:
         """Return whether the broker's commit of the only half can commit the transaction, without a record in the log.
 
-        The broker accepts this END within the immunity time only, so the half must be fresh. No other process ends the
-        half before the deadline, which is later, and whoever ends it looks first whether the message is published
+        The broker accepts this request within the immunity time only, so the half must be fresh. No other process ends
+        the half before the deadline, which is later, and whoever ends it looks first whether the message is published
         (hazard H102). Therefore the broker must be one that finds messages, also after it was killed.
         """
         if self.messages != 1 or self._acks or self._owner.owned:
@@ -211,7 +211,7 @@ class RocketMQWriter(Writer):
             return self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
 
     def _decide_after_look_up(self, deadline: Deadline) -> None:
-        """Commit in the log after a direct END that was refused or not answered, unless the message is published.
+        """Commit in the log after a direct commit that was refused or not answered, unless the message is published.
 
         Raise `TransactionAborted`, or `OutcomeUnknown` if that fails.
         """
@@ -328,9 +328,9 @@ class RocketMQWriter(Writer):
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Decide the previous transaction by an ABORT claim, and carry out the claim that counts.
+        """Write an ABORT claim for the previous transaction to the decision log, and carry out the claim that counts.
 
-        A COMMIT claim of this writer counts if it is in the log already, and not if it is written later (hazard H73).
+        This writer's COMMIT claim counts if it is in the log already, and not if it is written later (hazard H73).
         """
         if not (self.messages or self._acks):
             return
