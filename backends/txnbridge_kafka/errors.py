@@ -75,7 +75,7 @@ def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
 def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
     """Return txnbridge's error for an error of confluent-kafka; `what` names the failed action in the error's text.
 
-    This is for calls outside a transaction: `write.failures` translates the errors of a transaction's calls.
+    This is for calls outside a transaction: `failure` translates the errors of a transaction's calls.
     """
     cause = kafka_error(error)
     if cause is None:

@@ -58,7 +58,7 @@ class RocketMQTopics:
         return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return a topic's writable queues. Raise as `queues` does, and `NotFound` if the partition is missing."""
+        """Return a topic's writable queues. Raise the errors of `queues`, or `NotFound` if the partition is missing."""
         if partition is not None and partition < 0:
             raise errors.NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         queues = self._route(topic, deadline, (partition or 0) + 1).writable

@@ -104,7 +104,7 @@ class GroupReader(PollingReader):
         return f"the position of group {self._group!r}"
 
     def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
-        """After the user's seek, move the group's position, whose messages retention has removed, to `kept`.
+        """When the user seeks, move the position of a group, whose messages retention has removed, to `kept`.
 
         `kept` is the partition's first offset that retention has not removed.
         """

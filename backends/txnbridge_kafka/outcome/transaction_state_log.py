@@ -74,7 +74,7 @@ def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[St
 
 
 def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
-    """Return the decisions about an id's transactions, oldest first. Raise the same errors as `state_records`."""
+    """Return the recorded decisions about an id's transactions, oldest first. Raise `AccessDenied` or `NotFound`."""
     return [
         RecordedDecision(record.pid, record.epoch, record.status == _PREPARE_COMMIT, record.partitions)
         for record in state_records(cluster, id, deadline)

@@ -152,7 +152,7 @@ class KafkaReader(Reader):
                 return []
 
     def _why_lost(self) -> str:
-        """Return the error text of an unpaused partition whose position is lost; empty if there is none."""
+        """Return the error text of an unpaused partition whose next messages are lost; empty if there is none."""
         lost = (each for each in self._assignment.partitions.values() if each.state is PartitionReadState.LOST)
         return next((each.why_lost for each in lost if each.partition not in self._assignment.paused), "")
 

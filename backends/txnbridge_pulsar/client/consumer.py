@@ -71,7 +71,7 @@ class SubscriptionType(IntEnum):
 
 
 class ConsumerOptions(NamedTuple):
-    """The options of a consumer; `PulsarClient.subscribe` explains them."""
+    """The options of a consumer, which were given to `PulsarClient.subscribe`."""
 
     subscription: str
     type: SubscriptionType
@@ -438,7 +438,7 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ callbacks
 
     def _callbacks(self, generation: int) -> ConsumerCallbacks:
-        """Return the callbacks until the next `reopen`, which raises `generation`: it tells late calls from others."""
+        """Return the callbacks until the next `reopen`. It raises `generation`, by which late calls are recognised."""
         return ConsumerCallbacks(
             lambda fields, tail: self.entry_arrived(generation, fields, tail),
             lambda active: self.activity_changed(generation, active),

@@ -65,7 +65,7 @@ class ConnectFailed(PulsarError):
 
 
 class BrokerConnectionLost(PulsarError):
-    """The connection ended before the answer arrived, or before the request was sent: see `may_have_had_effect`."""
+    """The connection ended before the answer came, or before the request was sent; see `may_have_had_effect`."""
 
     retriable = True
 

@@ -51,7 +51,7 @@ class AccessMode(IntEnum):
 
 
 class ProducerOptions(NamedTuple):
-    """The options of a producer; `PulsarClient.create_producer` explains them."""
+    """The options of a producer, which were given to `PulsarClient.create_producer`."""
 
     name: str | None
     access: AccessMode

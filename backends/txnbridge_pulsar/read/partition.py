@@ -161,7 +161,7 @@ class PulsarPartition:
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
 
     def misses_entries_before(self, entry: wire.ReceivedEntry) -> bool:
-        """Return whether the broker, which delivers again, has left out entries before this one (hazard H94).
+        """Return whether the broker has left out entries before this one while it redelivers (hazard H94).
 
         A broker delivers again when it is asked to, and also unasked when a transaction aborts.
         """
@@ -182,7 +182,7 @@ class PulsarPartition:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether all received messages are acknowledged, none is due again, and no seek has skipped any."""
+        """Return whether all received messages are acknowledged, none waits for redelivery, and no seek skipped any."""
         return not (self.waiting or self._outstanding or self._expected or self._skipped)
 
     def note_progress(self, last: wire.MessageId, acknowledged: wire.MessageId | None) -> None:
@@ -359,7 +359,7 @@ class PulsarPartition:
                 )
 
     def give_back(self, positions: Sequence[Position]) -> None:
-        """Mark messages as no longer outstanding, if they are."""
+        """Mark messages that `poll` has returned as given back by `nack`; ignore those that are not outstanding."""
         self.release([(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1])
 
     def give_up(self, entry_ids: Iterable[_EntryId], delivered_again: bool) -> list[wire.MessageId]:

@@ -328,7 +328,7 @@ class PulsarReader(Reader):
         return _BackgroundResult()
 
     def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
-        """Have brokers redeliver in each partition whose last two checks found messages that the reader never got."""
+        """Have brokers redeliver partitions in which the last two checks found messages that the reader never got."""
         for partition in partitions:
             with self._guard:
                 if partition.is_assigned and partition.is_behind and partition.is_idle:

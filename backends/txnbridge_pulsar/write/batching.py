@@ -204,8 +204,8 @@ class TransactionProducer:
     def _drops_duplicates(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
         """Return whether the broker is known to drop entries that are sent again.
 
-        If an entry has a receipt, this is the case if the broker still has this producer's last sequence id. Before the
-        first receipt, it is the case if deduplication is enabled on the topic.
+        After the first receipt, it does so if it still has this producer's last sequence id. Before the first receipt,
+        it does so if deduplication is enabled on the topic.
         """
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored

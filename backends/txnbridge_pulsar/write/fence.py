@@ -47,7 +47,7 @@ def last_fence_record(
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
-    """Return the transactions on fence topics whose late messages a broker may still take, for the doctor."""
+    """Return the ended transactions on fence topics whose late messages a broker may still accept, for the doctor."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
     per_topic = in_parallel(lambda topic: _at_risk(cluster, topic, deadline), topics)

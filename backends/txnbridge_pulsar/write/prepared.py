@@ -48,7 +48,7 @@ class PreparedSlots:
         self._used = 0  # this owner has used all slots below this number
 
     def keep(self, announced: AnnouncedTransaction) -> None:
-        """Let no other transaction use an unresolved transaction's slot, until the outcome of this one is known."""
+        """Let no other transaction use an unresolved transaction's slot until the outcome of the latter is known."""
         if announced.slot is not None:
             with self._lock:
                 self._unresolved[announced.slot] = announced

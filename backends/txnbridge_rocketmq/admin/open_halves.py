@@ -155,7 +155,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> list[
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield a broker's discarded halves, except halves whose message is published: it was committed by a token."""
+    """Yield a broker's discarded halves, except those whose message is published: a token has committed them since."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     published = {half.record.queue_offset for half in _published(cluster, broker, discarded, deadline)}
@@ -194,7 +194,7 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
 
 
 def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """Return the transaction of these halves with its state (see `OpenHalves`).
+    """Return the transaction of these halves with its state, such as "prepared" or "discarded".
 
     Return None if the transaction has ended, and only the op messages about its halves are still to be written.
     """

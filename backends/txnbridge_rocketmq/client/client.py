@@ -157,7 +157,7 @@ class RemotingClient:
         return connection.submit(request, until - time.monotonic())
 
     def call_address(self, address: str, request: RpcRequest[T], timeout: float) -> T:
-        """Send a request to the broker or name server at this address, and return the decoded response, as `call`."""
+        """Send a request to the broker or name server at this address, and return the decoded response."""
         (result,) = self._pool(address).begin([request], time.monotonic() + timeout).results()
         if isinstance(result, RemotingError):
             raise result
@@ -328,7 +328,7 @@ class RemotingClient:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def _send_heartbeat(self, broker: str, until: float) -> None:
-        """Send a heartbeat, which registers the membership. Raise the same errors as `call`."""
+        """Send a heartbeat, which registers the membership. Raise a `RemotingError` if that fails."""
         address = self._address(broker, until)
         try:
             connection = self._connection(address, until)

@@ -143,7 +143,7 @@ class RemotingConnection:
         return self._ended is None
 
     def call(self, request: RpcRequest[T], timeout: float) -> T:
-        """Send a request and return the decoded response. Raise the same errors as `submit` and `Call.result`."""
+        """Send a request and return the decoded response. Raise a `RemotingError`, or `ValueError` if too large."""
         return self.submit(request, timeout).result()
 
     def submit(self, request: RpcRequest[T], timeout: float) -> Call[T]:

@@ -375,7 +375,7 @@ class HalfEnder:
         return record
 
     def require_kept(self, broker: str, half: MessageExt, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if a broker may have dropped what it stored after a half, and then its message, too.
+        """Raise `EvidenceLost` if retention may have dropped the message that a broker has published from a half.
 
         Retention drops the oldest records first, so the message is younger than the half, but a copy of the half may be
         younger than the message (hazard H135). For a copy, the oldest record in the half topic must be older than the

@@ -190,7 +190,7 @@ def was_published(
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Run a block that carries out a decision; make its errors say that any bridge of the application can do that."""
+    """Run a block that carries out a decision; its errors then say that any bridge of the application can do that."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield

@@ -102,7 +102,7 @@ class QueueReader:
         return VerifiableOffset(end, references[at - 1] if at else self.reference)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Stop handing out messages until a task has looked up the position of `target` and calls `continue_at`."""
+        """Hand out no messages until a task has looked up the position of `target` and has called `continue_at`."""
         self.target = target
         if target.chosen:
             self.reference = None

@@ -84,7 +84,7 @@ class BrokerConfig:
 
     @property
     def half_topic(self) -> str:
-        """The broker's topic for half messages, which is another one where the broker keeps them in RocksDB."""
+        """The broker's topic for half messages; a broker that keeps them in RocksDB has another one."""
         in_rocksdb = self.is_on("transRocksDBEnable") and not self.is_on("transWriteOriginTransHalfEnable", True)
         return ROCKSDB_HALF_TOPIC if in_rocksdb else HALF_TOPIC
 
