@@ -164,7 +164,7 @@ class RocketMQHalfStore(HalfStore):
             self._changed.notify_all()
 
     def _is_own(self, record: MessageExt) -> bool:
-        """Return whether this application stored a half. A shared producer group has halves of others (hazard H84)."""
+        """Return whether this application stored a half; others may store theirs in the same group (hazard H84)."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 

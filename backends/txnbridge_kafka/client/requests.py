@@ -170,7 +170,7 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Add offsets of the group of `member` to a transaction. Raise `DeadlineExceeded` if no final answer came."""
+        """Add offsets of a member's group to a transaction; return the final answer, or raise `DeadlineExceeded`."""
         added, out, lost = False, False, False
 
         def send(connections: Connections, node: int, request: Any) -> Any:

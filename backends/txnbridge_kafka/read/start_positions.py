@@ -108,7 +108,7 @@ class KafkaStartPositions:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
-        """Check offsets that the broker did not have: return each that is valid now, for any other a lost position."""
+        """Check offsets that the broker did not have; return the valid ones, and a lost position for each other."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._client.begins(refused, deadline), self._client.ends(refused, deadline)
         return {

@@ -161,7 +161,7 @@ def _tls_context(client: Mapping[str, str], option: str) -> ssl.SSLContext:
 
 
 def _file(client: Mapping[str, str], option: str, files: contextlib.ExitStack) -> str | None:
-    """Return the path of an option's file. PEM text is written to a temporary file, which `files` removes."""
+    """Return the path of an option's file, or None. PEM text is written to a temporary file, which `files` removes."""
     pem = client.get(f"{option}.pem")
     if pem is None:
         return client.get(f"{option}.location")

@@ -113,7 +113,7 @@ class TransactionalProducer:
         return None
 
     def flush(self, deadline: Deadline) -> KafkaError | None:
-        """Wait until all messages are stored; return the error of a failed one. Raise `DeadlineExceeded` if late."""
+        """Wait until all messages are stored; return a failed one's error or None. Raise `DeadlineExceeded` if late."""
         try:
             while (left := self._client.flush(_call_seconds(deadline))) and not deadline.expired:
                 pass

@@ -252,7 +252,7 @@ def status_of(cluster: ClusterAccess, token: Token, deadline: Deadline) -> Statu
 
 
 def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return whether a transaction was committed, by its proof message, as soon as a broker serves the proof topic."""
+    """Wait until the proof topic is served, and return whether a transaction was committed, None if that is hidden."""
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _PROOF_SECONDS)))

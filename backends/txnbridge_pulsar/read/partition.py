@@ -391,7 +391,7 @@ class PulsarPartition:
         return [id for entry_id, indexes in self._by_entry(positions) for id in self._release_entry(entry_id, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction. Return ids for ACK commands, and bits for `acknowledged`."""
+        """Mark messages as acknowledged in a transaction; return ids for ACK commands, and what `acknowledged` gets."""
         entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)

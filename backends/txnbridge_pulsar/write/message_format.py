@@ -16,7 +16,7 @@ _CACHED_KEY_HASHES = 10_000
 
 
 def key_on_wire(key: bytes | None) -> str | bytes | None:
-    """Return a key to be sent: as text if it is UTF-8, as other clients send text keys; otherwise as bytes."""
+    """Return a key to be sent, or None: as text if it is UTF-8, as other clients send text keys; otherwise as bytes."""
     if key is None:
         return None
     try:

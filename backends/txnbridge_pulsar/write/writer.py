@@ -291,7 +291,7 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Send lost connections' entries again. Raise `DeliveryFailed` if one was refused, or might be stored twice."""
+        """Resend entries of lost connections. Raise `DeliveryFailed` if one was refused, or might be stored twice."""
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
@@ -368,7 +368,7 @@ class PulsarWriter(Writer):
     def _participants(self, deadline: Deadline) -> list[Participant]:
         """Return the topics and subscriptions that the transaction's end has to reach.
 
-        First wait for the ends of earlier transactions, which have to reach unloaded topics before.
+        First wait until the commits and aborts of earlier transactions have reached topics that were unloaded.
         """
         if self._txn is None:
             return []
@@ -379,7 +379,7 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return where the transaction's proof message is; its position is known once everything is stored."""
+        """Return where the transaction's proof is; None if none was sent. Its position is known after all is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 

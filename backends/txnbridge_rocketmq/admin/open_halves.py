@@ -338,7 +338,7 @@ def _end_unprepared(
 
 
 def _known_topics(listed: OpenHalves) -> list[HalfCount]:
-    """Return the number of the transaction's halves by topic: one more than the highest number of a listed half."""
+    """Return the number of the transaction's halves by topic: the highest number of a listed half, from 0, plus one."""
     counts: dict[tuple[str, str], int] = {}
     for half in listed.halves:
         place = place_of(half.record)

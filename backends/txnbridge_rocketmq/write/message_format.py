@@ -186,7 +186,7 @@ def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None
 
 
 def unpack_value(record: MessageExt) -> bytes | None:
-    """Return the value in the body of a record. Raise `CannotDecompress` if the body cannot be unpacked."""
+    """Return the value in the body of a record; None for a message whose value was None. Raise `CannotDecompress`."""
     stands_for = record.properties.get(_VALUE)
     if stands_for is None:
         return record.payload()

@@ -43,7 +43,7 @@ class ReceivedMessage:
 
     @property
     def key(self) -> bytes | None:
-        """Return the key's bytes, whether it was written as text or as bytes."""
+        """Return the key's bytes, whether it was written as text or as bytes; None without a key."""
         return _key(self._described)
 
     @property
