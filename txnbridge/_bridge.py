@@ -417,7 +417,7 @@ class Bridge:
         return self._outcomes.end(token, True, timeout)
 
     def abort(self, token: str | Token, timeout: float | None = None) -> Outcome:
-        """Abort a prepared transaction by its token, from any process; return the true outcome. Safe to repeat."""
+        """Abort a prepared transaction by its token, from any process. It returns and raises what `commit` does."""
         return self._outcomes.end(token, False, timeout)
 
     def status(self, token: str | Token) -> Status:
