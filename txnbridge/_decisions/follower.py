@@ -38,8 +38,8 @@ class Follower:
     """Reads one decision log, keeps the conclusions from it (`LogState`), and appends to it. Any thread may use it.
 
     The reading begins with the newest snapshot near the log's end, or else with the log's first record. With `first` it
-    begins at this position, that of a presence record before the newest snapshot, or at the log's first record if the
-    presence record is gone.
+    begins at this position before the newest snapshot, where a process has announced itself (a presence record), or at
+    the log's first record if that one is gone.
 
     One thread at a time reads the log, for all that wait: up to the last record that this process has stored. While it
     waits for the store, other threads look at the conclusions from the records before. They never see the conclusions

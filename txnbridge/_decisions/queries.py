@@ -20,7 +20,7 @@ _LONGEST_ID = 1_000
 
 @dataclass(frozen=True)
 class Query:
-    """A query about an id's decision. `begin`: where its evidence begins in the log (None: at the first record)."""
+    """A query: is a transaction committed? `begin`: the log's first record that may tell (None: the first of all)."""
 
     id: Id
     path: IdPath

@@ -73,10 +73,10 @@ class IdFold:
                 self.groups.update({each.place: each.end for each in record.acked.ranges})
 
     def keep_unfinished(self, record: Claimed, commit: UnfinishedCommit) -> None:
-        """Keep a commit as the last commit of its writer, and of each partition on which it acknowledges.
+        """Keep a decided commit as the last one of its writer, and of each partition on which it acknowledges.
 
-        Earlier commits need not be kept: a writer carries out one commit before it claims the next, and a new owner
-        first carries out the commits of the owner before it.
+        Earlier commits need not be kept: a writer publishes one transaction's messages before it decides to commit the
+        next, and a new owner of an id first publishes what the former owner had decided to commit.
         """
         if (by := record.by) is not None:
             last = self.commits.get(by.id, {})

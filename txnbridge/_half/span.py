@@ -264,7 +264,7 @@ class Span:
 
     @property
     def token(self) -> Token | None:
-        """The token of the part whose end decides, for `status` of its bridge; None until the parts are prepared."""
+        """The token of the first broker's transaction, whose end decides for all brokers; None until it is prepared."""
         return self.tokens[0] if self.tokens else None
 
     @property

@@ -245,7 +245,7 @@ class LaneGroup:
                 self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return lane `number`; open it first unless this process has done so. The thread has the lock `_opening`."""
+        """Return topic of half messages (lane) `number`, opened by this process as owner `name`. `_opening` is held."""
         while (lane := self._held(number, name)) is None:
             id, listed = self._topic_id(number, deadline), self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:

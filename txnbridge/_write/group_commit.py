@@ -107,7 +107,7 @@ class GroupCommit:
             raise
 
     def gather(self, parameters: Begin) -> Member | None:
-        """Return a writer that gathers messages, if that needs memory only and few transactions are open; else None."""
+        """Return a writer that keeps messages in memory for a group commit; None if too few transactions are open."""
         transactions = self.writers.open_transactions
         if self.writers.has_abandoned or len(transactions) < self._beyond:
             return None

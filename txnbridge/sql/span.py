@@ -59,7 +59,7 @@ class SpanBarriers(Barriers):
 
 
 class SpanResolver(BarrierResolver):
-    """Ends the parts of dead processes' spans by the rows of their databases."""
+    """Ends transactions over brokers and a database whose process has died, as the row in the database decides."""
 
     def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)

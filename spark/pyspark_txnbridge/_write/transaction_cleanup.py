@@ -203,7 +203,7 @@ def first_number(session: SinkSession, identity: BatchId) -> int | None:
 def record_first_number(session: SinkSession, identity: BatchId, opening: Opening) -> None:
     """Record the option txnVersion as the number of a checkpoint's first batch, before its first decision.
 
-    `opening` is this run's opening of the query's id. A repetition records nothing.
+    `opening` says that this run of the query owns its id in the decision log. A repetition records nothing.
     """
     if session.options.app_id is not None and identity.checkpoint and first_number(session, identity) is None:
         first = {"first": session.options.version or 0}
