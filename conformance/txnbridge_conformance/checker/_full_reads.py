@@ -162,7 +162,7 @@ def _check_atoms(
 
 @dataclass
 class _Parts:
-    """What a full read received of one transaction: from which partitions something, and which messages are missing."""
+    """The messages of one transaction in a full read: from which partitions some were received, which are missing."""
 
     read: dict[int, bool] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
