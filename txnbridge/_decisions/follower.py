@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from txnbridge import errors
-from txnbridge._base.deadline import Deadline
+from txnbridge._base.deadline import Deadline, Wake
 from txnbridge._base.events import Emitter
 from txnbridge._base.messages import Position
 from txnbridge._base.timing import Timing
@@ -55,7 +55,7 @@ class Follower:
         self._events = events
         self._now = now
         self._lock = threading.RLock()  # held by a thread that uses the state
-        self._turns = threading.Condition(self._lock)  # notified when a reading has ended
+        self._waiting: list[Wake] = []  # of threads that wait for the end of a reading
         self._reader: int | None = None  # the thread that reads the log
         self._begun = self._ended = 0  # the number of the last reading to the log's end that has begun, and has ended
         self._is_read = False  # within `reading_once`: the log is not read to its end again
@@ -96,12 +96,19 @@ class Follower:
         """
         before: int | None = None
         is_reading = False
+        asked: int | None = None  # the number of the last reading that had begun when this thread came
         try:
-            with self._locked(deadline):
-                if not self._may_read(deadline, up_to):
-                    yield self._state
-                    return
-                before, self._reader, is_reading = self._reader, threading.get_ident(), True
+            while not is_reading:
+                with self._locked(deadline):
+                    asked = self._begun if asked is None else asked
+                    if self._has_read(up_to, asked):
+                        yield self._state
+                        return
+                    if (turn := self._turn()) is None:
+                        before, self._reader, is_reading = self._reader, threading.get_ident(), True
+                # Without the lock, which the thread that reads may hold beyond this thread's deadline.
+                if turn is not None:
+                    self._wait(turn, deadline)
             if up_to is not None:
                 self._reach(up_to, deadline)
             elif not self._is_read:
@@ -115,27 +122,26 @@ class Follower:
             if is_reading:
                 with self._lock:
                     self._reader = before
-                    if before is None:
-                        self._turns.notify_all()
+                    while before is None and self._waiting:
+                        self._waiting.pop().wake()
 
-    def _may_read(self, deadline: Deadline, up_to: Position | None) -> bool:
-        """Wait for this thread's turn to read; return False if another thread has read enough for it meanwhile.
+    def _has_read(self, up_to: Position | None, asked: int) -> bool:
+        """Return whether the log was read up to `up_to`, or else up to an end asked for after the reading `asked`."""
+        cursor = self._state.cursor
+        is_read = self._ended > asked if up_to is None else cursor is not None and cursor[0] >= up_to
+        return is_read and self._state.completeness.complete
 
-        Enough means up to `up_to`, or else up to an end of the log that was asked for while this thread waited.
-        """
-        begun = self._begun
-        while not (self._state.completeness.complete and self._has_read(up_to, begun)):
-            if self._reader in (None, threading.get_ident()):
-                return True
-            if not self._turns.wait(deadline.left()):
-                raise _too_long(deadline)
-            self._require_log()
-        return False
+    def _turn(self) -> Wake | None:
+        """Return None if this thread may read now, or else what wakes it when another thread's reading ends."""
+        if self._reader in (None, threading.get_ident()):
+            return None
+        self._waiting.append(turn := Wake())
+        return turn
 
-    def _has_read(self, up_to: Position | None, begun: int) -> bool:
-        if up_to is None:
-            return self._ended > begun
-        return self._state.cursor is not None and self._state.cursor[0] >= up_to
+    def _wait(self, turn: Wake, deadline: Deadline) -> None:
+        turn.wait(deadline.left())
+        if deadline.expired:
+            raise _too_long(deadline)
 
     @contextmanager
     def reading_once(self, deadline: Deadline) -> Iterator[None]:

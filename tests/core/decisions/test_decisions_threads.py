@@ -13,6 +13,7 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
+from txnbridge.errors import TxnBridgeError
 
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 
@@ -29,13 +30,16 @@ class HeldLog(MemoryLog):
     def hold(self, request: str) -> None:
         self._held = request
         self._is_held.clear()
-        self._goes_on.clear()
 
     def wait_until_held(self) -> None:
         assert self._is_held.wait(60)
 
-    def release(self) -> None:
-        self._goes_on.set()
+    def release(self, hold: str = "") -> None:
+        """Let the request that waits go on; hold the next one of the kind `hold`."""
+        goes_on, self._goes_on = self._goes_on, threading.Event()
+        self._held = hold
+        self._is_held.clear()
+        goes_on.set()
 
     def _pass(self, request: str) -> None:
         if request == self._held:
@@ -76,8 +80,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def wait_for_turns(decisions: Decisions, count: int) -> None:
     """Wait until so many threads wait for their turn to read."""
-    turns = decisions._engine.follower._turns
-    eventually(lambda: len(turns._waiters) == count, "they wait")  # type: ignore[attr-defined]
+    follower = decisions._engine.follower
+    eventually(lambda: len(follower._waiting) == count, "they wait")
 
 
 def test_a_thread_that_looks_does_not_wait_for_one_that_reads(join, log, pool):
@@ -156,3 +160,21 @@ def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(
     claim = reading.result().claim
     assert claim is not None and claim.decision is COMMIT
     assert looking.result()
+
+
+def test_a_thread_that_waits_for_its_turn_keeps_its_deadline_while_another_one_reads_for_the_first_time(
+    join, log, pool
+):
+    join().claim("X", COMMIT)
+    decisions = join()
+    log.hold("end")
+    first = pool.submit(decisions.read, "X")
+    log.wait_until_held()
+    late = pool.submit(decisions.read, "X", timeout=1)
+    wait_for_turns(decisions, 1)
+    log.release(hold="read")
+    log.wait_until_held()
+    with pytest.raises(TxnBridgeError):
+        late.result(30)
+    log.release()
+    assert first.result().claim is not None
