@@ -678,6 +678,10 @@ class Admin(ABC):
         """Return the names of the topics that are not internal. Processors of patterns ask for them again and again."""
         return [topic.name for topic in self.topics(deadline) if not topic.internal]
 
+    def unreadable(self, topics: Sequence[str], deadline: Deadline) -> list[str]:
+        """Return those of the topics that this user may not read, as far as the broker tells that before a read."""
+        return []
+
     @abstractmethod
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         """Delete a topic.

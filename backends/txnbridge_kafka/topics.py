@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin._acl import AclOperation
 from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
-from confluent_kafka.admin._topic import TopicDescription
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition, TopicRules
@@ -94,23 +93,43 @@ class KafkaTopics:
 
     def rules(self, topic: str, deadline: Deadline) -> TopicRules:
         """Return the rules by which a topic refuses messages. Raise `AccessDenied` if this user may not write to it."""
-        what = f"looking up topic {topic!r}"
-
-        def ask() -> TopicDescription:
-            asked = self._admin().describe_topics(
-                TopicCollection([topic]), include_authorized_operations=True, request_timeout=max(deadline.left(), 0.01)
-            )
-            described: TopicDescription = result_of(asked[topic], what, deadline)
-            return described
-
-        described = self._call_client(ask, deadline, what)
-        if described.authorized_operations and AclOperation.WRITE not in described.authorized_operations:
+        rights = self._rights([topic], deadline)
+        if not rights:
+            raise NotFound(f"there is no topic {topic!r}")
+        if AclOperation.WRITE not in rights[topic]:
             raise AccessDenied(f"this user may not write to topic {topic!r}; an administrator grants it Write there")
         config = self.configs([topic], deadline)[topic]
         own = {**self._settings.client, **self._settings.producer}
         packed = any(own.get(name, "none") != "none" for name in ("compression.type", "compression.codec"))
         size = config.get("max.message.bytes")
         return TopicRules(int(size) if size and not packed else None, "compact" in config.get("cleanup.policy", ""))
+
+    def unreadable(self, topics: Sequence[str], deadline: Deadline) -> list[str]:
+        rights = self._rights(topics, deadline)
+        return [topic for topic in topics if AclOperation.READ not in rights.get(topic, AclOperation)]
+
+    def _rights(self, topics: Sequence[str], deadline: Deadline) -> dict[str, Collection[AclOperation]]:
+        """Return what this user may do with each existing topic: anything if the broker does not tell."""
+        what = f"looking up {', '.join(topics)}"
+
+        def ask() -> dict[str, Collection[AclOperation]]:
+            seconds = max(deadline.left(), 0.01)
+            collection = TopicCollection(list(topics))
+            asked = self._admin().describe_topics(
+                collection, include_authorized_operations=True, request_timeout=seconds
+            )
+            rights: dict[str, Collection[AclOperation]] = {}
+            for topic, answer in asked.items():
+                try:
+                    rights[topic] = result_of(answer, what, deadline).authorized_operations or AclOperation
+                except KafkaException as error:
+                    if _code(error) in DENIED:
+                        rights[topic] = ()
+                    elif _code(error) not in MISSING:
+                        raise
+            return rights
+
+        return self._call_client(ask, deadline, what)
 
     def count(self, topic: str, deadline: Deadline) -> int:
         """Return how many partitions a topic has by one broker's metadata; 0 if that broker has no such topic."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.failing import raising
 from tests.kafka.kit import describe, flush
 from tests.kafka.test_settings import PLAIN, read
 from txnbridge import Bridge, Outcome, TokenState
+from txnbridge._base.connection import Connection
 from txnbridge.errors import AccessDenied, Fenced, NotSupported, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Capability, Deadline, Emitter, Level, Url
 from txnbridge.testing import next_commit
@@ -194,8 +195,7 @@ class World:
         granted = [right.binding(user.name, operation) for right in rights for operation in right.operations.split()]
         if not granted:
             return user
-        for done in self.admin.create_acls(granted).values():
-            done.result(LONG)
+        self.grant(granted)
         of_user = kafka_names.AclBindingFilter(
             kafka_names.ResourceType.ANY,
             None,
@@ -207,6 +207,16 @@ class World:
         )
         assert wait_until(lambda: len(self.admin.describe_acls(of_user).result(LONG)) == len(granted), LONG)
         return user
+
+    def grant(self, bindings: Sequence[Any]) -> None:
+        for done in self.admin.create_acls(bindings).values():
+            done.result(LONG)
+
+    def take(self, bindings: Sequence[Any]) -> None:
+        names = ("restype", "name", "resource_pattern_type", "principal", "host", "operation", "permission_type")
+        taken = [kafka_names.AclBindingFilter(*(getattr(each, name) for name in names)) for each in bindings]
+        for done in self.admin.delete_acls(taken).values():
+            assert done.result(LONG)
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +282,31 @@ def test_a_processor_with_the_documented_rights_works_again_after_a_restart(worl
         assert values(seen(bridge, f"{user.name}-in")) == [b"0", b"0'", b"0''"]
     (told,) = [record.getMessage() for record in caplog.records if "__consumer_offsets" in record.getMessage()]
     assert "hanging transactions cannot be looked for" in told
+
+
+def test_a_topic_that_fits_a_pattern_and_may_not_be_read_is_left_out_until_the_right_is_granted(world, monkeypatch):
+    monkeypatch.setattr(Connection, "timing", replace(Connection.timing, pattern_look=0.2))
+    user = world.user([OWNED, CONSUME, GROUP, LOG, LOOK])
+    own, of_strangers = f"{user.name}-in", f"{user.name}-in-2"
+    shown = [replace(CONSUME, name=of_strangers).binding(user.name, "DESCRIBE")]
+    granted = [replace(CONSUME, name=of_strangers).binding(user.name, "READ")]
+    handled: list[bytes] = []
+    for made in world.admin.create_topics([kafka_names.NewTopic(of_strangers, 1, 1)]).values():
+        made.result(LONG)
+    world.grant(shown)
+    with user.connect(transactional_id=user.name) as bridge, world.connect(user) as others:
+
+        def is_handled(topic: str, value: bytes) -> bool:
+            with others.transaction() as txn:
+                txn.send(topic, value)
+            return bool(wait_until(lambda: value in handled, LONG))
+
+        with bridge.processor(f"{own}*", group=f"{user.name}-group", each=lambda m, txn: handled.append(m.value)):
+            assert is_handled(own, b"1")
+            world.grant(granted)
+            assert is_handled(of_strangers, b"2")
+            world.take(granted)
+            assert is_handled(own, b"3")
 
 
 # --- an owner without its decision log -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,7 +11,9 @@ from fnmatch import fnmatchcase
 from txnbridge._base.connection import Connection
 from txnbridge._base.topic import Topic
 from txnbridge._process.retries import parse_retry_topic
-from txnbridge.errors import NotFound
+from txnbridge.errors import AccessDenied, NotFound
+
+_log = logging.getLogger("txnbridge")
 
 
 class InputTopics:
@@ -21,6 +24,7 @@ class InputTopics:
         self.patterns = [topic for topic in given if "*" in topic.name]
         self._known: dict[str, Topic | None] = {**dict.fromkeys(apart), **self._named}
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
+        self._denied: set[str] = set()  # the fitting topics that this user may not read
         self.now = given
 
     def topic(self, name: str) -> Topic | None:
@@ -34,11 +38,19 @@ class InputTopics:
         """Look for fitting topics if it is time, or `now`; return whether it looked. Raise `NotFound` if none fit."""
         if not self.patterns or (not now and time.monotonic() < self._look_at):
             return False
-        names = connection.broker.admin.topic_names(connection.deadline())
+        admin, deadline = connection.broker.admin, connection.deadline()
+        names = admin.topic_names(deadline)
         fitting = {name: topic for name in names if (topic := self.topic(name)) and not parse_retry_topic(name)}
-        found = {**self._named, **fitting}
+        denied = set(admin.unreadable([*fitting.keys() - self._named], deadline))
+        for name in sorted(denied - self._denied):
+            _log.warning("topic %r fits a pattern, and is left out: this user may not read it", name)
+        self._denied = denied
+        found = {**self._named, **{name: topic for name, topic in fitting.items() if name not in denied}}
         if not found and not self._look_at:
-            raise NotFound(f"no topic fits {', '.join(pattern.name for pattern in self.patterns)}: create one first")
+            patterns = ", ".join(pattern.name for pattern in self.patterns)
+            if denied:
+                raise AccessDenied(f"this user may not read {', '.join(sorted(denied))}; nothing else fits {patterns}")
+            raise NotFound(f"no topic fits {patterns}: create one first")
         self._look_at = time.monotonic() + connection.timing.pattern_look
         # A list without any is one of a name server that has just started, or reading tells what is deleted.
         if found and found.keys() != {topic.name for topic in self.now}:

@@ -530,7 +530,7 @@ class Processor(ConnectionUser):
         except BaseException as error:
             if not self._stop.forced:
                 self._take_back()
-            if isinstance(error, errors.NotFound) and self._follow_topics(failed=True):
+            if isinstance(error, errors.NotFound | errors.AccessDenied) and self._follow_topics(failed=True):
                 self._failures += 1
                 return self._stop.asked
             if not self._is_handled(error, progress=self._stats.transactions > committed):
@@ -643,10 +643,10 @@ class Processor(ConnectionUser):
             self._asked_at = self._asked_at or time.monotonic()
             try:
                 self._lag = inputs.lag(min(_LAG_DEADLINE, self._timeout))
-            except errors.NotFound:
+            except (errors.NotFound, errors.AccessDenied):
                 if not self._input_topics.patterns:
                     raise
-                self._lag = None  # until `_follow_topics` finds out which topic is gone
+                self._lag = None  # until `_follow_topics` finds out which topic is gone, or may not be read
             self._lag_at, self._asked_at = time.monotonic(), None
 
     def _process(self, items: PolledBatch) -> None:

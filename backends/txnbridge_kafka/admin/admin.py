@@ -95,6 +95,9 @@ class KafkaAdmin(Admin):
     def topic_names(self, deadline: Deadline) -> list[str]:
         return [name for name in self._topics.all(deadline) if not name.startswith((self._settings.prefix, "__"))]
 
+    def unreadable(self, topics: Sequence[str], deadline: Deadline) -> list[str]:
+        return self._topics.unreadable(topics, deadline) if topics else []
+
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         topics = self._topics.all(deadline)
         settings = self._topics.configs(list(topics), deadline)
