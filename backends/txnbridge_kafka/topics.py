@@ -129,7 +129,8 @@ class KafkaTopics:
                         raise
             return rights
 
-        return self._call_client(ask, deadline, what)
+        rights: dict[str, Collection[AclOperation]] = self._call_client(ask, deadline, what)
+        return rights
 
     def count(self, topic: str, deadline: Deadline) -> int:
         """Return how many partitions a topic has by one broker's metadata; 0 if that broker has no such topic."""

@@ -208,7 +208,7 @@ class World:
         assert wait_until(lambda: len(self.admin.describe_acls(of_user).result(LONG)) == len(granted), LONG)
         return user
 
-    def grant(self, bindings: Sequence[Any]) -> None:
+    def grant(self, bindings: list[Any]) -> None:
         for done in self.admin.create_acls(bindings).values():
             done.result(LONG)
 
