@@ -121,7 +121,7 @@ class KafkaTopics:
             rights: dict[str, Collection[AclOperation]] = {}
             for topic, answer in asked.items():
                 try:
-                    rights[topic] = result_of(answer, what, deadline).authorized_operations or AclOperation
+                    rights[topic] = result_of(answer, what, deadline).authorized_operations or list(AclOperation)
                 except KafkaException as error:
                     if _code(error) in DENIED:
                         rights[topic] = ()
