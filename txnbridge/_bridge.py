@@ -474,7 +474,7 @@ class Bridge:
     ) -> Processor:
         """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings.
 
-        With `to`, a bridge to another cluster, the handler's `txn` sends there, and each pass is a span (`spanning`).
+        With `to`, a bridge to another cluster, the handler's `txn` sends there, in transactions over both (`spanning`).
         """
         self._connection.check_open()
         from txnbridge._process.processor import Processor

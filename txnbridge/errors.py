@@ -149,7 +149,7 @@ class OutcomeUnknown(TxnBridgeError):
 
 
 class EvidenceLost(OutcomeUnknown):
-    """The evidence of the outcome is gone, so the outcome can never be known; asking later will not help."""
+    """The records that prove the outcome are gone, so it can never be known; asking later will not help."""
 
     permanent = True
 

@@ -422,7 +422,7 @@ class Writer(ABC):
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """Return the evidence for a token of the current or last transaction, even after a `reopen`. Never block."""
+        """Return the backend's part of the current or last transaction's token, even after a `reopen`. Never block."""
 
     @abstractmethod
     def commit(self, deadline: Deadline) -> None:
@@ -584,7 +584,7 @@ class Reader(ABC):
     _turn = 0
 
     def _rotated(self, parts: Iterable[_Part]) -> list[_Part]:
-        """Return the parts that the reader polls, each time beginning with another one, so none is always last."""
+        """Return what the reader polls (partitions), each time beginning with another one, so none is always last."""
         listed = list(parts)
         self._turn = (self._turn + 1) % max(1, len(listed))
         return listed[self._turn :] + listed[: self._turn]
@@ -836,7 +836,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Ack:
-    """One range of messages that a claim acknowledges for a group; `end` is the group's next position to read."""
+    """A range of messages that the claim of a COMMIT acknowledges for a group, which next reads from `end` on."""
 
     group: str
     partition: Partition
@@ -860,7 +860,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LedgerClaim:
-    """The claim that decides a transaction. `opening` names its author's opening of the transactional id, if any."""
+    """The claim (record of a decision) that decides a transaction. `opening` names its author, if it owned the id."""
 
     decision: Decision
     data: Mapping[str, Any]
@@ -875,19 +875,19 @@ class Ledger(ABC):
 
     @abstractmethod
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Open the transactional id, to own it; return the opening's name. Later records of older owners are void."""
+        """Own the transactional id from now on; return this opening's name. Later records of older owners are void."""
 
     @abstractmethod
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Open the transactional id if its last opening is named `before` (None: never opened); return whether so."""
+        """Take over the transactional id if the last owner's opening of it is `before` (None: none); return whether."""
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the name and data of the last opening of the transactional id; None if no process ever opened it."""
+        """Return the name and data of the last act of opening (owning) the transactional id; None if there is none."""
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
-        """Return the place in the log from which a transaction that begins now has evidence, for its `Evidence.log`.
+        """Return the place in the log after which records about a new transaction come, for its `Evidence.log`.
 
         Raise `Fenced` if this process has opened the id and another process has opened it since.
         """
@@ -923,7 +923,7 @@ class Ledger(ABC):
         log: Mapping[str, Any],
         acks: Sequence[Ack] = (),
     ) -> LedgerClaim:
-        """Claim a transaction's outcome; return the counting claim, whichever process made it.
+        """Claim (record) a decision on a transaction; return the claim that counts, whichever process made it.
 
         `log` is the transaction's `Evidence.log`. The first claim counts, with two exceptions. A COMMIT by the id's
         owner, of a transaction that is not prepared, is void once another process has opened the id: raise `Fenced`. A
@@ -935,7 +935,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
-        """Return the counting claim on a transaction; None while there is none.
+        """Return the claim (record of a decision) that decides a transaction; None while there is none.
 
         Raise `EvidenceLost` if the log's records about it are gone.
         """
@@ -959,7 +959,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
-        """Return a group's positions by all counting claims, and the log position up to which the claims were read.
+        """Return a group's positions by all commits that count, and the log position up to which the log was read.
 
         The log position is the `Ack.read_up_to` of messages that are read from these positions on. A group's start
         positions are stored by a claim on a new transaction, whose acknowledged ranges end where they begin.
@@ -967,7 +967,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
-        """Return the partitions of a group that undecided prepared transactions hold, by the records read so far.
+        """Return a group's partitions on which undecided prepared transactions acknowledge, by the records read so far.
 
         Expired transactions are left out. Call it after `positions`. A transaction holds the partitions of its
         acknowledgements if the data of its "prepare" record has them as "acks": a list of group, topic, number and
@@ -977,9 +977,9 @@ class Ledger(ABC):
 
 
 class LedgerValue:
-    """A small value in the decision log, changed by compare-and-set. Its name is the id of the ledger that stores it.
+    """A small value in the decision log, changed by compare-and-set. Its name is the id that stores it.
 
-    The value is the data of the last opening of this id, which no transaction uses.
+    The value is the data with which this id, which no transaction uses, was opened last.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -206,7 +206,7 @@ class App(Router):
         task.add_done_callback(self._tasks.discard)
 
     def pause(self, name: str) -> None:
-        """Hold a function of this process after its present batch; it keeps its partitions. Any thread may call."""
+        """Stop calling a function after its present batch, until `resume(name)`; it keeps its partitions."""
         self._named_processor(name).paused = True
 
     def resume(self, name: str) -> None:

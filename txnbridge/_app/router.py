@@ -81,7 +81,7 @@ class Router:
 
         What it returns is sent to `to` in the message's transaction, with the message's key: one value, several as a
         list or an iterator, or an `Outgoing` to another topic; None is nothing. With `on` it sends to the one of the
-        app's `others` with this name, and each transaction is a span of both. `settings` are those of a `Processor`.
+        app's `others` with this name, and each transaction is on both brokers. `settings` are those of a `Processor`.
 
         With `batch=True` the function is called with the messages of a poll, as `list[Order]` or
         `list[Message[Order]]`, all in one transaction; its results have no key. `middleware` is called with the message

@@ -88,7 +88,7 @@ class Token:
     """Identifies one transaction for ever. Programs store `str(token)`, which contains no secret.
 
     `how` is data by which the backend ends the transaction or finds the outcome. `log` says where in the decision log
-    the evidence about the transaction begins. The token of a transaction that was not prepared (from `OutcomeUnknown`)
+    the records about the transaction begin. The token of a transaction that was not prepared (from `OutcomeUnknown`)
     can only be used for `status`.
     """
 

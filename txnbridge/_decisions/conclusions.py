@@ -37,18 +37,18 @@ class Openings(dict[IdPath, KnownOpening]):
     """The newest known opening of each id: the record by which a process became the id's owner."""
 
     def is_next(self, under: OpeningRef) -> bool:
-        """Return whether the opening `under`, the log's next record, becomes the newest opening of its id.
+        """Return whether `under`, the log's next record, makes its process the id's newest owner (opens the id).
 
-        Each opening of an id takes the next number, so a late copy does not count. The owner of a made-up id may open
-        it again, and then the data and the position of the last opening count.
+        Each opening of an id takes the next number, so a late copy does not count. The owner of a random, made-up id
+        may open it again, and then the data and the position of the last opening count.
         """
         newest = self.get(under.id)
         return newest is None or newest.under.number < under.number or (under.made_up and newest.under == under)
 
     def is_newest(self, under: OpeningRef) -> bool:
-        """Return whether an opening is its id's newest one. An owner's records after a newer opening do not count.
+        """Return whether no other process has opened an id since `under`: an older owner's later records do not count.
 
-        The opening of a made-up id need not be known: it is forgotten in time, and no other process opens such an id.
+        For an id that a process made up for itself, True also if its opening is forgotten: no other process opens it.
         """
         newest = self.get(under.id)
         return under.made_up if newest is None else newest.under == under
@@ -73,7 +73,7 @@ def _is_kept(known: KnownOpening, since: Position | None) -> bool:
 
 @dataclass(frozen=True)
 class CountingClaim:
-    """The claim that decides an id, its first valid one. `body`, its data, is None if a part of the data is gone."""
+    """The record that decides an id: its first valid claim. `body`, the claim's data, is None if a part is gone."""
 
     position: Position
     nonce: str
@@ -87,7 +87,7 @@ class CountingClaim:
 class UnfinishedCommit:
     """A commit that the log has decided and that its author may not have carried out at the broker yet.
 
-    `certain` is True if the log was read from the begin of the transaction's evidence on: no earlier claim was missed.
+    `certain` is True if the log was read from where the transaction's records begin: no earlier decision was missed.
     """
 
     id: IdPath

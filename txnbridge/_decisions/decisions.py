@@ -45,7 +45,7 @@ _CHECKS_BETWEEN_SNAPSHOTS = 6
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that decides an id: its first valid one. `mine` is True if this very `Decisions` object made it."""
+    """The record that decides an id: its first valid claim. `mine` is True if this `Decisions` object made it."""
 
     id: Id
     decision: Decision
@@ -101,8 +101,8 @@ class Decisions:
     """One decision log, in which processes claim decisions about ids. Any number of threads may use it.
 
     An id is text, or a tuple of text and numbers such as `("query", "sink", 7, 0)`. For an id that a token carries,
-    calls need the token's `log` as `begin`; any other id is judged by all records since the log's birth. If the
-    evidence about an id is gone, every call about it raises `EvidenceLost` instead of claiming or answering.
+    calls need the token's `log` as `begin`; any other id is judged by all records since the log's birth. If records
+    about an id are gone, every call about it raises `EvidenceLost` instead of claiming or answering.
     """
 
     def __init__(
@@ -159,15 +159,15 @@ class Decisions:
     ) -> Opening:
         """Open an id, so that this process owns it and later records of older owners do not count.
 
-        With a `name` (such as a Spark run's id) all processes that open the id under this name share one opening; raise
-        `Fenced` if the id was opened under another name since. Without a name each call makes a new opening.
+        With a `name` (such as a Spark run's id) all processes that open the id under this name own it together; raise
+        `Fenced` if the id was opened under another name since. Without a name each call fences all earlier owners.
         """
         if name is not None and not (isinstance(name, str) and name):
             raise InvalidOption(f"the name of an opening is text that is not empty, not {name!r:.100}")
         return _public(self._engine.open(path_of(id), check_data(data or {}), self._deadline(timeout), name))
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
-        """Return the place in the log from which a transaction that begins now has evidence: its token's `log`.
+        """Return the place in the log after which records about a transaction that begins now come: its token's `log`.
 
         An owner passes its `opening`. Raise `Fenced` if the log has a newer opening of the same id.
         """
@@ -203,7 +203,7 @@ class Decisions:
 
     @contextmanager
     def reading_once(self, *, timeout: float | Deadline | None = None) -> Iterator[None]:
-        """Read the log once for all calls of this thread in the block, which answer as of the block's begin.
+        """Read the log once for all calls of this thread in the block; their answers are those of the block's begin.
 
         Without it each call asks the store for the log's end. Other threads that read the log wait until the block
         ends, so it contains nothing else that takes long.
@@ -216,7 +216,7 @@ class Decisions:
     ) -> Reading:
         """Return what the log says about an id at this moment; claim nothing.
 
-        Raise `EvidenceLost` if the evidence about the id is gone, `OutcomeUnknown` if the log cannot be read for now.
+        Raise `EvidenceLost` if records about the id are gone, `OutcomeUnknown` if the log cannot be read for now.
         """
         deadline = self._deadline(timeout)
         query = Query(id, path_of(id), begin_of(begin))
@@ -239,8 +239,8 @@ class Decisions:
     ) -> list[Claim | EvidenceLost | None]:
         """Return the decision about each of several ids, in their order, and read the log only once.
 
-        Each id comes with the `log` of its token, where its evidence begins. An id that nobody has decided has None, an
-        id whose evidence is gone the error.
+        Each id comes with the `log` of its token, where its records begin. The result is None for an undecided id, an
+        `EvidenceLost` for an id whose records are gone.
         """
         deadline = self._deadline(timeout)
         queries = [Query(id, path_of(id), begin_of(begin)) for id, begin in asked]
@@ -258,7 +258,7 @@ class Decisions:
         return [found[number] for number in range(len(queries))]
 
     def claims(self, id: Id, *, timeout: float | Deadline | None = None) -> list[Claim]:
-        """Return the counting claims on all ids that begin with this id and are not done, in the log's order."""
+        """Return the deciding claims on all ids that begin with this id and are not marked done, in the log's order."""
         path = path_of(id)
         with self._engine.follower.following(self._deadline(timeout)) as state:
             require_readable(state)
@@ -269,8 +269,8 @@ class Decisions:
     def done(self, id: Id, up_to: int, *, timeout: float | Deadline | None = None) -> None:
         """Mark every id that consists of `id` and a number up to `up_to` as done.
 
-        The log drops the claims on these ids in time, but never the mark. Call this only when the decisions of these
-        claims have been carried out.
+        The log drops the decisions about these ids in time, but never the mark. Call this only when these decisions
+        have been carried out.
         """
         deadline = self._deadline(timeout)
         path = path_of(id)
@@ -299,7 +299,7 @@ class Decisions:
     # --- keeping the log ----------------------------------------------------------------------------------------------
 
     def tidy(self, *, timeout: float | Deadline | None = None) -> Position:
-        """Write a snapshot of what counts for ever, then drop the records that it covers and that no token can need.
+        """Write a snapshot of the log's conclusions, then drop the records that it replaces and no token can need.
 
         Return the first position that is kept. Bridges do this by themselves after many records. If the log's broker
         drops records by age, some process must do it from time to time.
@@ -330,12 +330,12 @@ class Decisions:
             )
 
     def renew(self, *, timeout: float | Deadline | None = None) -> Position:
-        """Begin a log anew whose evidence is gone for good; return the position of the renewal, where it begins now.
+        """Begin a log anew that has lost needed records; return the position of the record where it begins now.
 
         All earlier decisions are forgotten: an earlier token is UNKNOWN for ever, and an id without a token counts as
         never claimed, opened or done. A process that used the log before gets `EvidenceLost` from each call.
 
-        Raise `InvalidState` if no evidence is lost.
+        Raise `InvalidState` if no needed record is lost.
         """
         return self._engine.renew(self._deadline(timeout))
 

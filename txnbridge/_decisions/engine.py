@@ -119,9 +119,9 @@ class Engine:
             self._log.close()
 
     def begin(self, under: OpeningRef | None, deadline: Deadline) -> dict[str, Any]:
-        """Return the place in the log from which a transaction that begins now has evidence, as JSON for its token.
+        """Return the place in the log after which records about a new transaction come, as JSON for its token.
 
-        Raise `Fenced` if the opening `under` is no longer the newest of its id.
+        Raise `Fenced` if the owner named by `under` is no longer the newest owner of its id.
         """
         presence = self._be_present(self._lifetime, deadline)
         if under is not None:
@@ -130,7 +130,7 @@ class Engine:
         return {**self._begins, "at": list(presence.at), "id": presence.id}
 
     def open(self, path: IdPath, data: Mapping[str, Any], deadline: Deadline, name: str | None = None) -> KnownOpening:
-        """Open an id, and return its newest opening, which this process now owns.
+        """Open an id, so that this process owns it and older owners are fenced; return the opening.
 
         If the id was opened under the name `name` before, use that opening; raise `Fenced` if it is not the newest.
         """
@@ -162,7 +162,7 @@ class Engine:
             return state.ids.openings.get(path)
 
     def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Append a record of the opening `under`; return whether it counts: no other process took its number first."""
+        """Append the record that makes a process the id's owner; return whether no other one took its number first."""
         fields = {"under": under, "named": named, "host": self.host, "data": data}
         return bool(self.append(Opened, fields, deadline)[1])
 
@@ -173,7 +173,7 @@ class Engine:
         return newest
 
     def open_made_up(self, path: IdPath, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Open an id that this process has made up for itself; no owner is fenced. Return the opening's name."""
+        """Become the owner of an id that this process made up for itself, fencing nobody; return this owner's name."""
         with self.follower.following(deadline) as state:
             require_complete(state)
         under = OpeningRef.of_made_up(path)
@@ -191,7 +191,7 @@ class Engine:
                 raise fenced(state.ids.openings.get(under.id))
 
     def follower_of(self, begin: EvidenceBegin | None, deadline: Deadline) -> Follower:
-        """Return a reader of the log (a `Follower`) that reads from where a query's evidence begins, or from before it.
+        """Return a reader of the log that reads from where the records about a transaction begin, or from before that.
 
         If this process began to read after that position, with a snapshot, a second follower reads from the position
         on. Its reading may take long; other threads use the first follower meanwhile.
@@ -358,7 +358,7 @@ class Engine:
         return before
 
     def renew(self, deadline: Deadline) -> Position:
-        """Begin a log anew whose evidence is gone; return the position where it begins now. See `Decisions.renew`."""
+        """Begin a log anew that lost needed records; return the position where it begins now. See `Decisions.renew`."""
         while True:
             with self.follower.following(deadline, may_create=False) as state:
                 require_readable(state)
@@ -397,7 +397,7 @@ class Engine:
     # --- appending --------------------------------------------------------------------------------------------------
 
     def _be_present(self, seconds: float, deadline: Deadline) -> EvidenceBegin:
-        """Return this process's presence record, valid for `seconds`, where evidence begins; append it if needed."""
+        """Return a record that announces this process for `seconds`, before its transactions; append it if needed."""
         held: list[bool] = []
         try:
             if not deadline.acquire(self._presence_lock, held):
@@ -418,7 +418,7 @@ class Engine:
                 self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether the newest snapshot replaces this process's presence record: a new reading would miss it."""
+        """Return whether the newest snapshot replaces the record that announces this process: new readers miss it."""
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -446,7 +446,7 @@ class Engine:
     def _append_support(
         self, kind: Callable[..., LogRecord], fields: Mapping[str, Any], deadline: Deadline
     ) -> Position:
-        """Append a record that decides nothing itself: a presence record, body part or snapshot. Return its position.
+        """Append a record that decides nothing: a process's announcement, body part or snapshot. Return its position.
 
         Raise `OutcomeUnknown` if another process has trimmed the record already.
         """

@@ -114,7 +114,7 @@ class LogState:
                 self._report(record.nonce, position, self._take_support(position, raw, record))
 
     def _take_support(self, position: Position, raw: bytes, record: LogRecord) -> bool:
-        """Take a presence, snapshot, body part or birth record; return False for a snapshot whose body is lost."""
+        """Take a record that decides nothing, such as a snapshot; return False for a snapshot whose body is lost."""
         if isinstance(record, BodyPart):
             self._parts[position] = record.payload
         elif isinstance(record, Presence):
@@ -131,7 +131,7 @@ class LogState:
             self.snapshot_at = record.at  # a birth record counts as a snapshot of an empty log
 
     def _take_renewal(self, position: Position, raw: bytes, record: Renewed) -> None:
-        """Forget all records before a renewal, unless a record was appended after the one that the renewal covers."""
+        """Forget all records before an operator's `record`, unless others follow the last one that it replaces."""
         if self.cursor is None:
             self._take_first(position, record)
         counts = self.cursor is not None and (self.cursor[0], digest(self.cursor[1])) == (record.covers, record.digest)

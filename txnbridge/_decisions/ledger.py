@@ -138,9 +138,9 @@ class LogLedger(Ledger):
     def _unfinished(
         self, of: Callable[[IdFold], Mapping[_Key, UnfinishedCommit]], deadline: Deadline
     ) -> dict[_Key, UnfinishedCommit]:
-        """Return the decided commits that the broker has perhaps not carried out yet.
+        """Return the decided commits that are perhaps not carried out at the broker yet.
 
-        `of` selects them from the state of all ids. Commits of expired transactions are left out.
+        `of` selects the commits from the log's conclusions about all ids. Expired transactions are left out.
         """
         with self._engine.follower.following(deadline) as state:
             require_readable(state)
@@ -150,9 +150,9 @@ class LogLedger(Ledger):
         return {key: commit for key, commit in found.items() if oldest is not None and commit.claim.position >= oldest}
 
     def _counts(self, commit: UnfinishedCommit, deadline: Deadline) -> bool:
-        """Return whether a commit is the first counting claim on its transaction.
+        """Return whether a commit is the decision that counts about its transaction: the first valid one in the log.
 
-        If this process began to read after the begin of the transaction's evidence, a second follower reads that.
+        If this process began to read after the transaction's first records, a second reader of the log reads them.
         """
         if commit.certain:
             return True

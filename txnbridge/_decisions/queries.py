@@ -36,8 +36,8 @@ class Query:
     def claim(self, state: LogState) -> CountingClaim | None:
         """Return the claim that decides the id by the records that `state` has read; None if there is none.
 
-        Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if the log cannot be read, `InvalidState` for an
-        id that is marked done.
+        Raise `EvidenceLost` if needed records are gone, `OutcomeUnknown` if the log cannot be read, `InvalidState` for
+        an id that is marked done.
         """
         if self.begin is None:
             require_complete(state)

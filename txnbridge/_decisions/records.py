@@ -39,9 +39,9 @@ class UnreadableRecord(ValueError):
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """The record at which the evidence about a transaction begins in the log, by its position and its nonce (`id`).
+    """The record in the log from which all records about a transaction follow, by its position and its nonce (`id`).
 
-    By this record, a `Presence`, the process that began the transaction had announced itself.
+    By this record the process that began the transaction had announced itself.
     """
 
     at: Position
@@ -50,7 +50,7 @@ class EvidenceBegin:
 
 @dataclass(frozen=True)
 class OpeningRef:
-    """Refers to the opening by which a record's author owns an id. Number 0 is the opening of a made-up id."""
+    """Names the act (opening) by which a record's author became an id's owner; 0: it made the id up for itself."""
 
     id: IdPath
     name: str
@@ -58,7 +58,7 @@ class OpeningRef:
 
     @classmethod
     def of_made_up(cls, id: IdPath) -> OpeningRef:
-        """Return the only opening of an id that a process made up for itself."""
+        """Return the reference to the only owner of an id that a process made up for itself."""
         return cls(id, str(id[0]), 0)
 
     @property

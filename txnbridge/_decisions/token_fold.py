@@ -55,8 +55,8 @@ class AckHistory:
 class TokenFold:
     """The decisions and entries about transactions with tokens, by the records that were read.
 
-    Records before the first one read are not needed: an owner begins transactions after its presence record, and only
-    if it has read the whole log up to there and owns its id. So only an opening with a higher number can be newer.
+    Records before the first one read are not needed: an owner begins transactions after announcing itself in a record,
+    if it has read the whole log up to there and owns its id. So only an owner with a higher number can be newer.
     """
 
     openings: Openings = field(default_factory=Openings)
@@ -89,7 +89,7 @@ class TokenFold:
     def claim(self, begin: EvidenceBegin, record: Claimed, claim: CountingClaim, covered: Position | None) -> bool:
         """Note a claim; return whether it counts. The first counting claim on a transaction decides the transaction.
 
-        `begin` is where the transaction's evidence begins, `covered` the last position that earlier snapshots cover.
+        `begin` is where the transaction's records begin, `covered` the last position that earlier snapshots cover.
         """
         acked, transaction = record.acked, (record.id, begin)
         acks_count = acked is None or self._acknowledge(transaction, acked, claim.position, covered)
@@ -102,8 +102,8 @@ class TokenFold:
         """Remove an earlier claim, taken for counting, if the author of `record` knew that claim to be void.
 
         The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting claim
-        on its transaction. A reader that began after the begin of the transaction's evidence may not know the snapshot
-        that made the earlier claim void.
+        on its transaction. A reader that began after the transaction's first records may not know the snapshot that
+        made the earlier claim void.
         """
         known = self.claims.get(record.id, {})
         if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:

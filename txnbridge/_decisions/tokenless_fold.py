@@ -108,7 +108,7 @@ class IdFold:
             del self.claims[key]
 
     def forget(self, since: Position) -> None:
-        """Drop from memory the openings and commits of made-up ids before `since`; snapshots leave them out, too."""
+        """Drop from memory owners and commits before `since` of random ids that processes made up for themselves."""
         self.openings = self.openings.kept(since)
         left = ((place, [hold for hold in held if hold.begin.at >= since]) for place, held in self.holds.items())
         self.holds = {place: held for place, held in left if held}
@@ -128,7 +128,7 @@ class IdFold:
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
         """Return the conclusions about ids as the body of a snapshot.
 
-        Left out are commits and holds before `since`, whose transactions have expired, and openings of made-up ids.
+        Left out are expired transactions' commits and acknowledgements before `since`, and owners of random ids.
         """
         return {
             "log": log,

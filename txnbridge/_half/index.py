@@ -66,7 +66,7 @@ class LaneIndex:
             consumer.close()
 
     def rest(self) -> None:
-        """Close the consumer if it was not used lately: it would fetch all that is stored in the lane's topic."""
+        """Close the consumer if it was not used lately: it would fetch all new records of the topic."""
         if self._consumer is not None and time.monotonic() - self._used_at > _REST_SECONDS:
             self.close()
 
@@ -167,7 +167,7 @@ class LaneIndex:
             self._read_some(deadline)
 
     def read_all(self, deadline: Deadline) -> None:
-        """Read the lane's topic up to its present readable end."""
+        """Read the topic of half messages up to its present readable end."""
         consumer = self._at_position()
         while self._read_some(deadline) or any(consumer.lag().values()):
             deadline.check(f"reading {self._partition[0]!r}")

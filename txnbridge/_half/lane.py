@@ -51,7 +51,7 @@ Send = tuple[str, Record, int | None, int | None]
 
 
 class Lane:
-    """Stores half messages in the topic of a lane that this process has opened, and publishes or drops them.
+    """Stores half messages in a topic of which this process is the owner (a lane), and publishes or drops them.
 
     Any thread may do so. One thread at a time tends the lane: it finds due check-backs and removes old records.
     """
@@ -88,7 +88,7 @@ class Lane:
         self._trim_at = 0.0
 
     def open(self, deadline: Deadline) -> str:
-        """Fence the lane's former holder, and read which half messages have not ended; return a heartbeat's nonce."""
+        """Fence the topic's former owner, and read which half messages are open; return the last heartbeat's nonce."""
         with self._connection.events.step("half.open", None, lane=self.topic) as found:
             self._writers.open(deadline)
             nonce = self.read(deadline)
@@ -117,7 +117,7 @@ class Lane:
         return Begin(name, Deadline(deadline.left()), False, None)
 
     def _commit(self, sends: Iterable[Send], deadline: Deadline) -> None:
-        """Send messages in one transaction under the lane's transactional id, perhaps shared with other threads."""
+        """Send messages in one transaction under this topic's transactional id, perhaps shared with other threads."""
         deadline.check("a transaction of half messages")
         try:
             with self._transaction(self._begin(deadline)) as txn:
@@ -314,7 +314,7 @@ class Lane:
         return list(ids)
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
-        """Return the half messages of undecided transactions, by transaction; only the lane's own thread calls this."""
+        """Return the half messages of undecided transactions, by transaction. One thread at a time may call this."""
         undone = self.index.undone
         if any((each := undone.get(id)) and each.first is None for id in transactions):
             self.read(deadline)
@@ -340,9 +340,9 @@ class Lane:
         self.remove_old(deadline)
 
     def remove_old(self, deadline: Deadline) -> None:
-        """At intervals, remove the lane's records before its oldest half messages that have not ended.
+        """At intervals, remove the topic's records before the oldest half messages that are not published or dropped.
 
-        Nothing is read for that if all half messages that were in the lane at the last call have ended.
+        Nothing is read for that if all half messages of the last call are published or dropped by now.
         """
         if (now := time.monotonic()) <= self._trim_at:
             return

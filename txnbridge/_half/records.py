@@ -77,7 +77,7 @@ class HalfParked:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat of the process that has the lane open, which promises its next record within `seconds`.
+    """A heartbeat of the process that writes to a topic of half messages: its next record comes within `seconds`.
 
     When it has read its own heartbeat, the process has also read everything that was stored before.
     """
@@ -103,7 +103,7 @@ def half_records(half: Half) -> list[Record]:
 
 
 def read_record(message: Message) -> HalfPart | HalfDone | HalfParked | Beat | None:
-    """Return the content of a record in a lane's topic; None for a record that is not txnbridge's, or is damaged.
+    """Return the content of a record of half messages; None for a record that is not txnbridge's, or is damaged.
 
     Raise `NotSupported` for a record of a newer version, behind which nothing may be concluded.
     """

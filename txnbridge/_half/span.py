@@ -47,7 +47,7 @@ def _named(bridges: Sequence[SpannedBridge]) -> str:
 
 
 def sweep_of(bridges: Sequence[SpannedBridge]) -> SpanSweep:
-    """Return a service, not started, that ends parts of spans that dead processes have left at these brokers."""
+    """Return a service, not started, that ends transactions over these brokers (spans) whose processes have died."""
     by_cluster = {bridge.cluster: bridge for bridge in bridges}
     return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster)
 
@@ -73,7 +73,7 @@ class Spans:
         self._sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
-        """From now on use these bridges, too, to end the parts of spans that dead processes have left."""
+        """From now on use these bridges, too, to end transactions over several brokers whose processes have died."""
         with self._guard:
             self._bridges.update(bridges)
 
@@ -83,7 +83,7 @@ class Spans:
             return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
 
     def open(self, database: str | None = None) -> None:
-        """From now on end spans of dead processes: those without a database, or those with the database of this URL."""
+        """From now on end dead processes' transactions over several brokers, without a database or with this one."""
         with self._guard:
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
@@ -96,7 +96,7 @@ class Spans:
         return Decision.UNDECIDED if self._databases is None else self._databases.settle(row, until)
 
     def database(self, db: SessionOrEngine, timeout: float) -> SpanTransaction:
-        """Return the database's transaction of a span, in whose block the span's record is sent."""
+        """Return the database's part of a transaction over brokers and a database; its block sends their record."""
         from txnbridge.sql.span import SpanBarriers
 
         with self._guard:
@@ -110,18 +110,18 @@ class Spans:
             self.send_record(half, span.tokens, deadline)
 
     def send_record(self, half: HalfTransaction, tokens: Sequence[Token], deadline: Deadline) -> None:
-        """Add the record of a span to its half transaction."""
+        """Add the record of a span (a transaction over several brokers) to `half`, a transaction of half messages."""
         record = {"v": _RECORD_VERSION, "until": int((time.time() + deadline.left()) * 1000)}
         half.send(self._topic, json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
 
     def end_parts(self, half: Half, decision: Decision) -> bool:
-        """End a span's parts, which its record `half` names, by a database's decision; return whether all ended so."""
+        """End the brokers' transactions that `half` names by a database's decision; return whether all ended so."""
         outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         tokens = _tokens_of(half.messages[0].value)
         return self._end_others(half.transaction, outcome, tokens, by_row=True) is Decision.ABORT
 
     def decision_of_parts(self, half: Half) -> Decision:
-        """Return the decision about a span that its parts show: ABORT if the first part is not committed yet."""
+        """Return the decision about the transactions that `half` names: abort the first, unless it is committed."""
         first, *_ = _tokens_of(half.messages[0].value)
         return Decision.COMMIT if self._bridge(first).abort(first) is Outcome.COMMITTED else Decision.ABORT
 
@@ -142,7 +142,7 @@ class Spans:
         return decision
 
     def _check(self, transaction: str, messages: Sequence[Message]) -> Decision:
-        """Answer a check-back about a span's record, and end its parts: ABORT drops it, UNDECIDED asks again."""
+        """End the brokers' transactions that a record names; return ABORT to drop it, UNDECIDED to be asked again."""
         first, *others = _tokens_of(messages[0].value)
         bridge = self._bridge(first)
         if time.time() * 1000 >= json.loads(messages[0].value)["until"]:
@@ -181,7 +181,7 @@ class Spans:
         return (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token, timeout)
 
     def _end_again(self) -> None:
-        """End parts of spans that could not be ended before: the next check-back may come after their hold is over."""
+        """End transactions that could not be ended before: the next check-back may come after they have expired."""
         for transaction, ended in list(self._later.items()):
             try:
                 self._end(*ended)
@@ -206,7 +206,7 @@ _opening = threading.Lock()
 
 
 def spans_over(bridges: Sequence[SpannedBridge], least: int) -> Spans:
-    """Return the `Spans` of these bridges' clusters. All processes choose the same broker for the spans' records."""
+    """Return the `Spans` of these clusters: all processes choose the same broker for records of transactions."""
     for bridge in bridges:
         bridge._connection.check_open()
     clusters = frozenset(bridge.cluster for bridge in bridges)
@@ -354,7 +354,7 @@ class Span:
         self.__exit__(errors.Abort, errors.Abort(), None)
 
     def _abort(self, prepared: bool = True) -> None:
-        """Abort the open and prepared parts. An abort that fails now is repeated while this process lives."""
+        """Abort open and prepared transactions on the brokers; repeat what fails now while this process lives."""
         for bridge, part in self._parts.items():
             try:
                 if part.token is None:
@@ -369,9 +369,9 @@ class Span:
 def _holds(
     bridges: Sequence[SpannedBridge], timeout: float, hold: float | None, in_order: bool
 ) -> dict[SpannedBridge, float]:
-    """Return how long after `timeout` each bridge's part stays prepared: what a broker keeps least expires first.
+    """Return for how many seconds after `timeout` each bridge's transaction stays prepared before its broker aborts it.
 
-    With `in_order` the parts expire in the order of the bridges.
+    With `in_order` they expire in the order of the bridges, else first where the broker's limit is lowest.
     """
 
     def most(bridge: SpannedBridge) -> float:

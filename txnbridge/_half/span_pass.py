@@ -15,7 +15,7 @@ _STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, O
 
 
 class SpanPass:
-    """A span of the broker whose messages are processed, and of the broker to which the handler sends.
+    """A transaction over two brokers: the source, whose messages are processed, and the target of the handler's sends.
 
     The target's part decides, and the source's part, which has the acknowledgements, ends last: where a group's
     positions wait for it, no other member goes on before the outputs are there.

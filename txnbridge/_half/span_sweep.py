@@ -34,7 +34,7 @@ _LONG_MARGIN_SECONDS = 60.0
 
 
 class SpannedBridge(Protocol):
-    """The part of `Bridge` that spans use."""
+    """The part of `Bridge` that transactions over several brokers (spans) use."""
 
     @property
     def _connection(self) -> Connection: ...
@@ -64,7 +64,7 @@ class SpannedBridge(Protocol):
 
 
 def mark(key: str, place: int, until: float) -> str:
-    """Return a suffix for the id of a span's part: the span's key, the part's number, and the time to decide by."""
+    """Return a suffix for a transaction's id in a span over several brokers: the span's key, a number, and a time."""
     return f".span.{key}.{place}.{int(until)}"
 
 
@@ -73,7 +73,7 @@ PART_OF_SPAN = "part of a span: leave it to a resolver (txnbridge spans run)"
 
 
 def is_part(transaction: OpenTransaction | Token) -> bool:
-    """Return whether a prepared transaction is a part of a span, which an administrator should not end alone."""
+    """Return whether a transaction is one broker's part of a span over several: nobody should end it alone."""
     named = transaction if isinstance(transaction, Token) else transaction.token or transaction
     return _ANY_MARK.search(named.transaction) is not None
 
@@ -89,7 +89,7 @@ Settle = Callable[[str, int], Decision]
 
 
 class Part(NamedTuple):
-    """A part of a span, open or prepared at one broker. Until `until` (in seconds) the span's process may decide."""
+    """One broker's part of a transaction over several, open or prepared. Its process decides by `until` (seconds)."""
 
     bridge: SpannedBridge
     transaction: str
@@ -134,7 +134,7 @@ class SpanSweep(Service):
             self.sweep()
 
     def sweep(self) -> None:
-        """End the parts of spans whose processes cannot decide about them any more."""
+        """End transactions over several brokers whose processes cannot decide about them any more."""
         now = time.time()  # before the look, which may take long: what it shows as open is open after this time
         left = self.parts()
         firsts = {part.key for part in left if part.place == 0}
@@ -157,7 +157,7 @@ class SpanSweep(Service):
                         self._end(part, decision)
 
     def _end(self, part: Part, decision: Decision) -> Outcome | None:
-        """End a span's part, and return its true outcome; None if it was listed as open and is prepared now."""
+        """End one broker's transaction; return its true outcome, None if it was listed as open and is prepared now."""
         if part.token is not None:
             return (part.bridge.commit if decision is Decision.COMMIT else part.bridge.abort)(part.token)
         # A span is decided only when all its parts are prepared. The ends of other parts may have taken minutes.
@@ -167,7 +167,7 @@ class SpanSweep(Service):
         return aborted
 
     def parts(self) -> list[Part]:
-        """Return the open and prepared parts of spans over these clusters."""
+        """Return the single brokers' open and prepared transactions that belong to spans over these clusters."""
         return [part for bridge in self._bridges().values() for part in self._listed(bridge)]
 
     def _listed(self, bridge: SpannedBridge) -> list[Part]:

@@ -166,20 +166,20 @@ class LaneGroup:
     # --- the list of lanes ------------------------------------------------------------------------------------------
 
     def topic(self, number: int) -> str:
-        """Return the name of lane `number`: its topic and transactional id. Any two lanes have different names."""
+        """Return the name of topic of half messages (lane) `number`, and of its transactional id. No two are equal."""
         name = f"{_PREFIX}{_escaped(self._application)}.{_escaped(self._group)}.{number}"
         return self._connection.broker.admin.internal_name(name)
 
     def _listed(self, deadline: Deadline) -> dict[int, dict[str, Any]]:
-        """Return the lanes by number.
+        """Return the group's topics of half messages (lanes), each as a dict of fields, by number.
 
-        A lane's fields are its `owner` (empty if no process owns it), the `id` of its topic, and `kept`: the nonce of a
-        beat in the topic that no holder removes, empty if the lane was never opened.
+        The fields are `owner` (empty if no process owns the lane), `id`, that of the topic, and `kept`: the nonce of a
+        heartbeat in the topic that is never removed, empty if the lane was never opened.
         """
         return _lanes_of(self._list.read(deadline))
 
     def _list_lane(self, number: int, before: str, deadline: Deadline, **fields: Any) -> bool:
-        """Change a lane's fields, such as its owner, if its owner is `before`; return whether they are changed."""
+        """Change a lane's fields if its owner is `before`; return whether so. A lane is a topic of half messages."""
 
         def change(value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             lanes = _lanes_of(value)
@@ -194,7 +194,7 @@ class LaneGroup:
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def own_lane(self, deadline: Deadline) -> Lane:
-        """Return the lane to which this process writes; take one that nobody owns, or a new one, if it has none."""
+        """Return this process's topic of half messages (lane); if it has none, take one without owner or a new one."""
         if (own := self._own) is not None and (lane := self._held(*own)) is not None:
             return lane
         with self._opens(deadline):
@@ -217,7 +217,7 @@ class LaneGroup:
                 return number, name
 
     def _topic_id(self, number: int, deadline: Deadline) -> str:
-        """Create the topic for the half messages of lane `number`, unless it exists; return the topic's id."""
+        """Create the topic of half messages with this number, unless it exists; return the topic's id."""
         admin, topic = self._connection.broker.admin, self.topic(number)
         admin.create_internal_topic(topic, deadline)
         return admin.topic_ids([topic], deadline).get(topic, "")
@@ -227,7 +227,7 @@ class LaneGroup:
         return lane if lane is not None and lane.how["owner"] == name else None
 
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return lane `number`, opened by this process. Raise `EvidenceLost` if its owner is not `name` any more."""
+        """Return topic of half messages (lane) `number`, opened here. Raise `EvidenceLost` if `name` lost it."""
         if (lane := self._held(number, name)) is not None:
             return lane
         with self._opens(deadline):
@@ -245,7 +245,7 @@ class LaneGroup:
                 self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return topic of half messages (lane) `number`, opened by this process as owner `name`. `_opening` is held."""
+        """Open topic of half messages (lane) `number` as the owner `name`. The caller has locked `_opening`."""
         while (lane := self._held(number, name)) is None:
             id, listed = self._topic_id(number, deadline), self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:
@@ -269,7 +269,7 @@ class LaneGroup:
     def _check_complete(
         self, number: int, name: str, id: str, index: LaneIndex, nonce: str, deadline: Deadline
     ) -> None:
-        """Log an error if a lane's topic, or records in it that no holder removes, have been deleted."""
+        """Log an error if a topic of half messages, or records in it that txnbridge never removes, were deleted."""
         listed = self._listed(deadline)[number]  # the present one: the holder before may have removed records meanwhile
         renewed = id != listed["id"]
         lost = listed["kept"] and (renewed or listed["kept"] not in index.nonces)
@@ -286,7 +286,7 @@ class LaneGroup:
         return LaneIndex(self._consumers, self.topic(number), self._outcomes)
 
     def _drop(self, lane: Lane) -> None:
-        """Close and forget a lane: another process may have opened it since, or nothing is left to do in it."""
+        """Close and forget a topic of half messages: another process may own it by now, or all in it has ended."""
         with self._opening:
             for number, each in list(self._lanes.items()):
                 if each is lane:
@@ -319,7 +319,7 @@ class LaneGroup:
                 return outcome
 
     def _remove_old(self, lane: Lane, deadline: Deadline) -> None:
-        """Remove old records of a lane in a process without a resolver, such as one that uses an `AsyncSession`."""
+        """Remove half messages' old records in a process without a resolver, such as one with an `AsyncSession`."""
         held: list[bool] = []
         try:
             if Deadline(0).acquire(self._turn, held):
@@ -330,7 +330,7 @@ class LaneGroup:
                 self._turn.release()
 
     def _give_up(self, lane: Lane, error: TxnBridgeError, deadline: Deadline) -> None:
-        """Drop a lane if the error means that another process may have opened it; raise any other error."""
+        """Close a topic of half messages if the error means that another process may own it; raise any other error."""
         if is_lost(error):
             self._drop(lane)
         if not is_lost(error) or deadline.left() <= _RETRY_SECONDS:
@@ -400,7 +400,7 @@ class LaneGroup:
         self._look_at = time.monotonic() + timing.lane_look
 
     def _ends(self, numbers: Iterable[int], deadline: Deadline) -> dict[int, Position]:
-        """Return the end positions of these lanes' topics, by the lane's number, without topics that do not exist."""
+        """Return the end positions of topics of half messages, given and returned by number; without missing topics."""
         topics = {self.topic(number): number for number in numbers}
         admin = self._connection.broker.admin
         try:
@@ -430,7 +430,7 @@ class LaneGroup:
                     self._lane(number, owner, deadline)
 
     def leave(self, deadline: Deadline) -> None:
-        """Free this process's lane if its half messages have all ended; leave the other lanes to other resolvers."""
+        """Close this process's topics of half messages; free its own for others if no half message in it is open."""
         with self._turn, self._opens(deadline):
             for number, lane in list(self._lanes.items()):
                 if self._is_own(lane) and not lane.index.undone:
@@ -443,7 +443,7 @@ class LaneGroup:
             self._seen.clear()
 
     def close(self) -> None:
-        """Leave all lanes to other processes, when the bridge is closed."""
+        """Leave all topics of half messages to other processes, when the bridge is closed."""
         for lane in list(self._lanes.values()):
             lane.close()
 
@@ -461,7 +461,7 @@ class LaneGroup:
         return found
 
     def late(self, deadline: Deadline) -> int:
-        """Return for how many transactions the check-back is overdue for longer than a takeover of their lane takes."""
+        """Return how many transactions' check-backs are late for longer than a takeover from a dead process takes."""
         before = (time.time() - 4 * self._connection.timing.lane_takeover) * 1000
         count = 0
         for _, _, index in self._indexes(deadline):

@@ -119,7 +119,7 @@ class ProcessorInputs:
             consumer.poll_idle()
 
     def resume(self) -> None:
-        """Take messages again after `hold`."""
+        """Take messages again, after a call of `hold` has stopped that."""
         for consumer in self._consumers():
             consumer.resume()
 

@@ -184,7 +184,7 @@ class Retries:
         attempts: Callable[[Message], int],
         partition: Callable[[str, Message], int] | None = None,
     ) -> dict[int, tuple[str, float]]:
-        """Send the delayed messages of a batch to their retry topics, and notes about those that leave one, in `txn`.
+        """Send the delayed messages of a batch to their retry topics, and notes about messages that leave one.
 
         Return the topics and due times by index. `attempts` returns the number of attempts at a delivered message,
         `partition` its partition of a retry topic; if it is None, the broker or the key chooses.

@@ -23,7 +23,7 @@ class Outcomes:
         self._logs = logs
 
     def token_of(self, writer: Writer, transaction: str, *, prepared: bool, fingerprint: int | None = None) -> Token:
-        """Return the token of a writer's current or last transaction, with the backend's evidence about its outcome."""
+        """Return the token of a writer's current or last transaction, with the backend's data to find its outcome."""
         evidence = writer.evidence()
         return Token(
             broker=self._connection.backend,

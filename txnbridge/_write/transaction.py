@@ -586,7 +586,7 @@ class Transaction(ConnectionUser):
             self._holds.clear()
 
     def _found(self, outcome: Outcome) -> None:
-        """Note the outcome of this part of a span, so that its consumer need not ask the broker for it."""
+        """Note the outcome of this part of a transaction over several brokers: its consumer need not ask for it."""
         for deliveries in self._holds:
             deliveries.found(self.id, outcome)
         self._holds.clear()

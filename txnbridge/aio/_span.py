@@ -41,7 +41,7 @@ class Span:
 
     @property
     def token(self) -> Token | None:
-        """The token of the part whose end decides, for `status` of its bridge; None until the parts are prepared."""
+        """The token of the broker's transaction that decides for all, for `status`; None until it is prepared."""
         return None if self._sync is None else self._sync.token
 
     def on(self, bridge: Bridge) -> Transaction:
@@ -66,7 +66,7 @@ class Span:
         return self
 
     def _open(self) -> txnbridge.Span:
-        """Begin a part on each broker, so that `on` waits for nothing."""
+        """Begin the span's transaction on each broker, so that `on` waits for nothing."""
         span = txnbridge.spanning(*(each.sync for each in self._bridges), timeout=self._timeout, hold=self._hold)
         try:
             for bridge in self._bridges:

@@ -22,7 +22,7 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
 
     All earlier decisions are forgotten: the outcome of an earlier token is unknown for ever, transactional ids have no
     owner, and work that an id without a token protected (a batch of a Spark query) may be done again. Stop all
-    processes of the application first: each gets the error that evidence is lost, and has to be started again.
+    processes of the application first: each gets the error `EvidenceLost`, and has to be started again.
     """
     options = {} if decision_log is None else {"decision_log": decision_log}
     with cli.look(application=application, **options) as bridge:

@@ -32,7 +32,7 @@ def _bridges(cli: Cli, others: Sequence[str], application: str | None) -> Iterat
 @_application
 @click.option("--database", metavar="URL", envvar="TXNBRIDGE_DATABASE", help="That of spanning(db=…), for SQLAlchemy.")
 def run(cli: Cli, others: Sequence[str], application: str | None, database: str | None) -> None:
-    """End what dead processes have left of spans over the brokers of --url and URL..., until SIGTERM or Ctrl-C.
+    """End dead processes' transactions over the brokers of --url and URL... together, until SIGTERM or Ctrl-C.
 
     Every process that uses `spanning` does so too, while it runs. Several may run.
     """
@@ -45,7 +45,7 @@ def run(cli: Cli, others: Sequence[str], application: str | None, database: str 
 @_others
 @_application
 def list_parts(cli: Cli, others: Sequence[str], application: str | None) -> None:
-    """List open and prepared parts of spans on the brokers of --url and URL..., the oldest first."""
+    """List open and prepared parts of transactions over the brokers of --url and URL..., the oldest first."""
     with _bridges(cli, others, application) as bridges:
         parts = sorted(sweep_of(bridges).parts(), key=lambda part: (part.until, part.key, part.place))
     rows = [(part.key, part.place, part.bridge.url, part.transaction, part.until) for part in parts]

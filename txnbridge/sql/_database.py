@@ -287,7 +287,7 @@ def begin_guarded(connection: sa.Connection) -> None:
 
 
 def require_not_ended(connection: sa.Connection) -> None:
-    """Raise `InvalidState` if the transaction that `begin_guarded` has begun has ended without SQLAlchemy.
+    """Raise `InvalidState` if the connection's transaction has ended without SQLAlchemy.
 
     A statement may roll back or commit (ROLLBACK as text, SQLite's ON CONFLICT ROLLBACK, a table's definition on
     MariaDB), and a driver then begins another transaction by itself. A savepoint ends with its transaction (hazard

@@ -83,8 +83,8 @@ class Outbox:
 
         A relay publishes the message after the commit of this transaction. Messages with the same topic and key are
         published in the order in which their transactions commit; on PostgreSQL transactions that send the same key
-        wait for each other for that. The message is stored at once; with an `AsyncSession` when it is flushed, unless
-        `send` is called inside `run_sync`.
+        wait for each other, to keep this order. The message is stored at once; with an `AsyncSession` when it is
+        flushed, unless `send` is called inside `run_sync`.
 
         Raise `InvalidOption` for a message that cannot be encoded, for a connection that commits each statement by
         itself (AUTOCOMMIT), and for a session whose transaction includes a second database. Only the relay learns

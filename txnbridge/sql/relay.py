@@ -144,7 +144,7 @@ class OutboxStore:
         return OutboxState(*read)
 
     def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
-        """Return the outbox's state, and the first waiting rows; if `ordered`, none whose key has a parked row."""
+        """Return the outbox's state, and the first waiting rows; if `ordered`, none whose key has a refused row."""
         return self._database.ask(
             f"reading {self._what}", lambda connection: self._read_waiting(connection, limit, ordered), deadline
         )
@@ -168,7 +168,7 @@ class OutboxStore:
             return state, list(map(OutboxRow._make, chain.from_iterable(rows.partitions(_ROWS))))
 
     def _without_held(self, rows: sa.Select[Any], dialect: sa.Dialect) -> sa.Select[Any]:
-        """Return the statement `rows` without the rows that have the topic and key of a parked row.
+        """Return the statement `rows` without the rows that have the topic and key of a refused (parked) row.
 
         Each form lets its database make a table of these topics and keys once, and look each row up in it: SQLite reads
         the whole list of NOT IN for each row, MariaDB makes such a table only for NOT IN, and only of short texts.
@@ -231,7 +231,7 @@ class OutboxStore:
         self._database.ask(f"withdrawing a batch of {self._what}", change, deadline)
 
     def park(self, version: int, row: int, reason: str, relay: str, deadline: Deadline) -> bool:
-        """Park a refused row, unless the outbox's state has changed since `version`; return whether it is parked."""
+        """Park a refused row (set it aside), unless the outbox has changed since `version`; return whether so."""
 
         def change(connection: sa.Connection) -> bool:
             same = self._state.c.version == version
@@ -244,7 +244,7 @@ class OutboxStore:
         return self._database.change(f"parking a row of {self._what}", change, deadline)
 
     def leave(self, relay: str, deadline: Deadline) -> None:
-        """Give up this relay's turn to publish, so that another relay need not wait before it takes over."""
+        """Stop being the relay that publishes, so that another relay need not wait before it takes over."""
         change = functools.partial(self._set_state, where=self._state.c.relay == relay, relay=None)
         self._database.ask(f"leaving {self._what}", change, deadline)
 
@@ -255,7 +255,7 @@ class OutboxStore:
         self._database.ask(f"deleting published rows of {self._what}", lambda c: c.execute(delete), deadline)
 
     def parked(self, deadline: Deadline) -> list[ParkedRow]:
-        """Return the parked rows, without their values."""
+        """Return the rows that the broker refused and an administrator has to judge (parked), without their values."""
         columns = [self._rows.c[name] for name in ParkedRow._fields]
         wanted = sa.select(*columns).where(self._rows.c.state == PARKED).order_by(self._rows.c.id)
         return self._database.ask(
@@ -394,7 +394,7 @@ class Relay(Service):
 
     @property
     def lag(self) -> int:
-        """The number of rows that wait, without parked ones. It is counted in the database."""
+        """The number of rows that wait, without refused (parked) ones. It is counted in the database."""
         return self._store.count(self._connection.deadline())
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -519,9 +519,9 @@ class Relay(Service):
             self._end_batch(token, batch)
 
     def _abandon(self, token: str) -> None:
-        """Abort a batch that is not stored, so that it does not hold back readers until its hold is over.
+        """Abort a prepared batch whose token is not stored, so that it does not hold back readers until it expires.
 
-        That is safe even if it is stored in the end: then its rows are read again.
+        That is safe even if the token is stored in the end: then the batch's rows are read again.
         """
         try:
             self._bridge.abort(token)
@@ -558,7 +558,7 @@ class Relay(Service):
         return self._waiting is not None
 
     def _refused(self, version: int, row: OutboxRow, error: errors.TxnBridgeError) -> None:
-        """Park a row that the broker has refused in a transaction with no other row, or raise `error` to try again."""
+        """Set a row aside that the broker refused in a transaction of its own, or raise `error` to try again."""
         if isinstance(error, errors.DeliveryFailed):
             self._failed_deliveries += 1
             self._bridge.admin.topics()  # raises an error if the broker does not answer

@@ -33,7 +33,7 @@ class PartsOfSpans(Protocol):
 
 
 class SpanBarriers(Barriers):
-    """Makes the database transactions of spans over one set of clusters, and runs the resolvers of their records."""
+    """Makes the database's part of transactions over one set of clusters, and runs the resolvers of their records."""
 
     def __init__(self, connection: Connection, spans: PartsOfSpans) -> None:
         super().__init__(connection)
@@ -47,7 +47,7 @@ class SpanBarriers(Barriers):
         return super()._resolver(barrier)
 
     def settle(self, row: str, until: int) -> Decision:
-        """Return the decision of the row that decides a span, after `until` (seconds); insert ABORT if there is no row.
+        """Return a span's decision after `until` (seconds), as in its row; insert ABORT if there is no row.
 
         Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
         """
@@ -78,7 +78,7 @@ class SpanResolver(BarrierResolver):
 
 
 class SpanTransaction(BarrierTransaction):
-    """The database's transaction of a span. Its only half message is the span's record."""
+    """The database's part of a transaction over several brokers. Its only half message is the record of them all."""
 
     def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -86,7 +86,7 @@ class SpanTransaction(BarrierTransaction):
 
     @property
     def row(self) -> str:
-        """The name of the database's row that decides the span, which is a part of the ids of the span's parts."""
+        """The name of the database's row that decides the span; the brokers' transactions have it in their ids."""
         return f"{digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:

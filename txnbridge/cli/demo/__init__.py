@@ -40,7 +40,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
     """Show what txnbridge promises: a short story with real processes.
 
     It plays on a temporary embedded broker; with BROKER (kafka, pulsar, rocketmq) on a real broker that is started for
-    the story; with --url on your broker. Exit code 0 only if every claim was checked and held.
+    the story; with --url on your broker. Exit code 0 only if every promise was checked and kept.
     """
     from txnbridge.cli.demo.stage import Stage
 

@@ -62,7 +62,7 @@ class Stage:
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
     def check(self, claim: str, how: str, seen: object, expected: object, later: bool = False) -> None:
-        """Check that `seen`, observed by a reader or process, equals `expected`; show the claim with a check mark.
+        """Check that `seen`, observed by a reader or process, equals `expected`; show `claim` with a check mark.
 
         `seen` may be a function, which is called again until its result is as expected: committed messages may become
         readable a moment later. On the embedded broker this is so only for commits of other processes (`later`).
