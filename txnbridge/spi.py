@@ -826,7 +826,7 @@ class DecisionLog(ABC):
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One record of a ledger about a transaction. Backends choose `kind`; the ledger itself acts only on "prepare"."""
+    """A backend's record about a transaction in the decision log. Backends choose `kind`; the core uses "prepare"."""
 
     kind: str
     transaction: str
@@ -883,7 +883,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the name and data of the last act of opening (owning) the transactional id; None if there is none."""
+        """Return the name and data of the transactional id's last opening (takeover); None if it was never opened."""
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
@@ -1044,7 +1044,7 @@ class HalfStore(ABC):
 
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
-        """Store all messages of a transaction, or none that can be published; return the half with `how`, for `end`.
+        """Store all messages of a transaction, or none that can be published; return `half` with its field `how` set.
 
         A second call with the same transaction changes nothing. Raise `DeliveryFailed` if the half certainly is not
         stored.

@@ -192,7 +192,7 @@ class RocketMQTopics:
             time.sleep(_ROUTE_POLL_SECONDS)
 
     def internal(self, topic: str, deadline: Deadline) -> Queue:
-        """Return the only queue of one of the bridge's own topics. Create a missing topic on their home broker."""
+        """Return the only queue of one of the bridge's own topics. Create a missing topic on the broker `home`."""
         queue = Queue(topic, self.home, 0)
         if topic not in self._internal:
             ensure_single_queue(self._client, queue, deadline)

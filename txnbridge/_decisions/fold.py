@@ -238,7 +238,7 @@ class LogState:
     ) -> bool:
         """Begin with a snapshot, and judge the records after those that it covers. Return False if they do not suffice.
 
-        `foundation` is the snapshot and its body; None if a renewal among the records replaces all before it. `records`
+        `foundation` is the snapshot and its body; None if a record that begins the log anew is among them. `records`
         are the log's last records, from one before the last covered record on. Covered records are not judged, because
         openings and snapshots before them are unknown. They suffice if every later record of the log can be judged.
         """

@@ -118,7 +118,7 @@ class IdFold:
                 del self.commits[id]
 
     def is_done(self, id: IdPath) -> bool:
-        """Return whether a done mark on a prefix of this id covers the id."""
+        """Return whether this id is marked done: its decision is carried out. A mark is for all ids up to a number."""
         for length in range(1, len(id)):
             number = id[length]
             if isinstance(number, int) and number <= self.done.get(id[:length], number - 1):

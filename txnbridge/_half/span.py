@@ -157,7 +157,7 @@ class Spans:
     def _end_others(
         self, span: str, outcome: Outcome, tokens: Sequence[Token], by_row: bool = False, within: Deadline | None = None
     ) -> Decision:
-        """End a span's parts by the outcome of its first one. Return ABORT to drop its record, UNDECIDED to keep it."""
+        """End the brokers' transactions `tokens` by `outcome`; return ABORT to drop their record, else UNDECIDED."""
         left, torn = False, list[tuple[Token, str]]()
         for token in tokens:
             try:

@@ -94,7 +94,7 @@ class GroupCommit:
         self._taken_at: dict[tuple[str, int | None], float] = {}  # when a writer took a message for a topic's partition
 
     def take(self, parameters: Begin) -> TakenWriter:
-        """Return a new transaction's writer: one that gathers messages, or a broker's while few transactions run."""
+        """Return a new transaction's writer: one that keeps messages for group commit, or a broker's if few run."""
         self.writers.clear_abandoned()
         transactions = self.writers.open_transactions
         try:

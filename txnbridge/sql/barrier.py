@@ -553,7 +553,7 @@ class BarrierTransaction(HalfTransaction):
     def _leave(self, db: orm.Session | sa.Connection, sound: bool) -> None:
         """End the use of the session or connection, which rolls back what is not committed.
 
-        Without `sound`, close the connection to the database, so that nothing is left that could commit.
+        If the connection is not `sound`, close it, so that nothing is left that could commit.
         """
         with suppress(exc.SQLAlchemyError):
             if not sound and self._sql is not None and not self._sql.closed:

@@ -35,10 +35,10 @@ _STATE_LOG_DENIED = (
 def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
     """Return the status of a transaction that was not prepared. `how` are the fields of its token.
 
-    All transactions from one opening of the id to the next have the same producer id and epoch. A commit is requested
-    only after every message is stored, so the coordinator's last transaction of that epoch is the token's transaction,
-    and not the one before. If a late copy of a request may have begun another transaction afterwards, the token also
-    has the transaction's start time (hazard H19).
+    All transactions from one opening of a transactional id to the next have the same producer id and epoch. A commit is
+    requested only after every message is stored, so the coordinator's last transaction of that epoch is the token's
+    transaction, and not the one before. If a late copy of a request may have begun another transaction afterwards, the
+    token also has the transaction's start time (hazard H19).
     """
     if how.get("asked") is False:
         # Only the writer commits a plain transaction, and did not. The coordinator may describe the previous one.

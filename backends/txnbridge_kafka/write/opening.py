@@ -59,7 +59,7 @@ def _warn_if_older_owner_runs(
     before: Mapping[str, Any],
     deadline: Deadline,
 ) -> None:
-    """Log a warning if an older owner has an open transaction. `before` is the record of the last owner's opening."""
+    """Log a warning if an older owner has an open transaction. `before` is the last owner's own record."""
     now = time.time() * 1000
     for last in cluster.requests.describe([writer.id for writer in writers], deadline).values():
         if last.state == OPEN and last.start is not None:

@@ -53,7 +53,7 @@ class KafkaOwner:
     def continue_without_log(self, error: AccessDenied) -> None:
         """Own the id without the decision log, with fencing by the broker only, and log which guarantees are lost.
 
-        The owner never uses the decision log afterwards, even if the right is granted: an opening that is recorded late
+        The owner never uses the decision log afterwards, even if the right is granted: a late record of its opening
         would fence another owner that has opened the id since.
         """
         self.denied = str(error)
@@ -68,9 +68,9 @@ class KafkaOwner:
         )
 
     def open_once(self, deadline: Deadline) -> None:
-        """Record an opening of the id, unless this owner has recorded one already.
+        """Record that this process is the transactional id's owner, unless it has done so already.
 
-        An id that the bridge generated is opened only before its first record in the decision log.
+        For an id that the bridge generated, this is called only before its first record in the decision log.
         """
         if self.opening is None and not self.denied:
             self.open(0, deadline)

@@ -140,7 +140,7 @@ class ProducerSession:
         return self._cluster.requests.describe([self.id], deadline).get(self.id)
 
     def is_own(self, description: TransactionDescription) -> bool:
-        """Return whether a description has the producer id and epoch of this process's opening of the id."""
+        """Return whether a description has the producer id and epoch with which this process opened the id."""
         opened = self.opened
         return opened is not None and (description.pid, description.epoch) == (opened.pid, opened.epoch)
 

@@ -47,7 +47,7 @@ class Budget:
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
         """Wait until `size` bytes fit under the limit, then count them. An entry larger than the limit waits until no
-        other entry is out. Raise `RequestTimedOut`.
+        other one is unconfirmed. Raise `RequestTimedOut`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):

@@ -73,7 +73,7 @@ class TokenEvidence:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TokenEvidence:
-        """Return the evidence in a token's fields. Raise `InvalidToken` if a field is missing or invalid."""
+        """Return what a token's fields say about its outcome. Raise `InvalidToken` if a field is missing or invalid."""
         try:
             if fields["x"] is None:
                 return cls(None, None, fields["a"] is True)

@@ -271,10 +271,10 @@ def _claim(
 def _commit_with_acks(
     token: Token, acks: Sequence[Ack], data: Mapping[str, Any], ledger: Ledger, deadline: Deadline
 ) -> LedgerClaim:
-    """Claim the commit of a prepared transaction. Raise `Conflict` if a group's position was moved meanwhile.
+    """Record the decision to commit a prepared transaction. Raise `Conflict` if a group's position was moved meanwhile.
 
     A member that does not know of the prepared transaction may acknowledge the same messages, which does not count. But
-    if it did so after `read_up_to` of an ack, this claim is void, and is made again (hazard H95).
+    if it did so after `read_up_to` of an ack, this record does not count, and is written again (hazard H95).
     """
     while True:
         now = [_ack_now(ack, ledger, deadline) for ack in acks]

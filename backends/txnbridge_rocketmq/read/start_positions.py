@@ -177,15 +177,15 @@ class GroupPositions:
         return {partition: position.next for partition, position in positions.items()}, read_up_to
 
     def held(self, deadline: Deadline) -> dict[Partition, Held]:
-        """Return the partitions that undecided prepared transactions hold, as far as this process knows the log."""
+        """Return partitions on which undecided prepared transactions acknowledge, by the records read so far."""
         with self._with_evidence():
             return self._ledger.held(self._group, deadline)
 
     def _free(self, targets: Targets, deadline: Deadline) -> Targets:
         """Return `targets` without the partitions on which a prepared transaction acknowledges (hazard H95).
 
-        Abort a transaction whose hold is over: perhaps nobody has its token any more. If all partitions are held, wait
-        a moment, because the caller asks again.
+        Abort a transaction that has been prepared too long: perhaps nobody has its token any more. If no partition is
+        left, wait a moment, because the caller asks again.
         """
         self.positions(deadline)  # reads the log
         held = self.held(deadline)
@@ -214,10 +214,10 @@ class GroupPositions:
     def resolve(self, targets: Targets, queues: Queues, deadline: Deadline) -> ResolvedPositions:
         """Return where the partitions of `targets` continue: at the group's position, or at a later target of a seek.
 
-        Partitions that a prepared transaction holds are left out until it has ended. `queues` has all partitions of the
-        topics, because a group claims its first positions in a whole topic at once.
-        In a partition whose target is None, first publish the transaction that moved the group last. In a recreated
-        topic, move the group to the target that the user has chosen, even if that is an earlier offset.
+        Partitions on which a prepared transaction acknowledges are left out until it has ended. `queues` has all
+        partitions of the topics, because a group claims its first positions in a whole topic at once. In a partition
+        whose target is None, first publish the transaction that moved the group last. In a recreated topic, move the
+        group to the target that the user has chosen, even if that is an earlier offset.
         """
         targets = self._free(targets, deadline)
         while targets:

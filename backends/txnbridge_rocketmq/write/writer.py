@@ -63,7 +63,7 @@ class WriterOwner(Protocol):
 
 
 class RocketMQWriter(Writer):
-    """Writer of transactions: sends halves, claims the decision in the log, and has the broker publish the halves.
+    """Writer of transactions: sends halves, records the decision in the log, and has the broker publish the halves.
 
     A decision cannot be undone: halves that this process does not publish, others publish after a check-back.
     """
@@ -231,7 +231,7 @@ class RocketMQWriter(Writer):
         return end_prepared(self._owner.ender, token, decision, self._owner.ledger, deadline, prepared=single)
 
     def _decide_and_publish(self, deadline: Deadline) -> bool:
-        """Claim the commit in the decision log, and have the brokers publish the halves.
+        """Record the decision to commit in the decision log, and have the brokers publish the halves.
 
         Return whether all messages are published; otherwise the caller looks up which are.
         """

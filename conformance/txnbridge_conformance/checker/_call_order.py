@@ -28,7 +28,7 @@ _LATE_SECONDS = 30.0
 
 @dataclass
 class _Session:
-    """One opening of a transactional id in a history: when its call began and ended, and the transactions under it."""
+    """One owner of a transactional id: when the call that opened the id began and ended, and its transactions."""
 
     opened_after: int
     opened: float | None  # None if the call did not end well
@@ -78,7 +78,7 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
 
 
 def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:
-    """Return each transactional id's openings, with their transactions, by begin. Keys are id and owner's clock."""
+    """Return each transactional id's owners in turn, with their transactions. Keys are the id and the owner's clock."""
     sessions: dict[tuple[str, int], dict[str, _Session]] = defaultdict(dict)
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:

@@ -78,7 +78,7 @@ def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> No
 def _committed_by(operation: Operation) -> int | None:
     """Return when a transaction's messages were stored at the latest; None if that is unknown.
 
-    Messages of a span, or of a transaction whose call prepared it or has an unknown result, may be stored later.
+    Messages of a transaction over several brokers, or one that was prepared or has an unknown result, may be later.
     """
     stored = operation.result == "ok" and operation.outcome != "prepared" and not operation.is_span
     return operation.end if stored else None

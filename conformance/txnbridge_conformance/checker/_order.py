@@ -139,7 +139,7 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, span: Numbers) -> _Steps:
-    """Return a table of the pairs of rows that follow each other in one thread, partition (`key`) and `span`."""
+    """Return the pairs of rows that follow each other in one thread, partition (`key`) and reading (`span`)."""
     threads: dict[tuple[int, int], int] = {}
     for each in tables.operations:
         threads.setdefault((each.process, each.fields.get("thread", 0)), len(threads))

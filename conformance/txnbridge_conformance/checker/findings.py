@@ -107,7 +107,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The findings of one history: `all` of them, and in `cases` at most the first `most` of each name."""
+    """The findings of one history: `all` of them, and in `cases` the first ones of each name, at most `most`."""
 
     most: int = 20
     all: list[Finding] = field(default_factory=list)

@@ -46,7 +46,7 @@ class Case:
     memory: str
 
     def remember(self, text: str) -> None:
-        """Replace the text in the case's file `memory` atomically, for a later run of the program."""
+        """Replace the text in the file `self.memory` atomically, for a later run of the program."""
         path = Path(self.memory)
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)
@@ -169,7 +169,7 @@ def join_and_wait(url: str, topic: str, group: str) -> None:
 
 
 def claim_all(url: str, log: str, count: int, decision: str) -> list[str]:
-    """Claim many ids of a decision log, and return for each id the decision that counts."""
+    """Claim a decision about many ids in a decision log, and return for each id the decision that counts."""
     with connect(url) as bridge:
         decisions = bridge.decisions(log)
         tell("ready")
@@ -198,12 +198,12 @@ def plain_abort(case: Case) -> None:
 
 
 def prepare_and_commit(case: Case) -> None:
-    """Prepare a transaction, store its token in the case's file, and commit by the token."""
+    """Prepare a transaction, store its token in the file `case.memory`, and commit by the token."""
     _prepare_and_end(case, "commit")
 
 
 def prepare_and_abort(case: Case) -> None:
-    """Prepare a transaction, store its token in the case's file, and abort by the token."""
+    """Prepare a transaction, store its token in the file `case.memory`, and abort by the token."""
     _prepare_and_end(case, "abort")
 
 
@@ -272,7 +272,7 @@ def open_over_a_leftover(case: Case) -> None:
 
 
 def decide(case: Case) -> None:
-    """Claim a decision about an id in the decision log, and store the decision that counts in the case's file."""
+    """Claim a decision about an id in the decision log, and store the decision that counts in `case.memory`."""
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         decisions = bridge.decisions(case.name)
         # A second start claims the opposite decision, and must not get it.

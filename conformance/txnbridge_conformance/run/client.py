@@ -138,8 +138,8 @@ class PauseAt:
 
     Other processes then work between two steps of a call, which a pause from outside seldom achieves. Within the end of
     a transaction a group's member stops as a whole, at times for longer than the group waits for its heartbeats, and so
-    does a process with spans. Events of single messages are left out, because there are many: the workloads themselves
-    pause between messages.
+    does a process with transactions over several brokers. Events of single messages are left out, because there are
+    many: the workloads themselves pause between messages.
     """
 
     def __init__(self, client: Client, role: str) -> None:

@@ -93,7 +93,7 @@ class Hunt:
             yield bridge
 
     def _places(self) -> list[tuple[Client, Sequence[str]]]:
-        """Return the clients of the run's broker and, if there are spans, of the second one, with the topics there."""
+        """Return the clients of the run's broker and, if it has a second one, of that, each with the topics there."""
         places: list[tuple[Client, Sequence[str]]] = [(self._client, self._plan.all_topics)]
         return [*places, (self._client.at_second(), self._plan.spanned[1:])] if "span" in self._roles else places
 

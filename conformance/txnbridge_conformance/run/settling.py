@@ -174,7 +174,7 @@ class Settling:
         return not any(f"{topic}[" in text for text in found for topic in self._plan.all_topics)
 
     def _end_spans(self) -> None:
-        """Let a resolver end the parts of spans that processes left prepared, and wait until none is left."""
+        """Let a resolver end transactions over two brokers that processes left prepared; wait until none is left."""
         if "span" not in self._roles:
             return
         with self._client.at_second().bridge() as second:

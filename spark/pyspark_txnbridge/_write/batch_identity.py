@@ -39,7 +39,7 @@ class BatchId:
 
     @property
     def batch_path(self) -> tuple[str, str, int]:
-        """Return the common beginning of the ids of this batch's claims; an attempt's number (0, 1, …) follows."""
+        """Return the common beginning of the batch's ids in the decision log; an attempt's number (0, 1, …) follows."""
         return self.query, self.sink, self.batch
 
     def __str__(self) -> str:

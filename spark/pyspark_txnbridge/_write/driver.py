@@ -218,7 +218,7 @@ def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, writt
 def _decide(
     session: SinkSession, identity: BatchId, opening: Opening, written: list[Written], parts: list[Part]
 ) -> Claim | None:
-    """Return the COMMIT claim that counts for a batch, and make the claim if there is none yet.
+    """Return the decision (a COMMIT claim) that counts for a batch, and record one if there is none yet.
 
     `parts` are the tasks' transactions. Those that this driver writes are added. Return None if the batch is marked
     done.
@@ -248,8 +248,8 @@ def _attempts(written: Sequence[Written]) -> list[int]:
 def _small_rows(session: SinkSession, written: list[Written]) -> list[Any]:
     """Return the rows of small tasks as Arrow tables, each with as many tasks as the broker allows in a transaction.
 
-    The same reports make the same tables, so that a repetition can replace a lost part. All rows of a task are in one
-    table, because a repetition may have them in another order.
+    The same reports make the same tables, so that a repetition can replace a lost transaction. All rows of a task are
+    in one table, because a repetition may have them in another order.
     """
     small = sorted((report for report in written if report.travels), key=lambda report: report.partition)
     if not small:
@@ -277,9 +277,9 @@ def _claim(
     small: list[Any],
     totals: _Stored,
 ) -> Claim | None:
-    """Write rows of small tasks, add their transactions to `parts`, and claim COMMIT for a batch with these parts.
+    """Write rows of small tasks, add their transactions to `parts`, and record the decision to commit all of these.
 
-    Return the claim that counts, or None if the batch is marked done.
+    Return the decision (claim) that counts, or None if the batch is marked done.
     """
     own: list[Part] = []
     asked = False

@@ -252,8 +252,8 @@ class _Slot:
 class SlotWriters:
     """This process's writers for one sink of one query: each has a numbered transactional id (slot) of the query's run.
 
-    A process leases a slot for one batch by a claim in the decision log. For the next batch the process claims the same
-    slot again, because the slot's connections are open.
+    A process leases a slot for one batch by a record in the decision log. For the next batch the process leases the
+    same slot again, because the slot's connections are open.
     """
 
     options: SinkOptions
@@ -261,12 +261,12 @@ class SlotWriters:
     slots: list[_Slot] = field(default_factory=list)
 
     def belong_to(self, opening: Opening) -> bool:
-        """Return whether these writers are of a run, by the run's opening of the query's id: its name and number."""
+        """Return whether these writers are of the run that opened the query's id, by name and number of `opening`."""
         own = self.opening
         return own is not None and (own.name, own.number) == (opening.name, opening.number)
 
     def renew(self, opening: Opening) -> None:
-        """Let new writers belong to the run that made this opening of the query's id; close those of another run."""
+        """Let new writers belong to the run that opened the query's id by `opening`; close those of another run."""
         if not self.belong_to(opening):
             self.close()
         self.opening = opening

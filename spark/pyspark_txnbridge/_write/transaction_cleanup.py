@@ -56,7 +56,7 @@ def ask_all(ask: Callable[[_Asked], _Result], tokens: Iterable[_Asked]) -> dict[
 
 
 def unfinished(session: SinkSession, path: tuple[str | int, ...]) -> list[Claim]:
-    """Return the newest COMMIT claim of each batch that is not marked done, in the order of batches."""
+    """Return the newest decision to commit (a claim) of each batch that is not marked done, in the order of batches."""
     newest = {claim.id[2]: claim for claim in session.decisions.claims(path) if claim.decision is Decision.COMMIT}
     return [newest[batch] for batch in sorted(newest)]
 
@@ -67,7 +67,7 @@ def is_done(session: SinkSession, identity: BatchId) -> bool:
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
-    """Return the parts of a decided batch that the log records as lost: aborted before their commit."""
+    """Return a decided batch's transactions that the log records as lost: aborted before their commit."""
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 
@@ -203,7 +203,7 @@ def first_number(session: SinkSession, identity: BatchId) -> int | None:
 def record_first_number(session: SinkSession, identity: BatchId, opening: Opening) -> None:
     """Record the option txnVersion as the number of a checkpoint's first batch, before its first decision.
 
-    `opening` says that this run of the query owns its id in the decision log. A repetition records nothing.
+    By `opening` this run of the query owns its id in the decision log. A repetition records nothing.
     """
     if session.options.app_id is not None and identity.checkpoint and first_number(session, identity) is None:
         first = {"first": session.options.version or 0}
@@ -249,7 +249,7 @@ def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
 
 
 def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
-    """Record that every transaction of a batch is published. `data` is the data of the batch's COMMIT claim."""
+    """Record that every transaction of a batch is published. `data` is that of the decision (claim) to commit it."""
     decisions = session.decisions
     if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
         summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
