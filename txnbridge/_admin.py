@@ -175,7 +175,7 @@ class Admin:
         self._halves().resume(self._parked(group, transaction), self._deadline())
 
     def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:
-        """Publish or drop a parked half message, overriding the application's decision; return the outcome."""
+        """Publish or drop a half message whose check-backs were stopped (parked), by `decision`; return the outcome."""
         check_decision("the administrator", decision)
         if decision is Decision.UNDECIDED:
             raise InvalidOption("end_parked takes Decision.COMMIT or ABORT; an undecided half message stays parked")

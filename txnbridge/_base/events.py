@@ -67,7 +67,7 @@ class Emitter:
         return self._filtered.get(name, self._listeners)
 
     def wants(self, name: str) -> bool:
-        """Return whether a listener gets events of this name; otherwise the caller need not make them."""
+        """Return whether a listener gets events of this name; otherwise the caller need not make such events."""
         return bool(self._wanted_by(name))
 
     def emit(self, name: str, phase: Phase, transaction: str | None = None, **data: Any) -> None:

@@ -34,7 +34,7 @@ class KnownOpening:
 
 
 class Openings(dict[IdPath, KnownOpening]):
-    """The newest known opening of each id: the record by which a process became the id's owner."""
+    """The newest known opening of each id, which is the record by which a process became the id's owner."""
 
     def is_next(self, under: OpeningRef) -> bool:
         """Return whether `under`, the log's next record, makes its process the id's newest owner (opens the id).
@@ -60,9 +60,9 @@ class Openings(dict[IdPath, KnownOpening]):
         return newest is not None and newest.under.number > under.number
 
     def kept(self, since: Position | None) -> Openings:
-        """Return the openings to keep in memory and in snapshots: all but those of made-up ids before `since`.
+        """Return which ids' newest owners to keep in memory and snapshots: all but those of made-up ids before `since`.
 
-        `since` is the position of the oldest presence record, a process's announcement, that a transaction still needs.
+        A process made such an id up for itself. `since` is the oldest process's announcement that a transaction needs.
         """
         return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
 

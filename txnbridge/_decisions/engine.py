@@ -289,7 +289,7 @@ class Engine:
     ) -> ClaimAcks | CountingClaim:
         """Return the ranges that a claim acknowledges, with the position up to which the log was read to check them.
 
-        Return the counting claim on the transaction instead if there is one by now. Raise `Conflict` if the log shows
+        Return the claim that decides the transaction instead if there is one by now. Raise `Conflict` if the log shows
         that another transaction acknowledged on one of the partitions.
         """
         assert query.begin is not None
@@ -316,7 +316,7 @@ class Engine:
             return self.answer(query, state)
 
     def known(self, query: Query, follower: Follower, deadline: Deadline) -> CountingClaim | None:
-        """Return the claim that decides about the query's id, or None if there is none yet.
+        """Return the claim (a recorded decision) that decides about the query's id, or None if there is none yet.
 
         Read on in the log only if the records read so far cannot tell. Raise `EvidenceLost` if records that could tell
         are deleted, `OutcomeUnknown` if they cannot be read.
@@ -328,7 +328,7 @@ class Engine:
             return self.answer(query, state)
 
     def answer(self, query: Query, state: LogState) -> CountingClaim | None:
-        """Return the claim that decides the query's id by the records read so far, or None."""
+        """Return the claim (a decision) that decides the query's id by the records read so far; None if none does."""
         claim = query.claim(state)
         if claim is None:
             require_readable(state)  # a claim before an unreadable record counts; the lack of a claim proves nothing

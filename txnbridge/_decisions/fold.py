@@ -236,7 +236,7 @@ class LogState:
     def begin_behind(
         self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Begin with a snapshot, and judge the records after those that it covers. Return False if they do not suffice.
+        """Begin with a snapshot, and judge the records after those that it covers; return False if they do not suffice.
 
         `foundation` is the snapshot and its body; None if a record that begins the log anew is among them. `records`
         are the log's last records, from one before the last covered record on. Covered records are not judged, because
@@ -303,14 +303,14 @@ class LogState:
 
     @property
     def begins_with_snapshot(self) -> bool:
-        """True if every record that was read is judged, and a snapshot or renewal replaces all records before them."""
+        """True if all records that were read are judged, and a snapshot or a renewal of the log replaces all before."""
         reading = self.completeness
         replaced = reading.founding_snapshot is not None or reading.renewed is not None
         doubtful = reading.foreign_records or reading.birth_refuted or self.blocked
         return reading.complete and replaced and not doubtful
 
     def holds(self, begin: EvidenceBegin) -> bool:
-        """Return whether the record at which a transaction's evidence begins was read, and so every record after it."""
+        """Return whether the record after which all records about a transaction come was read, and so all of these."""
         presence = self.tokens.presences.get(begin.at)
         return presence is not None and presence.nonce == begin.id
 
@@ -368,7 +368,7 @@ class LogState:
         return living
 
     def forget(self, before: Position, oldest_living: Position) -> None:
-        """Drop records before the position `before`, and processes' presence records before `oldest_living`."""
+        """Drop records before the position `before`, and processes' announcements before `oldest_living`."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
         self.ids.forget(oldest_living)

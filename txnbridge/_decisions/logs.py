@@ -117,7 +117,7 @@ class DecisionLogs:
 
 
 def _found(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Return the method that finds the ledger, within the deadline of the call, and calls its `method`."""
+    """Return a method that finds the ledger (part of a decision log) by the call's deadline, and calls `method`."""
 
     def call(self: LazyLedger, /, *arguments: P.args, **named: P.kwargs) -> R:
         (deadline,) = (argument for argument in arguments if isinstance(argument, Deadline))

@@ -79,7 +79,7 @@ class StoredBody:
 class ClaimAcks:
     """The ranges of messages that a claim acknowledges, and the position up to which its author had read the log.
 
-    Up to `read_up_to`, the log had no counting claim on the author's own transaction, and no other transaction had
+    Up to `read_up_to`, the log had no decision on the author's own transaction, and no other transaction had
     acknowledged in these groups and partitions since the author read the groups' positions.
     """
 
@@ -145,7 +145,7 @@ class Opened(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EntryRecord(LogRecord):
-    """An entry of a backend about one of an owner's transactions (see `txnbridge.spi.Ledger.record`)."""
+    """A record by a backend about one of an owner's transactions (see `txnbridge.spi.Ledger.record`)."""
 
     kind: ClassVar[str] = "entry"
     under: OpeningRef

@@ -87,7 +87,7 @@ class TokenFold:
         known[:] = [entry for entry in known if entry[0] != position]
 
     def claim(self, begin: EvidenceBegin, record: Claimed, claim: CountingClaim, covered: Position | None) -> bool:
-        """Note a claim; return whether it counts. The first counting claim on a transaction decides the transaction.
+        """Note a claim; return whether it counts. The first claim that counts decides the transaction.
 
         `begin` is where the transaction's records begin, `covered` the last position that earlier snapshots cover.
         """
@@ -99,11 +99,11 @@ class TokenFold:
         return True
 
     def remove_void_claim(self, begin: EvidenceBegin, record: Claimed) -> None:
-        """Remove an earlier claim, taken for counting, if the author of `record` knew that claim to be void.
+        """Remove an earlier claim, taken for the deciding one, if the author of `record` knew that claim to be void.
 
-        The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting claim
-        on its transaction. A reader that began after the transaction's first records may not know the snapshot that
-        made the earlier claim void.
+        The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no valid claim on
+        its transaction. A reader that began after the transaction's first records may not know the snapshot that made
+        the earlier claim void.
         """
         known = self.claims.get(record.id, {})
         if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:
@@ -147,7 +147,7 @@ class TokenFold:
         return self.openings.is_void(by) and (record.acked is not None or not self.is_prepared(by.id, record.id))
 
     def is_prepared(self, owner: IdPath, id: IdPath) -> bool:
-        """Return whether a counting prepare record has made a transaction independent of its owner."""
+        """Return whether a valid prepare record has made a transaction independent of its owner."""
         return len(id) == 1 and any(e.about == PREPARE for _, e in self.entries.get((owner, str(id[0])), ()))
 
     def forget(self, before: Position, covered: Position | None) -> None:

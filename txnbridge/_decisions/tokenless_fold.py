@@ -59,7 +59,7 @@ class IdFold:
         return True
 
     def claim(self, record: Claimed, claim: CountingClaim) -> bool:
-        """Note a claim on an id; return whether it counts. The first counting claim decides the id."""
+        """Note a claim (a decision about an id); return whether it counts: whether it is the id's first valid one."""
         if self.is_done(record.id) or (record.by is not None and not self.openings.is_newest(record.by)):
             return False
         self.claims.setdefault(record.id, claim)

@@ -90,7 +90,7 @@ class Beat:
 
 
 def half_records(half: Half) -> list[Record]:
-    """Return the records that store a half, one for each of its messages, in their order."""
+    """Return the records that store a half (a transaction's half messages), one for each message, in order."""
     times, of = [half.check_at, half.deadline_at, half.checks], len(half.messages)
     records: list[Record] = []
     begins: dict[tuple[Any, ...], bytes] = {}

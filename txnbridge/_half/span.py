@@ -275,7 +275,7 @@ class Span:
         return self._database.db
 
     def on(self, bridge: SpannedBridge) -> Transaction:
-        """Return the span's transaction on one broker, for sends and acknowledgements; the span ends it."""
+        """Return the transaction on one of the span's brokers, for sends and acknowledgements; the span ends it."""
         if self._ending.locked():
             raise errors.InvalidState("on() needs an open span; its block has ended")
         if bridge not in self._holds:

@@ -64,7 +64,7 @@ class SpannedBridge(Protocol):
 
 
 def mark(key: str, place: int, until: float) -> str:
-    """Return a suffix for a transaction's id in a span over several brokers: the span's key, a number, and a time."""
+    """Return a suffix for an id, that of one broker's transaction in a span over several: key, number and time."""
     return f".span.{key}.{place}.{int(until)}"
 
 

@@ -114,7 +114,7 @@ class FailurePolicy:
         sleep: Callable[[float], None],
         before_sleep: Callable[[BaseException, float], None],
     ) -> Retrying:
-        """Return a callable that runs a function, one pass of the processor, and retries it by these settings.
+        """Return a callable that runs a function (a poll and its processing), and retries it by these settings.
 
         Before each wait it calls `before_sleep` with the error and the seconds until the next attempt.
         """

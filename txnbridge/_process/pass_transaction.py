@@ -22,7 +22,7 @@ class CommitRefused(Exception):
 
 
 class PassTransaction(Protocol):
-    """The transaction of one pass of a processor: a `Transaction`, or a `DatabaseTransaction`."""
+    """The transaction in which a processor handles messages of a poll: a `Transaction` or a `DatabaseTransaction`."""
 
     _lent: bool  # True while the handler has the transaction: the handler may not commit it
     _cause: BaseException | None  # the error because of which the state is FAILED

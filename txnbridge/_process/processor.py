@@ -472,7 +472,7 @@ class Processor(ConnectionUser):
     # --- by force -------------------------------------------------------------------------------------------------
 
     def _hurry(self, at: float) -> None:
-        """Move the deadline of the open transaction to `at`, so that its requests to the broker end in time."""
+        """Move the open transaction's deadline to the time `at`, so that its requests to the broker end in time."""
         if (transaction := self._transaction) is not None:
             transaction._end_by(at)
         if self._database is not None:
@@ -568,9 +568,9 @@ class Processor(ConnectionUser):
         self._inputs.take_back(failed)
 
     def _is_handled(self, error: BaseException, progress: bool) -> bool:
-        """Return whether a failed pass needs no retry: a stop was asked for, or a part of its messages is committed.
+        """Return whether a failed batch needs no retry: a stop was asked for, or a part of its messages is committed.
 
-        The next pass begins after that part. It is not a repetition of this one, so it is not made to wait: otherwise
+        The next batch begins after that part. It is not a repetition of this one, so it is not made to wait: otherwise
         the waits would grow for a handler that fails now and then, although its group advances.
         """
         if self._stop.forced or not self._policy.is_temporary(error):

@@ -89,7 +89,7 @@ class WaitingKeys:
                     batch.set_aside(index, WaitsBehind(topic), delayed=True)
 
     def note(self, batch: PolledBatch, sent: dict[int, tuple[str, float]]) -> None:
-        """Note what a committed pass has sent to retry topics, by index, and what it has processed."""
+        """Note what a committed batch has `sent` to retry topics, with the due time, and what was processed."""
         for index, original in enumerate(batch.originals if self.places or sent else ()):
             if index in sent:
                 self._add(original, *sent[index])

@@ -317,8 +317,8 @@ class Deliveries:
     def end(self, transaction: Holder, state: State, token: Token | None) -> None:
         """Apply a transaction's outcome to the messages that it holds.
 
-        Committed: forget them. Aborted: deliver them again. Unknown: keep them held until `found`. Prepared: forget
-        them, or have the reader wait at them for the outcome.
+        Committed: forget them. Aborted: deliver them again. Unknown: keep them held until a call of `found`. Prepared:
+        forget them, or have the reader wait at them for the outcome.
         """
         with self.lock:
             if state is State.UNKNOWN and token is not None:

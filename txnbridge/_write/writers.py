@@ -135,7 +135,7 @@ class Writers:
                 )
 
     def _give_back(self, taken: TakenWriter, sound: bool) -> None:
-        """Return a writer to the pool, or close it if it was for preparing or the pool is closed; release the place."""
+        """Return a writer to the pool, to be reopened unless `sound`, or close one for preparing; release the place."""
         writer = taken.writer
         if writer is not None:
             with self._guard:
@@ -212,7 +212,7 @@ class TakenWriter:
 
     @property
     def interface(self) -> Writer:
-        """The writer whose methods the transaction calls: the broker's, or one that gathers messages first."""
+        """The writer whose methods the transaction calls: the broker's, or one that keeps messages for group commit."""
         assert self.writer is not None
         return self.writer
 

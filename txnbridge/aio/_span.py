@@ -45,7 +45,7 @@ class Span:
         return None if self._sync is None else self._sync.token
 
     def on(self, bridge: Bridge) -> Transaction:
-        """Return the span's transaction on one broker, for sends and acknowledgements; the span ends it."""
+        """Return the transaction on one of the span's brokers, for sends and acknowledgements; the span ends it."""
         if self._sync is None:
             raise InvalidState("on() is for the block: async with aio.spanning(…) as span")
         if bridge not in self._parts:

@@ -319,7 +319,7 @@ class DatabaseTransactions:
 
 
 class DatabaseTransaction:
-    """The `PassTransaction` of one pass of a processor with a database. The handler gets its `connection`."""
+    """The transaction in which a processor with a database handles messages. The handler gets its `connection`."""
 
     def __init__(self, owner: DatabaseTransactions, connection: sa.Connection, deadline: Deadline) -> None:
         self._owner = owner

@@ -25,7 +25,7 @@ from txnbridge.sql.barrier import LOOK_SECONDS, BarrierResolver, Barriers, Barri
 
 
 class PartsOfSpans(Protocol):
-    """The part of `_half.span.Spans` that this module uses."""
+    """The methods of `_half.span.Spans` (records of transactions over several brokers) that this module uses."""
 
     def end_parts(self, half: Half, decision: Decision) -> bool: ...
 
@@ -47,7 +47,7 @@ class SpanBarriers(Barriers):
         return super()._resolver(barrier)
 
     def settle(self, row: str, until: int) -> Decision:
-        """Return a span's decision after `until` (seconds), as in its row; insert ABORT if there is no row.
+        """Return the decision in a transaction's `row` after `until` (seconds); insert ABORT if there is no row.
 
         Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
         """
@@ -86,7 +86,7 @@ class SpanTransaction(BarrierTransaction):
 
     @property
     def row(self) -> str:
-        """The name of the database's row that decides the span; the brokers' transactions have it in their ids."""
+        """The name of the database's row that decides; the ids of the transactions on the brokers contain it."""
         return f"{digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:

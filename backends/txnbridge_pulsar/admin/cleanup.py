@@ -71,9 +71,9 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _find_expired(
     consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
-    """Read a proof topic up to the first presence record that has not expired, where the part to keep begins.
+    """Read a proof topic up to the first record announcing a writer that has not expired: from there on, keep all.
 
-    Return the last presence record that was read (writers store one before their transactions), and the id of the entry
+    Return the last such record that was read (writers store one before their transactions), and the id of the entry
     before it. Records up to that entry can be dropped.
     """
     newest: ProofRecord | None = None

@@ -54,7 +54,7 @@ def parse_position(text: str) -> tuple[int, int]:
 
 
 def ledger_sizes(rest: Rest, topic: str, deadline: Deadline) -> dict[int, int]:
-    """Return the numbers of entries of a topic's BookKeeper ledgers, by ledger."""
+    """Return the number of entries of each of a topic's BookKeeper ledgers, by the ledger's id."""
     stats = rest.get(f"/admin/v2/persistent/{path_of(topic)}/internalStats", deadline)
     sizes = {int(each["ledgerId"]): int(each["entries"]) for each in stats["ledgers"]}
     sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # the list has no size of the ledger that is being written

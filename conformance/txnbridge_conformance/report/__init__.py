@@ -69,7 +69,7 @@ class Report:
             yield f"Allowed, and not found any more: {', '.join(gone)}."
 
     def text(self) -> str:
-        """Return the report as text: the verdict, the counts of the run, and each finding with its first cases."""
+        """Return the report as text: the verdict, the counts of the run, and each finding with its first examples."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:

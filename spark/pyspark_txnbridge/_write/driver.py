@@ -330,7 +330,7 @@ def _write(session: SinkSession, identity: BatchId, opening: Opening, rows: Any,
 def _replace(
     session: SinkSession, identity: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Return a new claim on a batch, in which transactions of a repetition (`written`) replace lost ones (`dead`).
+    """Return a new decision on a batch, a claim with transactions of a repetition (`written`) for lost ones (`dead`).
 
     A new transaction must have the same rows as the transaction that it replaces.
     """
