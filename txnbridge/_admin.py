@@ -89,7 +89,7 @@ class Admin:
         self._broker.admin.delete_topic(name, self._deadline())
 
     def grow_topic(self, name: str, partitions: int) -> None:
-        """Add partitions until a topic has `partitions`. Stored messages stay in theirs; new ones use all of them."""
+        """Add partitions until a topic has `partitions`. Stored messages stay in their partitions; new ones use all."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         self._broker.admin.grow_topic(name, partitions, self._deadline())
 
@@ -171,7 +171,7 @@ class Admin:
         return self._halves().parked(group, self._deadline())
 
     def resume(self, group: str, transaction: str) -> None:
-        """Start the check-backs of a parked half message again. Raise `NotFound` if none with this id is parked."""
+        """Start the check-backs of a half message that had too many (parked) again. Raise `NotFound` for other ids."""
         self._halves().resume(self._parked(group, transaction), self._deadline())
 
     def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:

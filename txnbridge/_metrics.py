@@ -200,7 +200,7 @@ def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
 
 
 class BrokerWatch(Service):
-    """Measures at intervals a broker's open transactions, the lag of relays, and the number of parked half messages."""
+    """Measures at intervals a broker's open transactions, the lag of relays, and half messages without check-backs."""
 
     def __init__(self, bridge: Bridge, every: float) -> None:
         if not every > 0:

@@ -1077,7 +1077,7 @@ class HalfStore(ABC):
 
     @abstractmethod
     def resume(self, half: Half, deadline: Deadline) -> None:
-        """Start the check-backs about parked half messages again. Raise `NotFound` if they are not parked."""
+        """Start again the check-backs about half messages that had too many (parked). Raise `NotFound` for others."""
 
     def check(self, deadline: Deadline) -> list[Advice]:
         """Return the doctor's findings about half messages that `Admin.check` does not return."""

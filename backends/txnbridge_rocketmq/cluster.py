@@ -48,7 +48,7 @@ class RocketMQCluster:
     context: Context
 
     def ledger(self, transaction: str, log: Mapping[str, Any]) -> Ledger:
-        """Return the ledger of a transaction's owner: its records in the decision log that `log` names."""
+        """Return the ledger of a transaction's owner: the owner's records in the decision log that `log` names."""
         application = str(log.get("log") or self.settings.application)
         return self.context.ledger(application, transaction.rsplit("/", 2)[0])
 

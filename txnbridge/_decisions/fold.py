@@ -332,7 +332,7 @@ class LogState:
         return ids
 
     def oldest_living(self, now: int) -> Position | None:
-        """Return the position of the oldest presence record (of a process) not expired at `now`; None without one."""
+        """Return the position of the oldest announcement of a process, not expired at `now`; None without one."""
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:

@@ -223,7 +223,7 @@ class Follower:
         self._covered_at_last_forgetting = state.covered
 
     def _read_to_end(self, deadline: Deadline) -> None:
-        """Read the records that were stored during the first read.
+        """Read the log's records that were stored during the first read of the log.
 
         If a trim had removed records that the first read misses, the snapshot that replaces them was stored before the
         trim, so this second read finds it.
@@ -264,7 +264,7 @@ class Follower:
         return True
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
-        """Read the records up to a position, and draw the conclusions from them."""
+        """Read the decision log's records up to a position, and draw the conclusions from these records."""
         unfinished = True
         while unfinished:
             cursor = self._state.cursor

@@ -105,7 +105,7 @@ class ProcessorInputs:
     def take_back(self, failed: bool = True) -> None:
         """Mark all messages for redelivery that were handed out and not acknowledged.
 
-        After a failed attempt the next `take` returns them before messages of the other kind.
+        After a failed attempt the next `take` returns these before others, be they inputs or retries.
         """
         # After a poll that failed, the messages of the attempt before it are still waited for.
         waited_for = self._failed if self.awaits_failed else set()

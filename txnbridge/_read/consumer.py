@@ -128,7 +128,7 @@ class Consumer(ConnectionUser):
 
     @one_call("poll")
     def _poll(self, max_messages: int, timeout: float) -> Batch:
-        """Return up to `max_messages` messages. The next call repeats them unless `_received` is called before."""
+        """Return up to `max_messages` messages. The next call repeats these unless `_received` is called before."""
         self._fetch(max_messages, timeout)
         return self._hand_out(max_messages)
 

@@ -263,7 +263,7 @@ class OutboxStore:
         )
 
     def unpark(self, rows: Sequence[int] | None, delete: bool, deadline: Deadline) -> int:
-        """Let parked rows wait again, or delete them; all of them if `rows` is None. Return their number."""
+        """Let refused (parked) rows wait again, or delete them; all of them if `rows` is None. Return their number."""
 
         def change(connection: sa.Connection) -> int:
             chosen = self._rows.c.state == PARKED

@@ -60,7 +60,7 @@ class QueuePull:
         return all(is_done)
 
     def without_duplicates(self, duplicates: DuplicateFilter) -> list[MessageExt]:
-        """Return the records without duplicates, once `is_done`."""
+        """Return the messages that the pull returned, without duplicates; call this once `is_done` returns True."""
         return duplicates.sift(self.records, {lookup.record.queue_offset: lookup.copies for lookup in self._lookups})
 
 
