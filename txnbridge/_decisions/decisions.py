@@ -167,9 +167,9 @@ class Decisions:
         return _public(self._engine.open(path_of(id), check_data(data or {}), self._deadline(timeout), name))
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
-        """Return the place in the log after which records about a transaction that begins now come: its token's `log`.
+        """Return the place in the log after which a transaction that begins now has its records: its token's `log`.
 
-        An owner passes its `opening`. Raise `Fenced` if the log has a newer opening of the same id.
+        An owner passes its `opening`. Raise `Fenced` if another process has opened the id since.
         """
         return self._engine.begin(None if opening is None else _under(opening), self._deadline(timeout))
 

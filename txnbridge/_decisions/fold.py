@@ -310,7 +310,7 @@ class LogState:
         return reading.complete and replaced and not doubtful
 
     def holds(self, begin: EvidenceBegin) -> bool:
-        """Return whether the record after which all records about a transaction come was read, and so all of these."""
+        """Return whether the record `begin` was read, and so all records about its transaction, which follow it."""
         presence = self.tokens.presences.get(begin.at)
         return presence is not None and presence.nonce == begin.id
 

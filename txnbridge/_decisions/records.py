@@ -39,7 +39,7 @@ class UnreadableRecord(ValueError):
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """The record in the log from which all records about a transaction follow, by its position and its nonce (`id`).
+    """The record in the log after which all records about a transaction come, by its position and its nonce (`id`).
 
     By this record the process that began the transaction had announced itself.
     """

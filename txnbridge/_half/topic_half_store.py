@@ -166,7 +166,7 @@ class LaneGroup:
     # --- the list of lanes ------------------------------------------------------------------------------------------
 
     def topic(self, number: int) -> str:
-        """Return the name of topic of half messages (lane) `number`, and of its transactional id. No two are equal."""
+        """Return the name of the topic of half messages (lane) `number`, and of its transactional id: unique."""
         name = f"{_PREFIX}{_escaped(self._application)}.{_escaped(self._group)}.{number}"
         return self._connection.broker.admin.internal_name(name)
 
@@ -227,7 +227,7 @@ class LaneGroup:
         return lane if lane is not None and lane.how["owner"] == name else None
 
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return topic of half messages (lane) `number`, opened here. Raise `EvidenceLost` if `name` lost it."""
+        """Return lane `number` (a topic of half messages), opened here. Raise `EvidenceLost` if `name` lost it."""
         if (lane := self._held(number, name)) is not None:
             return lane
         with self._opens(deadline):
@@ -245,7 +245,7 @@ class LaneGroup:
                 self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Open topic of half messages (lane) `number` as the owner `name`. The caller has locked `_opening`."""
+        """Open lane `number` (a topic of half messages) as the owner `name`. The caller has locked `_opening`."""
         while (lane := self._held(number, name)) is None:
             id, listed = self._topic_id(number, deadline), self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:

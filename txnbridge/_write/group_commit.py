@@ -125,7 +125,7 @@ class GroupCommit:
     # --- topics ---------------------------------------------------------------------------------------------------
 
     def takes(self, topic: str, partition: int | None) -> bool:
-        """Return whether a writer has sent to this topic and partition lately: then messages for it can be gathered."""
+        """Return whether a writer has sent to this topic and partition lately: then group commit may keep a message."""
         return time.monotonic() - self._taken_at.get((topic, partition), 0.0) < _TOPIC_SECONDS
 
     def note(self, places: Iterable[tuple[str, int | None]]) -> None:

@@ -180,5 +180,5 @@ class Relay(LoopService):
         return self._sync.healthy
 
     async def lag(self) -> int:
-        """Return how many rows of the outbox wait to be published, without parked ones. Each call asks the database."""
+        """Return how many rows of the outbox wait to be published; refused ones do not. Each call asks the database."""
         return await Call(lambda: self._sync.lag).run()

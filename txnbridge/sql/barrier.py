@@ -359,7 +359,7 @@ class BarrierTransaction(HalfTransaction):
         return self._db
 
     def ack(self, *_: object) -> None:
-        """Raise `NotSupported`: a processor with `db=` acknowledges what was written to a database."""
+        """Raise `NotSupported`: use a processor with `db=` to acknowledge messages and write to a database."""
         raise errors.NotSupported("a transaction with db= takes no acknowledgements; use bridge.processor(…, db=…)")
 
     ack_up_to = ack

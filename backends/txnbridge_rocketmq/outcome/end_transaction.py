@@ -162,7 +162,7 @@ class HalfEnder:
     def publish_fresh(
         self, transaction: str, halves: Sequence[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline
     ) -> bool:
-        """Commit an owner's halves without a look-up, those listed together in order. Return whether all are published.
+        """Commit halves of this process without a look-up, each list in order. Return whether all are published.
 
         During the immunity time of the halves no other process ends them; later, the broker refuses this direct commit.
         If the result is False, the caller must look up the messages before another commit (hazard H60). Raise

@@ -75,7 +75,7 @@ def refine(tables: Tables, fate: Numbers, time: RealTime) -> tuple[Numbers, Numb
     """Return outcomes, completed by reads of whole topics, and for each aborted one the read's call that shows it.
 
     A transaction of unknown fate whose messages a full read has is committed. One is aborted if none of its messages
-    are in a full read of all its topics, and no call for it was still running. A prepared one may be neither.
+    are in a full read of all its topics, and no call for it was still running. A prepared transaction may stay unknown.
     """
     refined, absent = fate.copy(), np.full(len(fate), NONE, np.int64)
     sends = np.bincount(tables.sends.operation, minlength=len(fate))

@@ -28,7 +28,7 @@ _OURS = "txnbridge"
 def since_made_anew(history: History) -> History:
     """Return a history without the messages of topics that the run has deleted and made anew since.
 
-    Messages that a call on another clock sent or received there are left out, too.
+    Messages in these topics that a call on another clock sent or received are left out, too.
     """
     made = {fault.target: fault for fault in history.faults if fault.kind == "topic made anew"}
     if not made:
