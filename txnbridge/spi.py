@@ -875,11 +875,11 @@ class Ledger(ABC):
 
     @abstractmethod
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Own the transactional id from now on; return this opening's name. Later records of older owners are void."""
+        """Open the transactional id, to own it; return the opening's name. Later records of older owners are void."""
 
     @abstractmethod
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Take over the transactional id if the last owner's opening of it is `before` (None: none); return whether."""
+        """Open (own) the transactional id if its last opening is `before` (None: it has none); return whether so."""
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:

@@ -206,7 +206,7 @@ class App(Router):
         task.add_done_callback(self._tasks.discard)
 
     def pause(self, name: str) -> None:
-        """Stop calling a function after its present batch, until `resume(name)`; it keeps its partitions."""
+        """Stop calling a function after its present batch, until `resume`; it keeps its partitions. Thread-safe."""
         self._named_processor(name).paused = True
 
     def resume(self, name: str) -> None:

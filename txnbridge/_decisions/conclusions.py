@@ -46,7 +46,7 @@ class Openings(dict[IdPath, KnownOpening]):
         return newest is None or newest.under.number < under.number or (under.made_up and newest.under == under)
 
     def is_newest(self, under: OpeningRef) -> bool:
-        """Return whether no other process has opened an id since `under`: an older owner's later records do not count.
+        """Return whether `under` names the id's newest owner: an older owner's records after that one do not count.
 
         For an id that a process made up for itself, True also if its opening is forgotten: no other process opens it.
         """

@@ -169,7 +169,7 @@ class Decisions:
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
         """Return the place in the log after which a transaction that begins now has its records: its token's `log`.
 
-        An owner passes its `opening`. Raise `Fenced` if another process has opened the id since.
+        An owner passes its `opening`. Raise `Fenced` if the id was opened again since.
         """
         return self._engine.begin(None if opening is None else _under(opening), self._deadline(timeout))
 

@@ -238,9 +238,9 @@ class LogState:
     ) -> bool:
         """Begin with a snapshot, and judge the records after those that it covers; return False if they do not suffice.
 
-        `foundation` is the snapshot and its body; None if a record that begins the log anew is among them. `records`
-        are the log's last records, from one before the last covered record on. Covered records are not judged, because
-        openings and snapshots before them are unknown. They suffice if every later record of the log can be judged.
+        `foundation` is the snapshot and its body; None if one of `records` begins the log anew. `records` are the log's
+        last records, from one before the last covered record on. Covered records are not judged, because openings and
+        snapshots before them are unknown. They suffice if every later record of the log can be judged.
         """
         if foundation is not None and not self._begin_with(*foundation, records):
             return False

@@ -128,7 +128,7 @@ class IdFold:
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
         """Return the conclusions about ids as the body of a snapshot.
 
-        Left out are expired transactions' commits and acknowledgements before `since`, and owners of random ids.
+        Left out are expired transactions' commits and acknowledgements before `since`, and owners of made-up ids.
         """
         return {
             "log": log,

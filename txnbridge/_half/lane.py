@@ -314,7 +314,7 @@ class Lane:
         return list(ids)
 
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
-        """Return the half messages of undecided transactions, by transaction. One thread at a time may call this."""
+        """Return the half messages of undecided transactions, by transaction; one thread at a time calls this."""
         undone = self.index.undone
         if any((each := undone.get(id)) and each.first is None for id in transactions):
             self.read(deadline)
@@ -342,7 +342,7 @@ class Lane:
     def remove_old(self, deadline: Deadline) -> None:
         """At intervals, remove the topic's records before the oldest half messages that are not published or dropped.
 
-        Nothing is read for that if all half messages of the last call are published or dropped by now.
+        Nothing is read for that if all half messages that were open at the last call are published or dropped by now.
         """
         if (now := time.monotonic()) <= self._trim_at:
             return

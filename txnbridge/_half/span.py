@@ -83,7 +83,7 @@ class Spans:
             return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
 
     def open(self, database: str | None = None) -> None:
-        """From now on end dead processes' transactions over several brokers, without a database or with this one."""
+        """From now on end dead processes' transactions over several brokers: without database, or with `database`."""
         with self._guard:
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)

@@ -227,7 +227,7 @@ class LaneGroup:
         return lane if lane is not None and lane.how["owner"] == name else None
 
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Return lane `number` (a topic of half messages), opened here. Raise `EvidenceLost` if `name` lost it."""
+        """Return lane `number` (a topic of half messages), opened here. Raise `EvidenceLost` unless `name` owns it."""
         if (lane := self._held(number, name)) is not None:
             return lane
         with self._opens(deadline):

@@ -320,7 +320,7 @@ class Processor(ConnectionUser):
 
     @property
     def healthy(self) -> bool:
-        """True while the loop runs, its present batch takes no longer than a transaction may, and the broker answers"""
+        """True while the loop runs, its batch takes no longer than a transaction may, and the broker answers."""
         since, asked, now = self._since, self._asked_at, time.monotonic()
         longest = self._timeout + self._max_wait + self._connection.timing.pass_slack
         return since is not None and now - since <= longest and (asked is None or now - asked <= self._timeout)

@@ -135,7 +135,7 @@ class Writers:
                 )
 
     def _give_back(self, taken: TakenWriter, sound: bool) -> None:
-        """Return a writer to the pool, to be reopened unless `sound`, or close one for preparing; release the place."""
+        """Return a writer to the pool, or close it if it was for preparing or the pool is closed; release the place."""
         writer = taken.writer
         if writer is not None:
             with self._guard:

@@ -41,7 +41,7 @@ class Span:
 
     @property
     def token(self) -> Token | None:
-        """The token of the broker's transaction that decides for all, for `status`; None until it is prepared."""
+        """The token of the broker's transaction that decides, for `Bridge.status`; None until it is prepared."""
         return None if self._sync is None else self._sync.token
 
     def on(self, bridge: Bridge) -> Transaction:

@@ -73,7 +73,7 @@ def _find_expired(
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
     """Read a proof topic up to the first record announcing a writer that has not expired: from there on, keep all.
 
-    Return the last such record that was read (writers store one before their transactions), and the id of the entry
+    Return the last announcement that was read (writers store one before their transactions), and the id of the entry
     before it. Records up to that entry can be dropped.
     """
     newest: ProofRecord | None = None

@@ -78,7 +78,7 @@ def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> No
 def _committed_by(operation: Operation) -> int | None:
     """Return when a transaction's messages were stored at the latest; None if that is unknown.
 
-    Messages of a transaction over several brokers, or one that was prepared or has an unknown result, may be later.
+    Messages of transactions over several brokers, prepared ones, and ones with unknown results may be stored later.
     """
     stored = operation.result == "ok" and operation.outcome != "prepared" and not operation.is_span
     return operation.end if stored else None
