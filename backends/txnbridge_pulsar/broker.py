@@ -38,7 +38,7 @@ from txnbridge_pulsar.capabilities import (
 )
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
-from txnbridge_pulsar.errors import needing, retry_translated, translate
+from txnbridge_pulsar.errors import needing, retry_translated
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.topics import PulsarTopics
 
@@ -90,7 +90,6 @@ class PulsarBroker(Broker):
 
     def _load_coordinators(self, deadline: Deadline) -> None:
         """Connect to all coordinators: after a restart, they time out transactions only once a client has connected."""
-        what = f"connecting to {self._settings.service}"
 
         def load() -> None:
             try:
@@ -99,7 +98,7 @@ class PulsarBroker(Broker):
             except wire.NotAllowed:
                 self.capabilities = self.capabilities.without_transactions(TRANSACTIONS_ARE_OFF)
 
-        retry_translated(load, lambda error: translate(error, what), deadline)
+        retry_translated(load, f"connecting to {self._settings.service}", deadline)
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)

@@ -195,7 +195,7 @@ class PulsarLog(DecisionLog):
                     each.close(_CLOSE_SECONDS)
 
     def _retry(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
-        return retry_translated(attempt, lambda error: self._as_bridge_error(error, what), deadline)
+        return retry_translated(attempt, what, deadline, self._as_bridge_error)
 
     def _as_bridge_error(self, error: wire.PulsarError, what: str) -> TxnBridgeError:
         what = f"the decision log {self._name}, {what}"

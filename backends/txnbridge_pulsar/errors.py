@@ -100,19 +100,22 @@ def needing(actions: str, scope: str) -> Iterator[None]:
 
 
 def retry_translated(
-    attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline
+    attempt: Callable[[], T],
+    what: str,
+    deadline: Deadline,
+    words: Callable[[wire.PulsarError, str], TxnBridgeError] = translate,
 ) -> T:
     """Call `attempt`, which must be harmless to repeat, until it returns, fails for good, or the deadline passes.
 
-    Return its result. `words` translates the client's errors. Raise the translated error, or `DeadlineExceeded` at the
-    deadline.
+    Return its result. `what` describes the action, and `words` translates the client's errors about it. Raise the
+    translated error, or `DeadlineExceeded` at the deadline.
     """
     answer: TxnBridgeError | None = None
     while True:
         try:
             return attempt()
         except wire.PulsarError as error:
-            refused = words(error)
+            refused = words(error, what)
             if answer is not None and type(refused) is DeadlineExceeded:
                 raise DeadlineExceeded(f"{refused}; before that: {answer}") from error
             if type(refused) is not BrokerUnavailable:

@@ -70,18 +70,17 @@ class PulsarTopics:
             with suppress(wire.ProducerBusy), needing("produce", concrete):
                 self._client.create_producer(concrete, timeout=deadline.left()).close(deadline.left())
 
-        retry_translated(open_and_close, lambda error: translate(error, f"sending to topic {concrete}"), deadline)
+        retry_translated(open_and_close, f"sending to topic {concrete}", deadline)
 
     def existing(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
         """Return the full names of a topic's partitions; none for a missing topic, which is not created."""
         full = self._settings.namespace.full_name(topic)
-        what = f"looking up topic {topic!r}"
 
         def find() -> tuple[str, ...]:
             with needing("produce,consume", full):
                 return self._find(full, deadline)
 
-        return retry_translated(find, lambda error: translate(error, what), deadline)
+        return retry_translated(find, f"looking up topic {topic!r}", deadline)
 
     def _find(self, full: str, deadline: Deadline) -> tuple[str, ...]:
         if count := self._partitions(full, deadline):
@@ -98,10 +97,7 @@ class PulsarTopics:
     def all_concrete(self, deadline: Deadline) -> list[str]:
         """Return the full names of all persistent partitions, and topics without partitions, of the namespace."""
         namespace = str(self._settings.namespace)
-        words = "listing topics"
-        return retry_translated(
-            lambda: self._client.topics(namespace, deadline.left()), lambda error: translate(error, words), deadline
-        )
+        return retry_translated(lambda: self._client.topics(namespace, deadline.left()), "listing topics", deadline)
 
     def all(self, deadline: Deadline) -> dict[str, int]:
         """Return the short names of all persistent topics of the namespace, each with its number of partitions."""
@@ -218,7 +214,7 @@ class PulsarTopics:
     def keep(self, full: str, deadline: Deadline) -> None:
         """Create an internal topic and its subscription again if they were deleted since `internal` returned it."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
-        retry_translated(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
+        retry_translated(lambda: self._keep(full, deadline), what, deadline)
 
     def _keep(self, full: str, deadline: Deadline) -> None:
         if self._partitions(full, deadline):
@@ -238,10 +234,8 @@ class PulsarTopics:
             return
         with translated(what), suppress(wire.ConsumerBusy):
             mover = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
-            try:
+            with wire.closing(mover, deadline.left):
                 mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
-            finally:
-                mover.close(deadline.left())
 
     def _create_by_producer(self, full: str, deadline: Deadline) -> None:
         """Create a topic by opening a producer on it. This works only if the broker's settings allow it."""

@@ -15,7 +15,7 @@ from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingB
 from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
-from txnbridge_pulsar.errors import retry_translated, translate
+from txnbridge_pulsar.errors import retry_translated
 from txnbridge_pulsar.outcome.outcome import end_prepared
 from txnbridge_pulsar.read.partition import BEGIN, position_after
 from txnbridge_pulsar.topics import NEEDS_REST
@@ -172,16 +172,12 @@ class PulsarAdmin(Admin):
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
         """Return the position of a topic's or partition's first message, and that after its last readable message."""
-        what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
-            reader = self._cluster.client.read(concrete, timeout=deadline.left())
-            try:
+            with wire.closing(self._cluster.client.read(concrete, timeout=deadline.left()), deadline.left) as reader:
                 return reader.progress(deadline.left())
-            finally:
-                reader.close(deadline.left())
 
-        last, before_first = retry_translated(ask, lambda error: translate(error, what), deadline)
+        last, before_first = retry_translated(ask, f"asking where {concrete} begins and ends", deadline)
         first = BEGIN if before_first is None else position_after(before_first)
         return first, max(first, position_after(last), self._max_read_position(concrete, deadline))
 

@@ -42,12 +42,10 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
             consumer = cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left(), create=False)
         except wire.ConsumerBusy:
             return  # another process cleans it up
-        try:
+        with wire.closing(consumer, deadline.left):
             newest, passed = _find_expired(consumer, expired_ms, deadline)
             if passed is not None:
                 consumer.acknowledge_up_to(passed, timeout=deadline.left())
-        finally:
-            consumer.close(deadline.left())
     if newest is not None and not newest.owned and newest.until < expired_ms:
         _delete(cluster, topic, deadline)
 

@@ -31,7 +31,7 @@ from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId, TxnI
 from txnbridge_pulsar.client.format.outgoing_entry import MessageBatch, Single
 from txnbridge_pulsar.client.format.received_entries import ReceivedEntry, ReceivedMessage
 
-from .client import PulsarClient
+from .client import PulsarClient, closing
 from .consumer import PulsarConsumer, SubscriptionType
 from .errors import (
     BrokerConnectionLost,

@@ -6,6 +6,9 @@ import itertools
 import ssl
 import threading
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 from txnbridge_pulsar.client.connecting.address import full_topic_name, service_url
 from txnbridge_pulsar.client.connecting.authentication import Authentication, NoAuthentication, tls_context
@@ -29,6 +32,18 @@ DEFAULT_PERMITS = 5000
 # for a topic that another broker serves by then. A healthy broker loads a topic in less time; if not, the next attempt
 # waits for the same loading.
 OPENING_ATTEMPT_SECONDS = 15.0
+
+
+Opened = TypeVar("Opened", PulsarConsumer, PulsarProducer)
+
+
+@contextmanager
+def closing(opened: Opened, left: Callable[[], float]) -> Iterator[Opened]:
+    """Close a producer or consumer at the end of the block, which may take `left()` seconds then."""
+    try:
+        yield opened
+    finally:
+        opened.close(left())
 
 
 class PulsarClient:

@@ -148,7 +148,7 @@ def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, abo
     start = wire.MessageId(first["ledgerId"], first["entryId"])
     with translated(what):
         reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(start))
-        try:
+        with wire.closing(reader, deadline.left):
             last = reader.last_message_id(deadline.left())
             at = start.ledger, start.entry - 1
             while last.entry >= 0 and at < (last.ledger, last.entry):
@@ -160,5 +160,3 @@ def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, abo
                         return False
                     at = entry.id.ledger, entry.id.entry
             return False
-        finally:
-            reader.close(deadline.left())

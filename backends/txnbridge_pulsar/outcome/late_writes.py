@@ -19,7 +19,7 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
-from txnbridge_pulsar.errors import translate, translated
+from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.terminated_topics import terminated
@@ -60,16 +60,13 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
     """Send a late message of a transaction to the canary topic, where it harms nobody; return whether it is refused."""
     what = f"checking whether late messages of {txn} are refused"
     with translated(what):
-        producer = cluster.client.create_producer(canary, timeout=deadline.left())
-    try:
-        producer.send(wire.Single(b"late"), txn, timeout=deadline.left()).result(deadline.left())
-        return False
-    except wire.NotAllowed:
-        return True
-    except wire.PulsarError as error:
-        raise translate(error, what) from error
-    finally:
-        producer.close(deadline.left())
+        opened = cluster.client.create_producer(canary, timeout=deadline.left())
+        with wire.closing(opened, deadline.left) as producer:
+            try:
+                producer.send(wire.Single(b"late"), txn, timeout=deadline.left()).result(deadline.left())
+            except wire.NotAllowed:
+                return True
+    return False
 
 
 class LateWriteGuard:

@@ -161,12 +161,10 @@ def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
 def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:
     """Store a record on a proof topic outside any transaction. Return the record's position."""
     with translated(f"writing to {topic}"):
-        producer = cluster.client.create_producer(topic, timeout=deadline.left())
-        try:
+        opened = cluster.client.create_producer(topic, timeout=deadline.left())
+        with wire.closing(opened, deadline.left) as producer:
             send = producer.send(wire.Single(record.pack()), timeout=deadline.left())
             id = send.result(deadline.left()).message_id
-        finally:
-            producer.close(deadline.left())
     return id.ledger, id.entry
 
 
@@ -201,11 +199,9 @@ def _reading(
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
     """Yield an iterator of a topic's entries from the position `since` on, which yields None while no entry arrives."""
     start = start_before(wire.MessageId(*since))
-    reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
-    try:
+    opened = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
+    with wire.closing(opened, deadline.left) as reader:
         yield _entries(reader, topic, deadline)
-    finally:
-        reader.close(deadline.left())
 
 
 def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Iterator[wire.ReceivedEntry | None]:

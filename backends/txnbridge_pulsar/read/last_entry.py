@@ -11,20 +11,15 @@ from txnbridge_pulsar.errors import translated
 def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.ReceivedEntry | None:
     """Return the last readable entry of a topic or partition, given by its full name; None if there is none."""
     with translated(f"reading {topic}"):
-        reader = cluster.client.read(topic, timeout=deadline.left())
-        try:
+        with wire.closing(cluster.client.read(topic, timeout=deadline.left()), deadline.left) as reader:
             last = reader.last_message_id(deadline.left())
-        finally:
-            reader.close(deadline.left())
         if last.entry < 0:
             return None
         reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(last))
-        try:
+        with wire.closing(reader, deadline.left):
             while not (entries := reader.receive(deadline.left(), most=1)):
                 deadline.check(f"reading {topic}")
             return entries[0]
-        finally:
-            reader.close(deadline.left())
 
 
 def start_before(id: wire.MessageId) -> wire.MessageId:

@@ -145,10 +145,8 @@ class UngroupedMode(SubscriptionMode):
         if position[0] == BEGIN[0]:
             return
         reader = self._client.read(partition.topic, timeout=deadline.left(), connection_key=self._connection_key)
-        try:
+        with wire.closing(reader, deadline.left):
             _, before = reader.progress(deadline.left())
-        finally:
-            reader.close(deadline.left())
         if before is not None and before.ledger > position[0]:
             topic, number = partition.key
             raise PositionLost(
@@ -211,7 +209,7 @@ class FailoverMode(SubscriptionMode):
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
         except wire.ConsumerBusy:
             return  # the group has members, or another client is setting the position
-        try:
+        with wire.closing(alone, deadline.left):
             last, acknowledged = alone.progress(deadline.left())
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
                 return
@@ -221,8 +219,6 @@ class FailoverMode(SubscriptionMode):
                 # the topic is unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
                     alone.seek(_position_after(passed), deadline.left())
-        finally:
-            alone.close(deadline.left())
 
     def has_left(self, partition: PulsarPartition) -> str:
         consumer = partition.consumer

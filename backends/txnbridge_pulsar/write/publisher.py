@@ -227,7 +227,8 @@ class _PartitionProducer:
         self._name = name
         self._failure: wire.PulsarError | None = None
         self._stored = -1  # the highest sequence id with a receipt
-        self._producer = retry_translated(lambda: self._opened(deadline), self._as_bridge_error, deadline)
+        self._what = f"opening a producer on {concrete}"
+        self._producer = retry_translated(lambda: self._opened(deadline), self._what, deadline, self._as_bridge_error)
 
     def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
         pack = self._cluster.settings.pack
@@ -307,7 +308,8 @@ class _PartitionProducer:
         # A producer that is not lost was reopened by an earlier call. The broker could confuse a second reopening with
         # the first.
         if self._producer.lost is not None:
-            retry_translated(lambda: self._producer.reopen(deadline.left()), self._as_bridge_error, deadline)
+            reopen = lambda: self._producer.reopen(deadline.left())  # noqa: E731
+            retry_translated(reopen, self._what, deadline, self._as_bridge_error)
         if not self._producer.unconfirmed:
             return
         if not self._drops_duplicates(deadline):
@@ -336,8 +338,7 @@ class _PartitionProducer:
         if self._failure is not None:
             raise _SendFailed(self._failure)
 
-    def _as_bridge_error(self, error: wire.PulsarError) -> errors.TxnBridgeError:
-        what = f"opening a producer on {self._concrete}"
+    def _as_bridge_error(self, error: wire.PulsarError, what: str) -> errors.TxnBridgeError:
         if isinstance(error, wire.ProducerBusy):  # also for a moment after a publisher's process died
             return errors.BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")
         return translate(error, what)

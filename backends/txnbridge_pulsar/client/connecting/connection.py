@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.errors import (
@@ -43,6 +43,9 @@ from .dialing import dial
 from .pending_response import Response, answer_to
 from .transport import NotWritten, Transport
 
+if TYPE_CHECKING:
+    from txnbridge_pulsar.client.producer import PulsarProducer
+
 _log = logging.getLogger(__name__)
 _log.addHandler(logging.NullHandler())  # so that a program without logging settings does not print these lines
 
@@ -56,16 +59,6 @@ KEEPALIVE_SECONDS = 30.0
 MAX_IN_FLIGHT = 50_000
 # Seconds for opening a connection: if it takes longer, a packet was lost, and the next attempt may succeed.
 CONNECT_SECONDS = 10.0
-
-
-class ProducerCallbacks(Protocol):
-    """The methods of a producer that the connection's reading thread calls. They may not block."""
-
-    def on_receipt(self, fields: Fields) -> None: ...
-
-    def on_send_error(self, fields: Fields) -> None: ...
-
-    def on_lost(self, reason: PulsarError) -> None: ...
 
 
 class ConsumerCallbacks(NamedTuple):
@@ -101,7 +94,7 @@ class BrokerConnection:
         self._lock = threading.Lock()
         self._request_ids = itertools.count(1)
         self._requests: dict[int, Response] = {}
-        self._producers: dict[int, ProducerCallbacks] = {}
+        self._producers: dict[int, PulsarProducer] = {}
         self._consumers: dict[int, ConsumerCallbacks] = {}
         self._connected = Response(lambda: None, "the greeting", "connected")
         self._reason: PulsarError | None = None
@@ -220,8 +213,11 @@ class BrokerConnection:
 
     # ------------------------------------------------------------------------------------------ producers and consumers
 
-    def add_producer(self, id: int, producer: ProducerCallbacks) -> None:
-        """Register a producer to receive its receipts. Raise `BrokerConnectionLost` if the connection has ended."""
+    def add_producer(self, id: int, producer: PulsarProducer) -> None:
+        """Register a producer, whose `on_…` methods the reading thread then calls: they may not block.
+
+        Raise `BrokerConnectionLost` if the connection has ended.
+        """
         with self._lock:
             self._check_open()
             self._producers[id] = producer
@@ -362,7 +358,7 @@ class BrokerConnection:
         with self._lock:
             self._reason = reason = self._reason or reason
             requests, self._requests = [*self._requests.values(), self._connected], {}
-            sides: list[ProducerCallbacks | ConsumerCallbacks] = [*self._producers.values(), *self._consumers.values()]
+            sides: list[PulsarProducer | ConsumerCallbacks] = [*self._producers.values(), *self._consumers.values()]
             self._producers.clear()
             self._consumers.clear()
         self._transport.close()
