@@ -71,15 +71,15 @@ class PulsarBroker(Broker):
             LIMITS, prepared_seconds=settings.longest_transaction, prepared_transactions=settings.prepared_ids
         )
         try:
-            rest = Rest(settings) if settings.admin_url else None
+            rest = Rest(settings)
             topics = PulsarTopics(settings, self._client, rest)
             self._load_coordinators(deadline)
             self.cluster = cluster_id(settings, self._client, topics, deadline)
-            keeps_no_sequences = rest is not None and _is_deduplication_off(settings, topics, deadline)
+            keeps_no_sequences = bool(rest) and _is_deduplication_off(settings, topics, deadline)
         except BaseException:
             self._client.close()
             raise
-        if rest is None:
+        if not rest:
             self.capabilities = self.capabilities.but(WITHOUT_REST)
         if keeps_no_sequences:
             self.capabilities = self.capabilities.but(WITHOUT_DEDUPLICATION)

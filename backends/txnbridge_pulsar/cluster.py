@@ -19,7 +19,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """One bridge's settings, protocol client, topics and REST client. Without an `admin_url`, `rest` is None.
+    """One bridge's settings, protocol client, topics and REST client. Without an `admin_url`, `rest` is false.
 
     Producers and consumers that `client` opens with the same connection key share connections; different keys share
     none. Each producer that may be fenced has a key of its own, because a broker closes the whole connection of a
@@ -30,7 +30,7 @@ class ClusterAccess:
     settings: PulsarSettings
     client: wire.PulsarClient
     topics: PulsarTopics
-    rest: Rest | None
+    rest: Rest
     events: Emitter
 
 

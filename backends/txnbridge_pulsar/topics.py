@@ -27,7 +27,7 @@ class PulsarTopics:
     A concrete topic is what a broker serves as one topic: a partition, or a topic without partitions.
     """
 
-    def __init__(self, settings: PulsarSettings, client: wire.PulsarClient, rest: Rest | None) -> None:
+    def __init__(self, settings: PulsarSettings, client: wire.PulsarClient, rest: Rest) -> None:
         self._settings = settings
         self._client = client
         self._rest = rest
@@ -140,7 +140,7 @@ class PulsarTopics:
         full = self._settings.namespace.full_name(topic)
         if self.existing(topic, deadline):
             return False
-        if self._rest is None:
+        if not self._rest:
             if partitions > 1:
                 raise NotSupported(f"topic {topic!r} cannot be created with {partitions} partitions: {NEEDS_REST}")
             self._create_by_producer(full, deadline)
@@ -166,7 +166,6 @@ class PulsarTopics:
         self._known.pop(topic, None)
 
     def _changed(self, method: str, full: str, partitions: int, deadline: Deadline, what: str) -> bool:
-        assert self._rest is not None
         try:
             self._rest.ask(method, f"/admin/v2/persistent/{path_of(full)}/partitions", deadline, partitions)
         except RestRefused as refused:
@@ -183,7 +182,6 @@ class PulsarTopics:
         names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
-        assert self._rest is not None
         full = self._settings.namespace.full_name(topic)
         kind = "" if names == (full,) else "/partitions"
         try:
@@ -263,7 +261,7 @@ class PulsarTopics:
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:
         """Return the broker's deduplication status, such as "Enabled" or "Disabled"; empty if it is not known."""
-        if self._rest is None:
+        if not self._rest:
             return ""
         try:
             stats = self._rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)

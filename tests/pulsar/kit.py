@@ -71,7 +71,7 @@ class Connection:
     def __init__(self, url: str, **given: Any) -> None:
         self.settings = settings_for(url, **given)
         self.client: wire.PulsarClient = open_client(self.settings)
-        self.rest = Rest(self.settings) if self.settings.admin_url else None
+        self.rest = Rest(self.settings)
         self.topics = PulsarTopics(self.settings, self.client, self.rest)
 
     def close(self) -> None:

@@ -526,7 +526,7 @@ def test_a_repair_reads_the_messages_from_about_the_time_of_its_transaction(clus
     txn, _ = open_with(client, topic, b"2")
     client.transactions.end(txn, True, SOON)
     about = int((time.time() + hours * 3600) * 1000)
-    assert broker_evidence._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
+    assert broker_evidence._can_be_read(cluster, topic, txn, about, soon()) is found
 
 
 def test_the_topic_of_the_late_write_canary_is_never_reported_as_held_back(

@@ -70,9 +70,9 @@ def unload(pulsar_broker: brokers.Pulsar, bridge: Bridge) -> Callable[[str], Non
 
 
 def bundle_of(bridge: Bridge, full: str) -> str:
-    rest = cluster_of(bridge).rest
-    assert rest is not None
-    _, answer = rest.exchange("GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON))
+    _, answer = cluster_of(bridge).rest.exchange(
+        "GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON)
+    )
     return answer.decode().strip('"')
 
 

@@ -89,7 +89,6 @@ def test_a_reader_that_waits_gets_what_was_committed(
 def test_a_repair_ends_a_transaction_as_its_proof_topic_says(held: tuple[Bridge, str], die: Die) -> None:
     bridge, topic = held
     cluster = cluster_of(bridge)
-    assert cluster.rest is not None
     txn = oldest_open(cluster.rest, concrete(topic), Deadline(SOON))
     decision = "aborted" if die is send_late else "committed"
     done = bridge.admin.repair(str(txn))
@@ -111,9 +110,8 @@ def send_after_abort(client: PulsarClient, topic: str) -> TxnId:
 def test_a_transaction_that_names_no_proof_topic_is_left_alone(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, cluster = concrete(new_topic(bridge)), cluster_of(bridge)
-    assert cluster.rest is not None
     txn = send_after_abort(client, topic)
-    release(cluster, cluster.rest, topic, Deadline(SOON))
+    release(cluster, topic, Deadline(SOON))
     assert oldest_open(cluster.rest, topic, Deadline(SOON)) == txn
     client.transactions.end_on_partition(txn, topic, False, SOON)
 
@@ -131,10 +129,9 @@ def test_a_topic_where_a_transaction_has_ended_before_is_not_held_back(
 def test_a_transaction_that_its_coordinator_knows_is_left_alone(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, cluster = new_topic(bridge), cluster_of(bridge)
-    assert cluster.rest is not None
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         number = flush(txn)
-        release(cluster, cluster.rest, concrete(topic), Deadline(SOON))
+        release(cluster, concrete(topic), Deadline(SOON))
         assert oldest_open(cluster.rest, concrete(topic), Deadline(SOON)) == number
     assert everything(client, concrete(topic)) == [b"1"]

@@ -541,10 +541,9 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
         assert path == "/admin/v3/transactions/pendingAckStats/public/default/orders/billing%2Feu"
         return {"state": next(told, states[-1])}
 
-    rest: Any = SimpleNamespace(get=answer)
     topics = SimpleNamespace(existing=lambda *_: ("persistent://public/default/orders",))
-    cluster = cluster_with(Timing(store_opening_seconds=0.5), topics=topics)
-    found = list(doctor.check_stores(cluster, rest, [TopicInfo("orders", 1)], Deadline(SOON)))
+    cluster = cluster_with(Timing(store_opening_seconds=0.5), topics=topics, rest=SimpleNamespace(get=answer))
+    found = list(doctor.check_stores(cluster, [TopicInfo("orders", 1)], Deadline(SOON)))
     assert [(each.level, each.subject) for each in found] == (
         [("problem", "group billing/eu")] if len(states) == 1 and states != ["Ready"] else []
     )

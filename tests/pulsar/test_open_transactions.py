@@ -141,7 +141,7 @@ def test_only_a_transaction_that_its_coordinator_says_has_ended_is_repaired(
     with answering(transactionMetadata=[answer]) as asked:
         asked.topics = []
         with pytest.raises(error) as raised:
-            repair.repair(asked.cluster, asked.rest, "0:15", Deadline(1 if answer is SILENCE else SOON))
+            repair.repair(asked.cluster, "0:15", Deadline(1 if answer is SILENCE else SOON))
         assert raised.type is error
 
 
@@ -149,7 +149,7 @@ def test_a_repair_asks_no_broker_about_a_coordinator_that_never_existed() -> Non
     with answering(transactionMetadata=[OPEN]) as asked:
         asked.topics = []
         with pytest.raises(NotFound):
-            repair.repair(asked.cluster, asked.rest, "1:15", Deadline(SOON))
+            repair.repair(asked.cluster, "1:15", Deadline(SOON))
         assert not asked.asked
 
 
@@ -177,10 +177,10 @@ def holding(*answers: Any) -> Iterator[Asked]:
 def test_a_topic_is_held_back_for_good_only_by_what_its_coordinator_says_to_have_ended(answer: Any, found: Any) -> None:
     with holding(answer) as asked:
         with within(0.5):
-            assert list(repair.held_back(asked.cluster, asked.rest, Deadline(100))) == found
+            assert list(repair.held_back(asked.cluster, Deadline(100))) == found
         assert "transactionMetadata" in asked.asked
 
 
 def test_a_coordinator_that_is_not_there_proves_nothing_of_a_topic() -> None:
     with holding(NO_COORDINATOR) as asked, pytest.raises(BrokerUnavailable, match="id 0 not found"):
-        list(repair.held_back(asked.cluster, asked.rest, Deadline(SOON)))
+        list(repair.held_back(asked.cluster, Deadline(SOON)))

@@ -371,7 +371,6 @@ HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
 def told_by_rest(bridge: Bridge, name: str) -> dict[wire.TxnId, list[Any]]:
     """Return what REST says of each transaction on a topic: of its message, its marker there, and itself."""
     rest, path, deadline = cluster_of(bridge).rest, path_of(name), Deadline(SOON)
-    assert rest is not None
     stats = rest.get(f"/admin/v2/{path}/internalStats", deadline)
     (ledger,) = [each["ledgerId"] for each in stats["ledgers"]]
     told: dict[wire.TxnId, list[Any]] = {}

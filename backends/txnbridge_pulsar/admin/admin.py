@@ -13,7 +13,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
 from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
-from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.admin.rest import RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import retry_translated
 from txnbridge_pulsar.outcome.outcome import end_prepared
@@ -68,7 +68,6 @@ class PulsarAdmin(Admin):
         return count
 
     def _set_retention(self, topic: str, policy: dict[str, int], deadline: Deadline) -> None:
-        assert self._cluster.rest is not None
         full = self._settings.namespace.full_name(topic)
         try:
             self._cluster.rest.ask("POST", f"/admin/v2/persistent/{path_of(full)}/retention", deadline, policy)
@@ -92,7 +91,7 @@ class PulsarAdmin(Admin):
 
     def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
         """Return for how long, and up to how many bytes, a topic keeps messages; None for no limit or if not known."""
-        if self._cluster.rest is None or self._is_internal(name):
+        if not self._cluster.rest or self._is_internal(name):
             return None, None
         path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
         try:
@@ -149,18 +148,17 @@ class PulsarAdmin(Admin):
         A topic that was deleted and created again has another id. Adding partitions, moving the topic to another broker
         and changing its retention keep the id. Without an `admin_url` no topic's id is known.
         """
-        rest = self._cluster.rest
-        if rest is None:
+        if not self._cluster.rest:
             return {}
-        ids = in_parallel(lambda topic: self._topic_id(rest, topic, deadline), topics)
+        ids = in_parallel(lambda topic: self._topic_id(topic, deadline), topics)
         return {topic: id for topic, id in zip(topics, ids, strict=True) if id}
 
-    def _topic_id(self, rest: Rest, topic: str, deadline: Deadline) -> str:
+    def _topic_id(self, topic: str, deadline: Deadline) -> str:
         concrete = self._topics.existing(topic, deadline)
         if not concrete:
             return ""
         try:
-            info = rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
+            info = self._cluster.rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
         except AccessDenied as error:
             _log.debug("this user may not read the id of topic %r: %s", topic, error)
             return ""
@@ -186,7 +184,7 @@ class PulsarAdmin(Admin):
 
         This position is also after aborted messages at the topic's end, about which the binary protocol says nothing.
         """
-        if self._cluster.rest is None:
+        if not self._cluster.rest:
             return (0, 0, 0)
         try:
             path = f"/admin/v3/transactions/transactionBufferStats/{path_of(concrete)}"
@@ -220,8 +218,8 @@ class PulsarAdmin(Admin):
         """
         commit = decision is Decision.COMMIT
         named = [each for each in list_open(self._cluster, deadline) if transaction in (each.name, str(each.txn))]
-        if not named and self._cluster.rest is not None and is_txn_id(transaction):
-            return end_by_hand(self._cluster, self._cluster.rest, transaction, commit, deadline)
+        if not named and self._cluster.rest and is_txn_id(transaction):
+            return end_by_hand(self._cluster, transaction, commit, deadline)
         if not named:
             raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never existed")
         (listed,) = named
@@ -233,25 +231,25 @@ class PulsarAdmin(Admin):
         return abort(self._cluster, listed, deadline)
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        if self._cluster.rest is None:
+        if not self._cluster.rest:
             raise NotSupported(f"repairing transaction {transaction!r}: {NEEDS_REST}")
-        return repair(self._cluster, self._cluster.rest, transaction, deadline)
+        return repair(self._cluster, transaction, deadline)
 
     def check(self, deadline: Deadline) -> list[Advice]:
         return list(self._check_all(deadline))
 
     def _check_all(self, deadline: Deadline) -> Iterator[Advice]:
-        if self._cluster.rest is None:
+        if not self._cluster.rest:
             yield Advice("warning", "rest", f"the cluster cannot be checked: {NEEDS_REST}", "give the option admin_url")
             return
         rest = self._cluster.rest
         parts: tuple[Callable[[], Iterable[Advice]], ...] = (
             lambda: doctor.check_settings(rest, deadline),
             lambda: doctor.check_namespace(rest, self._settings, deadline),
-            lambda: doctor.check_stores(self._cluster, rest, self.topics(deadline), deadline),
-            lambda: doctor.check_topics(self._cluster, rest, self.topics(deadline), deadline),
+            lambda: doctor.check_stores(self._cluster, self.topics(deadline), deadline),
+            lambda: doctor.check_topics(self._cluster, self.topics(deadline), deadline),
             lambda: self._check_open(deadline),
-            lambda: doctor.check_held_back(self._cluster, rest, deadline),
+            lambda: doctor.check_held_back(self._cluster, deadline),
         )
         for part in parts:
             try:

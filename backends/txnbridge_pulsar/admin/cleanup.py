@@ -56,7 +56,7 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
     A producer means that the topic's writer is idle but alive. A transaction stays open if no client has connected to
     the coordinators; without its topic, brokers would list no open transactions.
     """
-    if cluster.rest is None:
+    if not cluster.rest:
         return
     try:
         stats = cluster.rest.get(f"/admin/v3/transactions/transactionBufferStats/{path_of(topic)}", deadline)

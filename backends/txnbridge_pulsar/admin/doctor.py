@@ -80,18 +80,14 @@ def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) ->
             )
 
 
-def check_topics(
-    cluster: ClusterAccess, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline
-) -> Iterator[Advice]:
+def check_topics(cluster: ClusterAccess, topics: Sequence[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report topics that lose messages, and internal topics that lose records."""
-    yield from _check_kept(cluster, rest, topics, deadline)
-    yield from _check_internal(cluster, rest, topics, deadline)
-    yield from _check_expiring(cluster, rest, topics, deadline)
+    yield from _check_kept(cluster, topics, deadline)
+    yield from _check_internal(cluster, topics, deadline)
+    yield from _check_expiring(cluster, topics, deadline)
 
 
-def _check_kept(
-    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
-) -> Iterator[Advice]:
+def _check_kept(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report users' topics that keep no messages, because they have neither retention nor a subscription."""
     namespace = cluster.settings.namespace
     dropped = [
@@ -99,7 +95,9 @@ def _check_kept(
         for topic in topics
         if not topic.internal
         and 0 in (topic.retention_seconds, topic.retention_bytes)
-        and not all(_subscriptions(rest, each, deadline) for each in cluster.topics.existing(topic.name, deadline))
+        and not all(
+            _subscriptions(cluster.rest, each, deadline) for each in cluster.topics.existing(topic.name, deadline)
+        )
     ]
     if dropped:
         yield Advice(
@@ -112,15 +110,13 @@ def _check_kept(
         )
 
 
-def _check_internal(
-    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
-) -> Iterator[Advice]:
+def _check_internal(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report internal topics whose subscription `txnbridge` was deleted."""
     settings = cluster.settings
     own = [
         settings.namespace.full_name(name) for name in _kept_by_subscription(cluster, [topic.name for topic in topics])
     ]
-    subscriptions = in_parallel(lambda topic: _subscriptions(rest, topic, deadline), own)
+    subscriptions = in_parallel(lambda topic: _subscriptions(cluster.rest, topic, deadline), own)
     for topic, names in zip(own, subscriptions, strict=True):
         if not names & {SUBSCRIPTION, _UNKNOWN_SUBSCRIPTION}:
             yield Advice(
@@ -147,14 +143,12 @@ def _kept_by_subscription(cluster: ClusterAccess, names: Sequence[str]) -> Itera
             yield name
 
 
-def _check_expiring(
-    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
-) -> Iterator[Advice]:
+def _check_expiring(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report topics that have a message TTL of their own. `check_namespace` reports the TTL of the namespace."""
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
     names = [settings.namespace.full_name(topic.name) for topic in asked]
-    seconds_of = in_parallel(lambda name: _time_to_live(rest, name, deadline), names)
+    seconds_of = in_parallel(lambda name: _time_to_live(cluster.rest, name, deadline), names)
     for topic, name, seconds in zip(asked, names, seconds_of, strict=True):
         if seconds:
             yield Advice(
@@ -187,13 +181,12 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
     return {name for name, each in subscriptions.items() if each.get("durable")}
 
 
-def check_stores(
-    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
-) -> Iterator[Advice]:
+def check_stores(cluster: ClusterAccess, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Report subscriptions that cannot be used, because the broker does not open their pending-ack stores."""
     concrete = [
         each for topic in topics if not topic.internal for each in cluster.topics.existing(topic.name, deadline)
     ]
+    rest = cluster.rest
     names = in_parallel(lambda topic: _subscriptions(rest, topic, deadline) - {_UNKNOWN_SUBSCRIPTION}, concrete)
     groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
     until = Deadline(min(cluster.settings.timing.store_opening_seconds, deadline.left() / 2))
@@ -283,9 +276,9 @@ def check_at_risk(
             )
 
 
-def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
+def check_held_back(cluster: ClusterAccess, deadline: Deadline) -> Iterator[Advice]:
     """Report topics whose readers wait for a transaction that no coordinator knows, and that therefore never ends."""
-    for topic, txn in held_back(cluster, rest, deadline):
+    for topic, txn in held_back(cluster, deadline):
         yield Advice(
             "problem",
             topic,

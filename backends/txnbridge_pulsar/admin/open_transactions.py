@@ -82,13 +82,11 @@ def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransact
 
 
 def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
-    rest = cluster.rest
-    assert rest is not None
     load_coordinators(cluster, deadline)  # else coordinators do not answer, and no transaction times out
     patience = Deadline(min(cluster.settings.timing.listing_seconds, deadline.left()))
     while True:
         try:
-            return rest.get("/admin/v3/transactions/slowTransactions/0", patience) or {}
+            return cluster.rest.get("/admin/v3/transactions/slowTransactions/0", patience) or {}
         except DeadlineExceeded:
             if deadline.expired or patience is deadline:
                 raise

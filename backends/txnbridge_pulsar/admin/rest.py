@@ -47,7 +47,8 @@ class Rest:
     """A REST client, which connects at its first call. Each thread sends one request at a time.
 
     Paths begin with `/admin/`. If one address of the `admin_url` does not answer, the request is sent to the next
-    address, unless the request may already have changed something.
+    address, unless the request may already have changed something. Without an `admin_url` the client is false, and may
+    not be called.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:
@@ -59,6 +60,9 @@ class Rest:
         self._addresses = [f"{scheme}://{host}" for host in hosts.split(",")]
         self._current = 0  # index of the address in use
         self._opener = urllib.request.build_opener(*handlers)
+
+    def __bool__(self) -> bool:
+        return bool(self._settings.admin_url)
 
     def get(self, path: str, deadline: Deadline) -> Any:
         """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied` or `BrokerUnavailable`."""

@@ -75,7 +75,7 @@ def _positions_before(position: tuple[int, int], sizes: Mapping[int, int]) -> It
 
 
 def proof_of_commit(
-    cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
+    cluster: ClusterAccess, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> str | None:
     """Look for evidence that a transaction was committed; return a sentence that names it, None if there is none.
 
@@ -86,22 +86,22 @@ def proof_of_commit(
     short_name = cluster.settings.namespace.short_name
     markers_read_by = Deadline(deadline.left() / 4)
     for topic, first in held.items():
-        if _has_commit_marker(rest, topic, txn, first, markers_read_by):
+        if _has_commit_marker(cluster.rest, topic, txn, first, markers_read_by):
             return f"its commit marker is on {short_name(topic)}"
-    about = min(_publish_time(rest, topic, first, deadline) for topic, first in held.items())
+    about = min(_publish_time(cluster.rest, topic, first, deadline) for topic, first in held.items())
     topics = topics_but_canary(cluster, deadline)
     markers = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
     read_by = Deadline(deadline.left() / 2)  # the rest is for ending the transaction
     for topic in dict.fromkeys((*held, *(topic for topic in topics if topic.startswith(markers)), *topics)):
         # A topic that cannot be read in time is no evidence.
         with suppress(TxnBridgeError, RestRefused):
-            if _can_be_read(cluster, rest, topic, txn, about, read_by):
+            if _can_be_read(cluster, topic, txn, about, read_by):
                 return f"a message of it can be read on {short_name(topic)}"
     return None
 
 
 def has_undelivered_commit(
-    cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
+    cluster: ClusterAccess, txn: TxnId, topics: Collection[str], deadline: Deadline
 ) -> bool | None:
     """Return whether a transaction that its coordinator has forgotten has to be committed on its topics once more.
 
@@ -112,11 +112,11 @@ def has_undelivered_commit(
         for topic in topics:  # brokers list open transactions only of loaded topics
             with translated(f"loading {topic}"):
                 cluster.client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
-        firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics)
+        firsts = ((topic, first_open_message(cluster.rest, topic, txn, deadline)) for topic in topics)
         held = {topic: first for topic, first in firsts if first is not None}
         if not held:
             return False
-        return True if proof_of_commit(cluster, rest, txn, held, deadline) else None
+        return True if proof_of_commit(cluster, txn, held, deadline) else None
     except (TxnBridgeError, RestRefused) as error:
         _log.debug("the outcome of transaction %s is not known: %s", txn, error)
         return None
@@ -141,10 +141,10 @@ def _publish_time(rest: Rest, topic: str, position: tuple[int, int], deadline: D
     return int(datetime.fromisoformat(published).timestamp() * 1000)
 
 
-def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
+def _can_be_read(cluster: ClusterAccess, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
     """Return whether readers see a message of the transaction on a topic, published around the time `about`."""
     what = f"reading {topic}"
-    first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _SEARCH_WINDOW_MS}", deadline)
+    first = cluster.rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _SEARCH_WINDOW_MS}", deadline)
     start = wire.MessageId(first["ledgerId"], first["entryId"])
     with translated(what):
         reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(start))

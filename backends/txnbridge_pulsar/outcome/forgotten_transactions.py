@@ -101,7 +101,7 @@ def is_known(rest: Rest, txn: wire.TxnId, coordinators: int, deadline: Deadline)
 
 
 def first_if_forgotten(
-    cluster: ClusterAccess, rest: Rest, topic: str, txn: wire.TxnId, coordinators: int, deadline: Deadline
+    cluster: ClusterAccess, topic: str, txn: wire.TxnId, coordinators: int, deadline: Deadline
 ) -> tuple[int, int] | None:
     """Return the position of a transaction's first message, if it is open on a topic and no coordinator knows it.
 
@@ -109,15 +109,15 @@ def first_if_forgotten(
     """
     try:
         patience = Deadline(min(cluster.settings.timing.coordinator_seconds, deadline.left()))
-        if is_known(rest, txn, coordinators, patience):
+        if is_known(cluster.rest, txn, coordinators, patience):
             return None
     except DeadlineExceeded:
         return None
-    return first_open_message(rest, topic, txn, deadline)  # it may have ended between the two requests
+    return first_open_message(cluster.rest, topic, txn, deadline)  # it may have ended between the two requests
 
 
 def was_committed_by_property(
-    cluster: ClusterAccess, rest: Rest, txn: wire.TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
+    cluster: ClusterAccess, txn: wire.TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> bool | None:
     """Return whether a forgotten transaction was committed, by the proof topic that its first entries name.
 
@@ -125,7 +125,7 @@ def was_committed_by_property(
     """
     for topic, first in held.items():
         with suppress(EvidenceLost, RestRefused, KeyError, TypeError, ValueError):
-            properties = json.loads(entry_headers(rest, topic, first, deadline)["x-pulsar-property"])
+            properties = json.loads(entry_headers(cluster.rest, topic, first, deadline)["x-pulsar-property"])
             proof = ProofLocation.read(json.loads(properties[_PROPERTY]))
             read_by = Deadline(min(_PROOF_SECONDS, deadline.left() / 2))  # the rest is for ending the transaction
             committed = was_committed(cluster, proof, txn, read_by)
@@ -134,26 +134,26 @@ def was_committed_by_property(
     return None
 
 
-def release(cluster: ClusterAccess, rest: Rest, topic: str, deadline: Deadline) -> None:
+def release(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
     """End the transaction that hides a topic's messages, by its proof message, if its coordinator has forgotten it.
 
     Do nothing if there is no such transaction, or if its outcome is not known. Raise `AccessDenied` if a superuser has
     to end it.
     """
-    txn = oldest_open(rest, topic, deadline)
+    txn = oldest_open(cluster.rest, topic, deadline)
     if txn is None:
         return
-    first = first_if_forgotten(cluster, rest, topic, txn, load_coordinators(cluster, deadline), deadline)
+    first = first_if_forgotten(cluster, topic, txn, load_coordinators(cluster, deadline), deadline)
     if first is None:
         return
-    committed = was_committed_by_property(cluster, rest, txn, {topic: first}, deadline)
+    committed = was_committed_by_property(cluster, txn, {topic: first}, deadline)
     if committed is None:
         return
     try:
         end_on_topics(cluster, txn, [topic], committed, deadline)
     except AccessDenied:
         # Another open transaction may be a committed one, which the low water mark would abort, too.
-        if committed or _buffer_stats(rest, topic, deadline)["ongoingTxnSize"] > 1:
+        if committed or _buffer_stats(cluster.rest, topic, deadline)["ongoingTxnSize"] > 1:
             raise
         refuse_late_writes(cluster, AnnouncedTransaction("", txn, (topic,), (), NO_PROOF), deadline)
     _log.warning(

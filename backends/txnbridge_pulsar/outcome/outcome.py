@@ -218,8 +218,8 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
     except EvidenceLost as lost:
         _log.debug("the outcome of transaction %s is not known: %s", ended.txn, lost)
         committed = None
-    if committed is None and cluster.rest is not None:
-        committed = has_undelivered_commit(cluster, cluster.rest, ended.txn, ended.topics, deadline)
+    if committed is None and cluster.rest:
+        committed = has_undelivered_commit(cluster, ended.txn, ended.topics, deadline)
     if committed:
         return deliver_everywhere(cluster, ended.txn, Participants(ended.topics, ended.subscriptions), deadline)
     return committed is not None

@@ -186,7 +186,7 @@ def write_presence(
 
 def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
     """Delete a proof topic that is not needed: by REST, or else its subscription, after which the broker deletes it."""
-    if cluster.rest is not None:
+    if cluster.rest:
         cluster.topics.delete(topic, deadline)
         return
     with translated(f"removing {topic}"):

@@ -24,12 +24,12 @@ _log = logging.getLogger("txnbridge")
 class GroupRegistry:
     """Knows from the decision log which partitions a group has begun to read, and finds lost subscriptions by REST."""
 
-    def __init__(self, rest: Rest | None, group: str | None, context: Context, timing: Timing) -> None:
+    def __init__(self, rest: Rest, group: str | None, context: Context, timing: Timing) -> None:
         self._rest = rest
         self._group = group or ""
         self._context = context
         self._timing = timing
-        self._is_disabled = rest is None or group is None
+        self._is_disabled = not rest or group is None
         self._no_rest_until = 0.0
 
     def partitions(self, topic: str, deadline: Deadline) -> int:
@@ -66,20 +66,19 @@ class GroupRegistry:
 
     def has_pending_acks(self, concrete: str, deadline: Deadline) -> bool:
         """Return whether an open transaction is known to have acknowledged messages of the group on a partition."""
-        if self._rest is None:
+        if not self._rest:
             return False
         path = f"/admin/v3/transactions/pendingAckStats/{path_of(concrete)}/{quote(self._group, safe='')}"
         try:
-            return bool(self._ask(self._rest, path, deadline)["ongoingTxnSize"])
+            return bool(self._ask(path, deadline)["ongoingTxnSize"])
         except (RestRefused, AccessDenied, BrokerUnavailable) as error:
             _log.debug("the pending acks of group %r on %s are not known: %s", self._group, concrete, error)
             return False
 
     def _has_subscription(self, concrete: str, deadline: Deadline) -> bool:
-        assert self._rest is not None
         path = f"/admin/v2/persistent/{path_of(concrete)}/subscription/{quote(self._group, safe='')}/properties"
         try:
-            self._ask(self._rest, path, deadline)
+            self._ask(path, deadline)
         except RestRefused as refused:
             # Status 404 also means that the topic is not loaded yet.
             return not (refused.status == 404 and refused.text.startswith("Subscription"))
@@ -89,12 +88,12 @@ class GroupRegistry:
             _log.debug("whether group %r has a subscription on %s is not known: %s", self._group, concrete, error)
         return True
 
-    def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
+    def _ask(self, path: str, deadline: Deadline) -> Any:
         """Return the JSON answer to a GET request. For a while after a timeout, raise `BrokerUnavailable` instead."""
         if time.monotonic() < self._no_rest_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:
-            return rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
+            return self._rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
         except DeadlineExceeded:
             self._no_rest_until = time.monotonic() + self._timing.no_rest_seconds
             raise

@@ -312,8 +312,8 @@ class PulsarReader(Reader):
         deadline = Deadline(_IDLE_CHECK_SECONDS)
         for partition in partitions:
             try:
-                if self._cluster.rest is not None and self._may_release:
-                    release(self._cluster, self._cluster.rest, partition.topic, deadline)
+                if self._cluster.rest and self._may_release:
+                    release(self._cluster, partition.topic, deadline)
                 if self._mode.in_order:
                     with translated(f"asking for the end of {partition.topic}"):
                         partition.note_progress(*partition.consumer.progress(deadline.left()))

@@ -287,7 +287,6 @@ def test_a_repair_needs_a_superuser(user: Bridge, superuser: Bridge, topic: str)
 
 def test_a_reader_without_rights_gets_past_a_late_message_of_what_was_aborted(user: Bridge, topic: str) -> None:
     cluster, name = cluster_of(user), concrete(topic)
-    assert cluster.rest is not None
     with pytest.raises(KeyError), user.transaction() as txn:
         txn.send(topic, b"never", partition=1)
         number, proof = flush(txn), writer_of(txn).proof
@@ -298,5 +297,5 @@ def test_a_reader_without_rights_gets_past_a_late_message_of_what_was_aborted(us
     producer = cluster.client.create_producer(name, timeout=SOON, transactions=True)
     producer.send(late, number, timeout=SOON).result(SOON)
     assert read_all(cluster.client, name, patience=1) is None
-    release(cluster, cluster.rest, name, Deadline(SOON))
+    release(cluster, name, Deadline(SOON))
     assert read_all(cluster.client, name) == []
