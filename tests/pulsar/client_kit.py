@@ -11,7 +11,7 @@ from typing import Any
 from txnbridge_conformance import brokers
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.connecting.connection import BrokerConnection
-from txnbridge_pulsar.client.pending_sends import Content
+from txnbridge_pulsar.client.format.outgoing_entry import Content
 
 # Far more than anything takes, also on a busy machine.
 SOON = 30.0

@@ -403,8 +403,8 @@ SECRET = "the-secret"
 @pytest.mark.parametrize(
     ("authentication", "method", "data"),
     [
-        (wire.TokenAuthentication(SECRET), "token", SECRET.encode()),
-        (wire.BasicAuthentication("me", SECRET), "basic", b"me:the-secret"),
+        (wire.token_authentication(SECRET), "token", SECRET.encode()),
+        (wire.basic_authentication("me", SECRET), "basic", b"me:the-secret"),
     ],
 )
 def test_credentials_go_with_the_greeting(broker, authentication, method, data):
@@ -434,7 +434,7 @@ def test_a_challenge_before_the_welcome_is_answered():
     with fake_broker(
         connect=lambda peer, fields: peer.say("auth_challenge", challenge={}), auth_response=connected
     ) as broker:
-        connect(broker, authentication=wire.TokenAuthentication(SECRET)).close()
+        connect(broker, authentication=wire.token_authentication(SECRET)).close()
 
 
 def refuse(peer: Peer, fields: dict[str, Any]) -> None:
@@ -455,7 +455,7 @@ def test_no_secret_is_shown(caplog):
         raise RuntimeError(SECRET)
 
     with fake_broker(connect=refuse) as broker:
-        for authentication in (wire.TokenAuthentication(SECRET), wire.BasicAuthentication("me", SECRET)):
+        for authentication in (wire.token_authentication(SECRET), wire.basic_authentication("me", SECRET)):
             assert SECRET not in repr(authentication) + repr(ConnectionOptions(authentication))
             with pytest.raises(wire.NotAuthenticated) as error:
                 connect(broker, authentication=authentication)
@@ -463,7 +463,7 @@ def test_no_secret_is_shown(caplog):
     with fake_broker() as broker:
         tokens = iter(["good"])
         connection = connect(
-            broker, authentication=wire.TokenAuthentication(lambda: next(tokens, None) or unreadable())
+            broker, authentication=wire.token_authentication(lambda: next(tokens, None) or unreadable())
         )
         broker.peers[0].say("auth_challenge", challenge={})
         broker.peers[0].say("ping")

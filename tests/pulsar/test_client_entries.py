@@ -18,8 +18,8 @@ from txnbridge_pulsar.client.format.ids import (
     extra_index_ack_fields,
     individual_ack_fields,
 )
+from txnbridge_pulsar.client.format.outgoing_entry import Content
 from txnbridge_pulsar.client.format.received_entries import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
-from txnbridge_pulsar.client.pending_sends import Content
 
 from tests.pulsar.client_kit import batch_of
 

@@ -155,7 +155,7 @@ def end_batch(
             cli.say(f"would {'delete the rows' if published else 'publish the rows again'}; do it with --yes")
             return ExitCode.USAGE
         if published:
-            store.end_batch(token, state.batch, None, False, Deadline(30))
+            store.end_batch(token, state.batch, None, False, 1, False, Deadline(30))
         else:
             store.withdraw_batch(token, None, Deadline(30))
     _log.warning("outbox %s: a batch was ended by hand as %s", name, "published" if published else "not published")

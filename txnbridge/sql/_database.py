@@ -7,7 +7,7 @@ import os
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
@@ -45,6 +45,8 @@ _FAILURE_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 _FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 
 T = TypeVar("T")
+# A table, a column of it for texts, and values for the others, for a row that is rolled back.
+Trial = tuple[sa.Table, str, Mapping[str, object]]
 
 # MariaDB's other collations take texts for equal that differ by case, accents or spaces at the end (hazard H120).
 EXACT_TEXT: dict[str, Any] = {
@@ -71,6 +73,7 @@ class Database:
 
     def __init__(self, database: str | sa.Engine, what: str, *, in_greenlet: bool = False) -> None:
         self._owned = isinstance(database, str)
+        self._what = what
         engine = _make_engine(database, what) if isinstance(database, str) else database
         self.engine: sa.Engine = engine
         if not isinstance(engine, sa.Engine) or (engine.dialect.is_async and not in_greenlet):
@@ -89,6 +92,20 @@ class Database:
         """Close the connections to the database, unless the caller has given the engine."""
         if self._owned:
             self.engine.dispose()
+
+    def open(self, tables: Sequence[sa.Table], trials: Sequence[Trial], deadline: Deadline) -> None:
+        """Create missing tables. Raise an error for a database that loses commits, or is refused by a trial."""
+
+        def create(connection: sa.Connection) -> None:
+            _require_durable(connection, self._what)
+            _make_tables(connection, tables, self._what)
+
+        def check(connection: sa.Connection) -> None:
+            for trial in trials:
+                _require_suitable(connection, self._what, *trial)
+
+        for each in (create, check) if trials else (create,):  # only a trial needs SQLite's write lock
+            self.ask(f"opening {self._what}", each, deadline)
 
     def ask(self, what: str, question: Callable[[sa.Connection], T], deadline: Deadline) -> T:
         """Run `question` in a database transaction, and repeat it after temporary errors until the deadline.
@@ -239,7 +256,7 @@ def _make_engine(url: str, what: str) -> sa.Engine:
         raise errors.InvalidOption(f"{what} needs the URL of a database, such as sqlite:////path/to/file") from None
 
 
-def make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: str) -> None:
+def _make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: str) -> None:
     """Create missing tables with their indexes. If the user may not create tables, the error tells the statements."""
     known = sa.inspect(connection)
     missing = [table for table in tables if not known.has_table(table.name, table.schema)]
@@ -339,13 +356,15 @@ def is_in_transaction(connection: sa.Connection) -> bool:
     return bool(status or getattr(driver, "in_transaction", False))
 
 
-def require_suitable(connection: sa.Connection, what: str, table: sa.Table, name: str, **row: object) -> None:
+def _require_suitable(
+    connection: sa.Connection, what: str, table: sa.Table, name: str, row: Mapping[str, object]
+) -> None:
     """Raise `InvalidOption` if the engine commits each statement (AUTOCOMMIT), or takes different names for equal.
 
     The trial is a row for `table`, with a random text in the column `name`, that is rolled back.
     """
     column, trial = table.c[name], f"{uuid.uuid4().hex}-a"
-    connection.execute(table.insert().values(**{name: trial}, **row))
+    connection.execute(table.insert().values({name: trial, **row}))
     confused = connection.scalar(sa.select(column).where(column.in_([trial.replace("-a", "-A"), f"{trial} "])))
     connection.rollback()
     if connection.scalar(sa.select(column).where(column == trial)) is not None:
@@ -361,7 +380,7 @@ def require_suitable(connection: sa.Connection, what: str, table: sa.Table, name
         )
 
 
-def require_durable(connection: sa.Connection, what: str) -> None:
+def _require_durable(connection: sa.Connection, what: str) -> None:
     """Raise an error for a database that is not supported, forgets confirmed commits, or is a read-only replica."""
     dialect: Any = connection.dialect
     if dialect.name == "sqlite":

@@ -40,11 +40,8 @@ from txnbridge.sql._database import (
     database_id,
     is_locked,
     lock_timeout,
-    make_tables,
     place,
-    require_durable,
     require_not_ended,
-    require_suitable,
 )
 
 _log = logging.getLogger("txnbridge")
@@ -183,16 +180,8 @@ def open_place(database: Database, deadline: Deadline, *, to_write: bool) -> str
     name = database.engine.dialect.name
     if name not in _CLOCKS:
         raise errors.NotSupported(f"db= takes PostgreSQL and SQLite, not {name}")
-
-    def create(connection: sa.Connection) -> None:
-        require_durable(connection, _WHAT)
-        make_tables(connection, (place, _rows), _WHAT)
-
-    def check(connection: sa.Connection) -> None:
-        require_suitable(connection, _WHAT, _rows, "transaction", group="", decision="abort", ended_at=0)
-
-    for each in (create, check) if to_write else (create,):
-        database.ask(f"opening {_WHAT}", each, deadline)
+    trial = _rows, "transaction", {"group": "", "decision": "abort", "ended_at": 0}
+    database.open((place, _rows), [trial] if to_write else [], deadline)
     return database.ask(f"opening {_WHAT}", database_id, deadline)
 
 

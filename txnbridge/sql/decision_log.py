@@ -20,10 +20,7 @@ from txnbridge.sql._database import (
     Database,
     database_id,
     insert_missing,
-    make_tables,
     place,
-    require_durable,
-    require_suitable,
 )
 
 _LONGEST_NAME = 255
@@ -71,19 +68,10 @@ class SqlLogs:
     def cluster(self, deadline: Deadline) -> str:
         """Return the id of this database for tokens; the database stores the id, which its first user makes."""
         if self._cluster is None:
-            what = "opening the decision logs"
-            self._database.ask(what, self._create, deadline)
-            self._database.ask(what, self._check, deadline)
-            self._cluster = self._database.ask(what, database_id, deadline)
+            trials = [(_logs, "name", {"first": 0, "next": 0}), (_records, "log", {"position": 0, "record": b""})]
+            self._database.open((_logs, place, _records), trials, deadline)
+            self._cluster = self._database.ask(f"opening {_WHAT}", database_id, deadline)
         return self._cluster
-
-    def _create(self, connection: sa.Connection) -> None:
-        require_durable(connection, _WHAT)
-        make_tables(connection, (_logs, place, _records), _WHAT)
-
-    def _check(self, connection: sa.Connection) -> None:
-        require_suitable(connection, _WHAT, _logs, "name", first=0, next=0)
-        require_suitable(connection, _WHAT, _records, "log", position=0, record=b"")
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
         """Return the decision log of this name, and create it if it does not exist."""

@@ -37,12 +37,9 @@ from txnbridge.sql._database import (
     in_our_words,
     is_failure,
     is_in_transaction,
-    make_tables,
     own,
     refuses_commit,
-    require_durable,
     require_not_ended,
-    require_suitable,
 )
 from txnbridge.sql.outbox import Outbox
 
@@ -125,20 +122,13 @@ class DatabaseTransactions:
     def open(self) -> None:
         """Create missing tables, and look up the topics' ids. Raise `InvalidOption` for an unsuitable database."""
         deadline = self._connection.deadline()
-        self.database.ask(f"opening {_WHAT}", self._create, deadline)
-        self.database.ask(f"opening {_WHAT}", self._check, deadline)
+        row = {"cluster": "", "topic": "", "partition": 0, "topic_id": "", "processed": ""}
+        tables = [_positions, *(self.outbox.tables if self.outbox else ())]
+        self.database.open(tables, [(_positions, "group", row)], deadline)
         self._topic_ids = self._present_ids(deadline)
 
     def close(self) -> None:
         self.database.close()
-
-    def _create(self, connection: sa.Connection) -> None:
-        require_durable(connection, _WHAT)
-        make_tables(connection, [_positions, *(self.outbox.tables if self.outbox else ())], _WHAT)
-
-    def _check(self, connection: sa.Connection) -> None:
-        row = {"cluster": "", "topic": "", "partition": 0, "topic_id": "", "processed": ""}
-        require_suitable(connection, _WHAT, _positions, "group", **row)
 
     # --- what is processed --------------------------------------------------------------------------------------------
 

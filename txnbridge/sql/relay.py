@@ -26,7 +26,7 @@ from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.service import Service
 from txnbridge._base.token import Outcome
 from txnbridge.capabilities import Capability
-from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing, make_tables, require_durable, require_suitable
+from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing
 from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, DamagedRow, Outbox, OutboxRow, unpacked_headers
 
 if TYPE_CHECKING:
@@ -110,13 +110,6 @@ class OutboxStore:
     def open(self, cluster: str, deadline: Deadline) -> None:
         """Create missing tables and the outbox's state. Raise `InvalidOption` if its rows go to another cluster."""
 
-        def create(connection: sa.Connection) -> None:
-            require_durable(connection, self._what)
-            make_tables(connection, self._tables, self._what)
-
-        def check(connection: sa.Connection) -> None:
-            require_suitable(connection, self._what, self._rows, "topic", state=PUBLISHED, changed_at=0)
-
         def insert(connection: sa.Connection) -> None:
             insert_missing(connection, self._state, number=1, version=0, parked=0)
             insert_missing(connection, self._clusters, outbox=self._name, cluster=cluster)
@@ -125,8 +118,9 @@ class OutboxStore:
             c = self._clusters.c
             return str(connection.scalar(sa.select(c.cluster).where(c.outbox == self._name)))
 
-        for each in (create, check, insert):
-            self._database.ask(f"opening {self._what}", each, deadline)
+        trial = self._rows, "topic", {"state": PUBLISHED, "changed_at": 0}
+        self._database.open(self._tables, [trial], deadline)
+        self._database.ask(f"opening {self._what}", insert, deadline)
         if (known := self._database.ask(f"opening {self._what}", read, deadline)) != cluster:
             raise errors.InvalidOption(
                 f"{self._what} is published on the cluster {known}, and this bridge is connected to another, {cluster}:"
@@ -199,30 +193,23 @@ class OutboxStore:
         )
         return self._database.change(f"storing a batch of {self._what}", change, deadline)
 
-    def end_batch(self, token: str, batch: str, relay: str | None, keep: bool, deadline: Deadline) -> bool:
-        """Delete the rows of a published batch, or with `keep` only mark them. Return False if another relay did so."""
-        change = functools.partial(self._end_batch, token=token, batch=batch, relay=relay, keep=keep)
-        return self._database.ask(f"ending a batch of {self._what}", change, deadline)
-
-    def end_batch_and_read(
-        self, token: str, batch: str, relay: str, keep: bool, limit: int, ordered: bool, deadline: Deadline
+    def end_batch(
+        self, token: str, batch: str, relay: str | None, keep: bool, limit: int, ordered: bool, deadline: Deadline
     ) -> Waiting | None:
-        """Delete or mark a published batch's rows, and return the next waiting rows; None if another relay ended it."""
+        """Delete the rows of a published batch, or with `keep` only mark them; return the next waiting rows.
+
+        Return None if another relay has ended the batch.
+        """
 
         def change(connection: sa.Connection) -> Waiting | None:
-            if not self._end_batch(connection, token, batch, relay, keep):
+            if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
                 return None
+            for ids in self._within(batch):
+                kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
+                connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
             return self._read_waiting(connection, limit, ordered)
 
         return self._database.ask(f"ending a batch of {self._what}", change, deadline)
-
-    def _end_batch(self, connection: sa.Connection, token: str, batch: str, relay: str | None, keep: bool) -> bool:
-        if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
-            return False
-        for ids in self._within(batch):
-            kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
-            connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
-        return True
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
         """Forget the batch stored with `token`, whose transaction was aborted, so that its rows are read again."""
@@ -531,7 +518,7 @@ class Relay(Service):
         Return False if another relay has ended the batch.
         """
         with self._fewer_if_slow(), self._connection.events.step("outbox.delete"):
-            self._waiting = self._store.end_batch_and_read(
+            self._waiting = self._store.end_batch(
                 token,
                 batch,
                 self._relay,

@@ -117,7 +117,7 @@ class Rest:
 
     def _credentials(self) -> dict[str, str]:
         way = self._settings.authentication()
-        if way is None or way.method not in ("token", "basic"):
+        if way.method not in ("token", "basic"):
             return {}
         shown = way.data()
         return {

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from txnbridge_pulsar.client.connecting.address import full_topic_name, partition_name
 from txnbridge_pulsar.client.connecting.authentication import (
+    NO_AUTHENTICATION,
+    TLS_AUTHENTICATION,
     Authentication,
-    BasicAuthentication,
-    TlsAuthentication,
-    TokenAuthentication,
+    basic_authentication,
     tls_context,
+    token_authentication,
     token_file,
 )
 from txnbridge_pulsar.client.connecting.pending_response import Response

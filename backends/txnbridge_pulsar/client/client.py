@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from txnbridge_pulsar.client.connecting.address import full_topic_name, service_url
-from txnbridge_pulsar.client.connecting.authentication import Authentication, NoAuthentication, tls_context
+from txnbridge_pulsar.client.connecting.authentication import NO_AUTHENTICATION, Authentication, tls_context
 from txnbridge_pulsar.client.connecting.connection import KEEPALIVE_SECONDS, ConnectionOptions
 from txnbridge_pulsar.client.connecting.connection_pool import ConnectionPool
 from txnbridge_pulsar.client.connecting.lookup import Lookup
@@ -57,7 +57,7 @@ class PulsarClient:
         self,
         url: str,
         *,
-        authentication: Authentication | None = None,
+        authentication: Authentication = NO_AUTHENTICATION,
         tls: ssl.SSLContext | None = None,
         listener: str | None = None,
         keepalive_seconds: float = KEEPALIVE_SECONDS,
@@ -73,7 +73,7 @@ class PulsarClient:
             tls = tls or tls_context()
         elif tls is not None:
             raise ValueError("TLS needs a service URL that begins with pulsar+ssl://")
-        options = ConnectionOptions(authentication or NoAuthentication(), tls, keepalive_seconds)
+        options = ConnectionOptions(authentication, tls, keepalive_seconds)
         self._pool = ConnectionPool(options)
         self._lookup = Lookup(self._pool, service, listener, opening_attempt_seconds)
         self._budget = Budget(unconfirmed_bytes)

@@ -158,7 +158,7 @@ class PulsarConsumer:
         try:
             connection.ask("subscribe", deadline, **self._subscribe_fields())
         except BaseException as error:
-            connection.remove_consumer(self._id)
+            connection.remove("consumer", self._id)
             self._lost = BrokerConnectionLost("the subscription was not made", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
@@ -479,7 +479,7 @@ class PulsarConsumer:
 
     def _mark_closed(self) -> None:
         if self._connection is not None:
-            self._connection.remove_consumer(self._id)
+            self._connection.remove("consumer", self._id)
         with self._state:
             self._lost = Closed("the consumer is closed")
         self.inbox.leave(self)
@@ -490,7 +490,7 @@ class PulsarConsumer:
         if connection is not None and self._lost is None and not connection.closed:
             with suppress(PulsarError):
                 connection.ask("close_consumer", deadline, consumer_id=self._id)
-            connection.remove_consumer(self._id)
+            connection.remove("consumer", self._id)
         self.inbox.leave(self)
 
 

@@ -6,24 +6,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from txnbridge_pulsar.client.format.codec import Fields
 from txnbridge_pulsar.client.format.ids import MessageId, TxnId
 
 from .deadline import ClientDeadline
 from .errors import PulsarError, RequestTimedOut
-
-
-class Content(Protocol):
-    """The content of an entry to send: one message (`Single`), or several (`MessageBatch`)."""
-
-    @property
-    def count(self) -> int: ...
-
-    def body(self) -> bytes: ...
-
-    def metadata(self) -> Fields: ...
 
 
 class Receipt(NamedTuple):

@@ -22,6 +22,7 @@ from txnbridge_pulsar.client.format.codec import Fields, encode
 from txnbridge_pulsar.client.format.compression import Compression, check_installed, compress
 from txnbridge_pulsar.client.format.frames import command, send_command
 from txnbridge_pulsar.client.format.ids import MessageId, TxnId, message_id
+from txnbridge_pulsar.client.format.outgoing_entry import Content
 
 from .deadline import ClientDeadline
 from .errors import (
@@ -34,7 +35,7 @@ from .errors import (
     RequestTimedOut,
     server_error,
 )
-from .pending_sends import Budget, Content, Receipt, Send
+from .pending_sends import Budget, Receipt, Send
 from .retry import retry
 
 
@@ -125,7 +126,7 @@ class PulsarProducer:
         try:
             answer = self._open_on_broker(connection, deadline)
         except BaseException as error:
-            connection.remove_producer(self.id)
+            connection.remove("producer", self.id)
             self._lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_producer", producer_id=self.id, request_id=0))
@@ -357,10 +358,10 @@ class PulsarProducer:
         if connection is not None and not connection.closed:
             with suppress(PulsarError):
                 connection.ask("close_producer", ClientDeadline(timeout), producer_id=self.id)
-            connection.remove_producer(self.id)
+            connection.remove("producer", self.id)
 
     def _leave(self, connection: BrokerConnection) -> None:
         self.on_lost(BrokerConnectionLost("the producer is being reopened"))
-        connection.remove_producer(self.id)
+        connection.remove("producer", self.id)
         if not connection.closed:
             connection.post(command("close_producer", producer_id=self.id, request_id=0))

@@ -101,16 +101,16 @@ class PulsarSettings:
         """
         return f"{self.prefix}lamp"
 
-    def authentication(self) -> wire.Authentication | None:
+    def authentication(self) -> wire.Authentication:
         from txnbridge_pulsar import client as wire
 
         if self.token_file:
             return wire.token_file(self.token_file)
         if self.token:
-            return wire.TokenAuthentication(self.token)
+            return wire.token_authentication(self.token)
         if self.user:
-            return wire.BasicAuthentication(self.user, self.password)
-        return wire.TlsAuthentication() if self.tls_certificate else None
+            return wire.basic_authentication(self.user, self.password)
+        return wire.TLS_AUTHENTICATION if self.tls_certificate else wire.NO_AUTHENTICATION
 
     def tls_context(self) -> ssl.SSLContext:
         """Return the TLS context for brokers and their REST interface. Raise `InvalidOption` if files are unusable."""

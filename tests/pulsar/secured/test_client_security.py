@@ -38,7 +38,7 @@ def transact(client: wire.PulsarClient) -> None:
 
 @pytest.mark.parametrize(
     "authentication",
-    [wire.TokenAuthentication(token("user")), wire.BasicAuthentication("user", PASSWORD)],
+    [wire.token_authentication(token("user")), wire.basic_authentication("user", PASSWORD)],
     ids=["token", "password"],
 )
 def test_credentials_let_in_without_tls(secured, authentication):
@@ -55,7 +55,7 @@ def test_a_token_that_expires_is_replaced_on_the_living_connection(secured):
         return token("user", 4)
 
     topic = fresh_topic()
-    with secured.client(wire.TokenAuthentication(fresh)) as client:
+    with secured.client(wire.token_authentication(fresh)) as client:
         producer = client.create_producer(topic, timeout=SOON)
         connection, until = connection_of(producer), time.monotonic() + SOON
         while asked < 3 and time.monotonic() < until:
@@ -67,7 +67,7 @@ def test_a_token_that_expires_is_replaced_on_the_living_connection(secured):
 
 def test_a_token_that_is_not_replaced_ends_the_connection(secured):
     once = token("user", 3)
-    with secured.client(wire.TokenAuthentication(once)) as client:
+    with secured.client(wire.token_authentication(once)) as client:
         producer = client.create_producer(fresh_topic(), timeout=SOON)
         until = time.monotonic() + SOON
         while producer.lost is None and time.monotonic() < until:
@@ -78,7 +78,7 @@ def test_a_token_that_is_not_replaced_ends_the_connection(secured):
 
 def test_a_broker_with_a_certificate_of_somebody_else_is_not_talked_to(secured, tmp_path):
     tls = wire.tls_context(Authority(tmp_path, "somebody-else").certificate)
-    with wire.PulsarClient(secured.url_tls, authentication=wire.TokenAuthentication(token("user")), tls=tls) as client:
+    with wire.PulsarClient(secured.url_tls, authentication=wire.token_authentication(token("user")), tls=tls) as client:
         with pytest.raises(wire.ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
             client.create_producer(fresh_topic(), timeout=1)
 
@@ -86,11 +86,11 @@ def test_a_broker_with_a_certificate_of_somebody_else_is_not_talked_to(secured, 
 def test_a_broker_under_another_name_is_not_talked_to(secured):
     url = secured.url_tls.replace("127.0.0.1", "localhost")
     tls = wire.tls_context(secured.authority.certificate)
-    with wire.PulsarClient(url, authentication=wire.TokenAuthentication(token("user")), tls=tls) as client:
+    with wire.PulsarClient(url, authentication=wire.token_authentication(token("user")), tls=tls) as client:
         with pytest.raises(wire.ConnectFailed, match=r"localhost:.*Hostname mismatch"):
             client.create_producer(fresh_topic(), timeout=1)
     tls = wire.tls_context(secured.authority.certificate, verify_hostname=False)
-    with wire.PulsarClient(url, authentication=wire.TokenAuthentication(token("user")), tls=tls) as client:
+    with wire.PulsarClient(url, authentication=wire.token_authentication(token("user")), tls=tls) as client:
         client.create_producer(fresh_topic(), timeout=SOON).close(SOON)
 
 
@@ -112,7 +112,7 @@ def test_a_message_of_the_official_client_in_chunks_is_read_whole(secured):
     producer.send(large, properties={"a": "1"})
     producer.send(b"after")
     official.close()
-    with secured.client(wire.TokenAuthentication(token("user"))) as client:
+    with secured.client(wire.token_authentication(token("user"))) as client:
         consumer = client.subscribe(topic, "s", timeout=SOON, type=wire.SubscriptionType.SHARED, start=wire.EARLIEST)
         entries = receive(consumer, 3)
         assert payloads(entries) == [b"before", large, b"after"]
@@ -126,7 +126,7 @@ def test_a_message_of_the_official_client_in_chunks_is_read_whole(secured):
 
 
 def test_a_message_of_the_largest_size_is_stored(secured):
-    with secured.client(wire.TokenAuthentication(token("user"))) as client:
+    with secured.client(wire.token_authentication(token("user"))) as client:
         producer = client.create_producer(fresh_topic(), timeout=SOON)
         limit = connection_of(producer).max_message_size
         send = producer.send(wire.Single(bytes(limit - 100)), timeout=SOON)

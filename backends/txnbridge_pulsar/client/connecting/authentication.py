@@ -7,65 +7,36 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 
-class Authentication(Protocol):
+class Authentication:
     """An authentication method. The client calls `data` when a broker asks for credentials; it may block briefly."""
 
-    method: str
-
-    def data(self) -> bytes: ...
-
-
-class NoAuthentication:
-    method = "none"
-
-    def data(self) -> bytes:
-        return b""
-
-
-class TokenAuthentication:
-    """Authentication by a token, or by a function that returns the current token."""
-
-    method = "token"
-
-    def __init__(self, token: str | Callable[[], str]) -> None:
-        self._token = token
+    def __init__(self, method: str, data: Callable[[], bytes] = bytes) -> None:
+        self.method = method
+        self.data = data
 
     def __repr__(self) -> str:
-        return "TokenAuthentication(...)"
-
-    def data(self) -> bytes:
-        token = self._token() if callable(self._token) else self._token
-        return token.strip().encode()
+        return f"Authentication({self.method!r})"
 
 
-def token_file(path: str | Path) -> TokenAuthentication:
+NO_AUTHENTICATION = Authentication("none")
+# Authentication by a client certificate, which is given to `tls_context`.
+TLS_AUTHENTICATION = Authentication("tls")
+
+
+def token_authentication(token: str | Callable[[], str]) -> Authentication:
+    """Return authentication by a token, or by a function that returns the current token."""
+    return Authentication("token", lambda: (token() if callable(token) else token).strip().encode())
+
+
+def token_file(path: str | Path) -> Authentication:
     """Return authentication by the token in a file, which is read again each time the broker asks for credentials."""
-    return TokenAuthentication(lambda: Path(path).read_text())
+    return token_authentication(Path(path).read_text)
 
 
-class BasicAuthentication:
-    method = "basic"
-
-    def __init__(self, user: str, password: str) -> None:
-        self._pair = f"{user}:{password}"
-
-    def __repr__(self) -> str:
-        return "BasicAuthentication(...)"
-
-    def data(self) -> bytes:
-        return self._pair.encode()
-
-
-class TlsAuthentication:
-    """Authentication by a client certificate, which is given to `tls_context`."""
-
-    method = "tls"
-
-    def data(self) -> bytes:
-        return b""
+def basic_authentication(user: str, password: str) -> Authentication:
+    return Authentication("basic", f"{user}:{password}".encode)
 
 
 def tls_context(

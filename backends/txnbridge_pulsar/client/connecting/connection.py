@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge_pulsar.client.deadline import ClientDeadline
@@ -38,7 +38,7 @@ from txnbridge_pulsar.client.format.frames import (
 )
 
 from .address import Address
-from .authentication import Authentication, NoAuthentication
+from .authentication import NO_AUTHENTICATION, Authentication
 from .dialing import dial
 from .pending_response import Response, answer_to
 from .transport import NotWritten, Transport
@@ -73,7 +73,7 @@ class ConsumerCallbacks(NamedTuple):
 class ConnectionOptions:
     """The options of all connections of a client. With a `tls` context connections are encrypted."""
 
-    authentication: Authentication = field(default_factory=NoAuthentication)
+    authentication: Authentication = NO_AUTHENTICATION
     tls: ssl.SSLContext | None = None
     keepalive_seconds: float = KEEPALIVE_SECONDS
 
@@ -94,8 +94,7 @@ class BrokerConnection:
         self._lock = threading.Lock()
         self._request_ids = itertools.count(1)
         self._requests: dict[int, Response] = {}
-        self._producers: dict[int, PulsarProducer] = {}
-        self._consumers: dict[int, ConsumerCallbacks] = {}
+        self._sides: dict[tuple[str, int], Any] = {}  # the producers and consumers, by kind and id
         self._connected = Response(lambda: None, "the greeting", "connected")
         self._reason: PulsarError | None = None
         self._frames = FrameReader()
@@ -218,23 +217,21 @@ class BrokerConnection:
 
         Raise `BrokerConnectionLost` if the connection has ended.
         """
-        with self._lock:
-            self._check_open()
-            self._producers[id] = producer
+        self._add(("producer", id), producer)
 
     def add_consumer(self, id: int, consumer: ConsumerCallbacks) -> None:
         """Register a consumer to receive its entries. Raise `BrokerConnectionLost` if the connection has ended."""
+        self._add(("consumer", id), consumer)
+
+    def _add(self, key: tuple[str, int], side: PulsarProducer | ConsumerCallbacks) -> None:
         with self._lock:
             self._check_open()
-            self._consumers[id] = consumer
+            self._sides[key] = side
 
-    def remove_producer(self, id: int) -> None:
+    def remove(self, kind: str, id: int) -> Any:
+        """Remove and return a "producer" or "consumer"; None if the connection has none with this id."""
         with self._lock:
-            self._producers.pop(id, None)
-
-    def remove_consumer(self, id: int) -> None:
-        with self._lock:
-            self._consumers.pop(id, None)
+            return self._sides.pop((kind, id), None)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -291,7 +288,7 @@ class BrokerConnection:
         if response is None and name == "error":
             response = self._connected  # no longer needed once it is answered
         if response is not None:
-            response.resolve(_refusal(fields) or _unexpected_answer(name, response.kind) or fields)
+            response.resolve(_outcome(name, fields, response.kind))
 
     def _on_connected(self, frame: Frame) -> None:
         largest = frame.fields.get("max_message_size", 0)
@@ -318,30 +315,13 @@ class BrokerConnection:
             )
         )
 
-    def _on_receipt(self, frame: Frame) -> None:
-        producer = self._producers.get(frame.fields["producer_id"])
-        if producer is not None:
-            producer.on_receipt(frame.fields)
-
-    def _on_send_error(self, frame: Frame) -> None:
-        producer = self._producers.get(frame.fields["producer_id"])
-        if producer is not None:
-            producer.on_send_error(frame.fields)
-
-    def _on_message(self, frame: Frame) -> None:
-        consumer = self._consumers.get(frame.fields["consumer_id"])
-        if consumer is not None:
-            consumer.on_message(frame.fields, frame.tail)
-
-    def _on_active(self, frame: Frame) -> None:
-        consumer = self._consumers.get(frame.fields["consumer_id"])
-        if consumer is not None:
-            consumer.on_active(frame.fields.get("is_active", False))
-
-    def _lose(self, sides: dict[int, Any], id: int) -> None:
-        with self._lock:
-            side = sides.pop(id, None)
+    def _tell(self, kind: str, frame: Frame, tell: Callable[[Any], None]) -> None:
+        side = self._sides.get((kind, frame.fields[f"{kind}_id"]))
         if side is not None:
+            tell(side)
+
+    def _lose(self, kind: str, id: int) -> None:
+        if (side := self.remove(kind, id)) is not None:
             side.on_lost(BrokerConnectionLost("closed by the broker; the topic may have moved"))
 
     # ------------------------------------------------------------------------------------------ ending
@@ -358,9 +338,7 @@ class BrokerConnection:
         with self._lock:
             self._reason = reason = self._reason or reason
             requests, self._requests = [*self._requests.values(), self._connected], {}
-            sides: list[PulsarProducer | ConsumerCallbacks] = [*self._producers.values(), *self._consumers.values()]
-            self._producers.clear()
-            self._consumers.clear()
+            sides, self._sides = list(self._sides.values()), {}
         self._transport.close()
         lost = self._lost(may_have_had_effect=True)
         lost.__cause__ = reason
@@ -375,24 +353,21 @@ _HANDLERS: dict[str, Callable[[BrokerConnection, Frame], None]] = {
     "ping": lambda connection, _: connection._transport.post(command("pong")),
     "pong": lambda *_: None,
     "auth_challenge": BrokerConnection._on_auth_challenge,
-    "send_receipt": BrokerConnection._on_receipt,
-    "send_error": BrokerConnection._on_send_error,
-    "message": BrokerConnection._on_message,
-    "active_consumer_change": BrokerConnection._on_active,
-    "close_producer": lambda each, frame: each._lose(each._producers, frame.fields["producer_id"]),
-    "close_consumer": lambda each, frame: each._lose(each._consumers, frame.fields["consumer_id"]),
+    "send_receipt": lambda each, frame: each._tell("producer", frame, lambda side: side.on_receipt(frame.fields)),
+    "send_error": lambda each, frame: each._tell("producer", frame, lambda side: side.on_send_error(frame.fields)),
+    "message": lambda each, frame: each._tell("consumer", frame, lambda side: side.on_message(*frame[1:])),
+    "active_consumer_change": lambda each, frame: each._tell(
+        "consumer", frame, lambda side: side.on_active(frame.fields.get("is_active", False))
+    ),
+    "close_producer": lambda each, frame: each._lose("producer", frame.fields["producer_id"]),
+    "close_consumer": lambda each, frame: each._lose("consumer", frame.fields["consumer_id"]),
     "topic_migrated": lambda each, frame: each._lose(
-        each._consumers if frame.fields["resource_type"] else each._producers, frame.fields["resource_id"]
+        "consumer" if frame.fields["resource_type"] else "producer", frame.fields["resource_id"]
     ),
 }
 
 
-def _unexpected_answer(name: str, expected: str) -> PulsarError | None:
-    return None if name == expected else ProtocolError(f"the broker answered {name} where {expected} was due")
-
-
-def _refusal(fields: Fields) -> PulsarError | None:
-    # Test for presence: the code of an unknown error is 0.
-    if "error" in fields:
+def _outcome(name: str, fields: Fields, expected: str) -> Fields | PulsarError:
+    if "error" in fields:  # the code of an unknown error is 0
         return server_error(fields["error"], fields.get("message", ""))
-    return None
+    return fields if name == expected else ProtocolError(f"the broker answered {name} where {expected} was due")

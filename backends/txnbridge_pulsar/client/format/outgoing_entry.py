@@ -126,6 +126,8 @@ class MessageBatch:
         return head
 
 
+Content = Single | MessageBatch
+
 _KIND = "SingleMessageMetadata"
 _PROPERTY, _NAME, _VALUE = tag(_KIND, "properties"), tag("KeyValue", "key"), tag("KeyValue", "value")
 _KEY, _PAYLOAD_SIZE, _EVENT_TIME = (tag(_KIND, name) for name in ("partition_key", "payload_size", "event_time"))
