@@ -14,8 +14,8 @@ from txnbridge.errors import DeadlineExceeded, OutcomeUnknown
 from txnbridge.spi import Deadline
 
 
-def append_until_clear(log, record):
-    deadline = Deadline(SOON)
+def append_until_clear(log, record, seconds=SOON):
+    deadline = Deadline(seconds)
     while True:
         try:
             return log.append(record, deadline)

@@ -44,17 +44,6 @@ def test_a_half_is_invisible_until_it_is_committed_and_then_comes_whole(broker):
     assert rows(broker, "SELECT * FROM half_messages") == []
 
 
-@pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
-def test_the_first_end_of_a_half_stands(opened, decision):
-    halves = put(opened())
-    outcome = halves.end(half_of(), decision, Deadline(5))
-    other = opened()
-    for late in (Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED):
-        assert other.half_store().end(half_of(), late, Deadline(5)) is outcome
-    assert len(values(other, "orders")) == (2 if decision is Decision.COMMIT else 0)
-    assert rows(other, "SELECT * FROM half_messages") == []
-
-
 def test_storing_a_half_again_changes_nothing(broker):
     halves = put(broker)
     halves.put(half_of(messages=(HalfMessage("orders", b"other", None, ()),)), Deadline(5))

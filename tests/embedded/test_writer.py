@@ -36,7 +36,7 @@ from txnbridge.errors import (
     TransactionAborted,
     TransactionTimedOut,
 )
-from txnbridge.spi import Deadline, Decision, TokenState
+from txnbridge.spi import Deadline, TokenState
 
 
 def status(broker, token):
@@ -293,19 +293,6 @@ def test_a_reader_ends_a_transaction_that_is_past_its_deadline(opened, clock):
     assert values(second, "orders") == [b"behind"]
 
 
-def test_a_transaction_that_was_ended_by_others_cannot_be_committed(opened):
-    first, second = opened(), opened()
-    writer = open_writer(first)
-    transaction = begin(writer, "orders", b"1")
-    writer.flush(Deadline(5))
-    second.admin.end(transaction, Decision.ABORT, Deadline(5))
-    send(writer, "orders", b"2")
-    with pytest.raises(TransactionAborted, match="ended by another process"):
-        writer.commit(Deadline(5))
-    commit(writer, "orders", b"marker")
-    assert values(second, "orders") == [b"marker"]
-
-
 # --- owners ----------------------------------------------------------------------------------------------------------
 
 
@@ -319,21 +306,6 @@ def test_a_newer_owner_shuts_out_the_older_and_is_named(opened):
     assert caught.value.newer == "host-2 pid 9"
     commit(new, "orders", b"new")
     assert values(new_broker, "orders") == [b"new"]
-
-
-def test_a_newer_owner_ends_the_transaction_that_the_older_one_had_stored(opened):
-    old = open_writer(opened(), "billing")
-    begin(old, "orders", b"old")
-    old.flush(Deadline(5))
-    new = open_writer(second := opened(), "billing")
-    assert rows(second, "SELECT * FROM messages") == rows(second, "SELECT * FROM transactions") == []
-    send(old, "orders", b"more")
-    with pytest.raises(Fenced):
-        old.flush(Deadline(5))
-    with pytest.raises(TransactionAborted):
-        old.commit(Deadline(5))
-    commit(new, "orders", b"new")
-    assert values(second, "orders") == [b"new"]
 
 
 def test_an_id_is_opened_by_its_first_preparing_writer_and_refused_to_one_of_an_older_owner(opened):

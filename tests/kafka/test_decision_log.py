@@ -24,6 +24,7 @@ from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import ExactTrimming, append, bounds, read
+from tests.log_faults import append_until_clear
 from tests.log_live import *  # noqa: F403
 from tests.log_live import outlive_kill_9
 from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, OutcomeUnknown, PositionLost, TxnBridgeError
@@ -394,15 +395,6 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
 # --- several nodes --------------------------------------------------------------------------------------------------
 
 
-def append_until_clear(log, record):
-    deadline = Deadline(120)
-    while True:
-        try:
-            return log.append(record, deadline)
-        except OutcomeUnknown:
-            deadline.check("appending")
-
-
 @pytest.mark.full
 def test_a_log_on_three_nodes_outlives_the_leader_of_its_topic(start_kafka):
     cluster = start_kafka(nodes=3)
@@ -415,7 +407,7 @@ def test_a_log_on_three_nodes_outlives_the_leader_of_its_topic(start_kafka):
     stored, leaders = {}, []
     for number in range(300):
         record = b"%d" % number
-        position = append_until_clear(log, record)
+        position = append_until_clear(log, record, 120)
         stored[position] = record
         if number % 100 == 50:  # whoever leads next may know the end of the log later than this one did
             leaders.append(admin.list_topics(topic).topics[topic].partitions[0].leader)

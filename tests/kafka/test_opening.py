@@ -6,17 +6,11 @@ import pytest
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
-from txnbridge_kafka.client.protocol_types import OPEN
 
 import txnbridge
-from tests.kafka.kit import describe, flush, writer_of
+from tests.kafka.kit import flush, writer_of
 from txnbridge import Bridge, DeadlineExceeded, Fenced, NotFound, Outcome, OutcomeUnknown, TokenState
 from txnbridge.testing import next_commit
-
-
-def states(bridge: Bridge, *ids: str) -> set[str]:
-    """Return the coordinator's states of Kafka's own ids."""
-    return {found.state for found in describe(bridge, *ids).values()}
 
 
 def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
@@ -44,23 +38,6 @@ def test_a_death_while_opening_an_id_leaves_no_older_transaction_unfenced(
         with pytest.raises(Fenced):
             txn.commit()
     assert values(seen(newer, topic)) == []
-
-
-def test_a_new_owner_ends_a_transaction_not_yet_prepared_and_spares_a_prepared_one(
-    connect: Connect, topic: str, owner: str
-) -> None:
-    older = connect(transactional_id=owner)
-    token = prepare(older, topic)
-    begun = older.transaction(prepare=True)
-    begun.send_many(topic, [b"never" * 2_000] * 100)
-    flush(begun)
-    newer = connect(transactional_id=owner)
-    assert OPEN not in states(newer, writer_of(begun).id)
-    assert newer.status(token).state is TokenState.PREPARED
-    with pytest.raises(Fenced):
-        begun.__exit__(None, None, None)
-    assert newer.commit(token) is Outcome.COMMITTED
-    assert values(seen(newer, topic)) == [b"prepared"]
 
 
 def test_a_fenced_owner_is_told_which_process_took_its_id(

@@ -69,16 +69,6 @@ def test_keys_and_headers_among_plain_values_stay_in_order(bridge, topic):
     ]
 
 
-def test_a_message_that_is_too_large_is_not_taken_and_those_around_it_are(bridge, topic):
-    with bridge.transaction() as txn:
-        txn.send(topic, b"first")
-        with pytest.raises(InvalidOption):
-            txn.send(topic, b"x" * 2_000_000)
-        txn.send(topic, b"second")
-        assert writer_of(txn).messages == 2
-    assert values(bridge, topic) == [b"first", b"second"]
-
-
 @pytest.mark.parametrize("key", [None, b"k"])
 def test_a_message_too_large_among_many_is_named_and_only_abort_is_left(bridge, topic, key):
     items = [b"1", b"2", b"x" * 2_000_000, b"never"]

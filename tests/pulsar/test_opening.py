@@ -1,6 +1,5 @@
 """Opening a transactional id: who owns it, what the newer owner ends, and what the older one can still do: nothing."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,9 +23,8 @@ from tests.pulsar.writing_kit import (
     unique,
     writer_of,
 )
-from txnbridge import Bridge, EvidenceLost, Fenced, Outcome, Transaction
+from txnbridge import Bridge, EvidenceLost, Fenced, Transaction
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child, tell
 
 
 @pytest.fixture(autouse=True)
@@ -250,40 +248,3 @@ def test_several_naive_owners_that_open_at_once_write(client: PulsarClient) -> N
             break
     for each in (one, two):
         each.send(Single(b"mine"), timeout=SOON).result(SOON)  # type: ignore[attr-defined]
-
-
-# --- dying on the way -----------------------------------------------------------------------------------------------
-
-
-def open_and_leave(url: str, admin_url: str, id: str, topic: str, spared: str) -> None:
-    bridge = connect_to(url, admin_url, transactional_id=id, writers=2)
-    with bridge.transaction(prepare=True) as prepared:
-        prepared.send(spared, b"prepared")
-    txn = bridge.transaction()
-    txn.send(topic, b"left open")
-    flush(txn)
-    tell(str(prepared.token))
-    time.sleep(600)  # it is killed long before
-
-
-def just_open(url: str, admin_url: str, id: str) -> None:
-    connect_to(url, admin_url, transactional_id=id).close()
-
-
-@pytest.mark.parametrize("where", ["step:announce/before", "step:announce/after", "step:end/before", "step:end/after"])
-def test_wherever_an_opener_dies_the_next_one_finishes_its_work(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str, where: str
-) -> None:
-    onlooker = open_bridge()
-    topic, spared = new_topic(onlooker), new_topic(onlooker)
-    urls = (pulsar_broker.url, pulsar_broker.admin_url)
-    with Child(open_and_leave, *urls, id, topic, spared) as leaver:
-        token = leaver.told()
-        leaver.kill()
-    with Child(just_open, *urls, id, kill=where) as opener:
-        opener.stopped()
-    last = open_bridge(transactional_id=id)
-    send(last, topic, b"last")
-    assert read_all(client, concrete(topic)) == [b"last"]
-    assert last.commit(token) is Outcome.COMMITTED
-    assert read_all(client, concrete(spared)) == [b"prepared"]

@@ -168,15 +168,6 @@ def test_naive_a_message_on_an_unregistered_topic_is_never_seen_and_blocks_the_t
     unblock(client, txn, name)
 
 
-def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, client: wire.PulsarClient) -> None:
-    topic = new_topic(bridge, partitions=3)
-    with bridge.transaction() as txn:
-        for number in (2, 0, 1):
-            txn.send(topic, b"%d" % number, partition=number)
-            flush(txn)
-    assert [read_all(client, concrete(topic, number)) for number in range(3)] == [[b"0"], [b"1"], [b"2"]]
-
-
 # --- the first message on a topic comes after the abort ---------------------------------------------------------
 
 

@@ -225,17 +225,6 @@ def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(
     assert read_all(client, concrete(topic)) == [b"1", b"2", b"3"]
 
 
-def test_a_transaction_whose_time_is_over_at_the_broker_is_told_so(open_bridge: Connect, client: PulsarClient) -> None:
-    bridge = open_bridge()
-    topic = new_topic(bridge)
-    with pytest.raises(errors.TransactionAborted, match="ended the transaction"):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"never")
-            client.transactions.end(flush(txn), False, SOON)  # as its coordinator does when the time is over
-    assert txn.outcome is Outcome.ABORTED
-    assert read_all(client, concrete(topic)) == []
-
-
 def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, second = new_topic(bridge), new_topic(bridge)

@@ -102,19 +102,6 @@ def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginni
     assert values(reader.take(1)) == [b"there already"]
 
 
-def test_acknowledged_messages_are_not_read_again_by_seeking(
-    join: Join, client: RemotingClient, group: str, topic: str
-) -> None:
-    publish(client, topic, b"0", b"1", b"2")
-    reader = join(topic, group)
-    messages = reader.take(3)
-    reader.acknowledge(messages[:1])
-    reader.seek({(topic, 0): (0,)})
-    assert values(reader.take(2)) == [b"1", b"2"]
-    reader.seek_to_time(1, Deadline(SOON))
-    assert values(reader.take(2)) == [b"1", b"2"]
-
-
 def test_a_group_skips_what_a_seek_passes_over(join: Join, client: RemotingClient, group: str, topic: str) -> None:
     publish(client, topic, b"0", b"1", b"2", b"3")
     reader = join(topic, group)
