@@ -182,7 +182,7 @@ def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(
     (found,) = [each for each in admin.transactions(soon()) if each.transaction == str(txn)]
     assert set(found.partitions) == {("loaded", 0), (unloaded, 0)}
     unload()
-    assert list(repair.held_back(cluster, rest, soon())) == []  # its coordinator knows it
+    assert list(repair.held_back(cluster, soon())) == []  # its coordinator knows it
     unload()
     with pytest.raises(InvalidState, match="coordinator that knows it"):
         admin.repair(str(txn), soon())

@@ -19,7 +19,7 @@ from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader
 
 if TYPE_CHECKING:
-    from txnbridge._read.consumer import RawConsumer
+    from txnbridge._read.consumer import Consumer
 
 # The interval at which a closing bridge checks whether another thread's poll has ended; most polls take milliseconds.
 _LOOK_SECONDS = 0.01
@@ -33,14 +33,14 @@ class Consumers:
         self.outcomes = outcomes
         self.writers = writers
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
-        self._alive: weakref.WeakKeyDictionary[RawConsumer, Reader] = weakref.WeakKeyDictionary()
+        self._alive: weakref.WeakKeyDictionary[Consumer, Reader] = weakref.WeakKeyDictionary()
         self._readers: set[Reader] = set()  # readers of open consumers, and of garbage-collected ones until closed
         self._dropped: SimpleQueue[Reader | None] = (
             SimpleQueue()
         )  # readers of garbage-collected consumers; None ends the thread that closes these readers
         self._closer: threading.Thread | None = None  # closes the readers of garbage-collected consumers
 
-    def add(self, consumer: RawConsumer, reader: Reader) -> None:
+    def add(self, consumer: Consumer, reader: Reader) -> None:
         with self._guard:
             self._alive[consumer] = reader
             self._readers.add(reader)
@@ -93,7 +93,7 @@ class Consumers:
         self._dropped.put(None)
 
 
-def _close(consumer: RawConsumer, polls: Deadline, deadline: Deadline) -> None:
+def _close(consumer: Consumer, polls: Deadline, deadline: Deadline) -> None:
     while True:
         try:
             return consumer.close(deadline.left())

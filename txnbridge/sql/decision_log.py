@@ -18,6 +18,7 @@ from txnbridge.sql._database import (
     EXACT_TEXT,
     RETRY_SECONDS,
     Database,
+    Trial,
     database_id,
     insert_missing,
     place,
@@ -68,7 +69,10 @@ class SqlLogs:
     def cluster(self, deadline: Deadline) -> str:
         """Return the id of this database for tokens; the database stores the id, which its first user makes."""
         if self._cluster is None:
-            trials = [(_logs, "name", {"first": 0, "next": 0}), (_records, "log", {"position": 0, "record": b""})]
+            trials: list[Trial] = [
+                (_logs, "name", {"first": 0, "next": 0}),
+                (_records, "log", {"position": 0, "record": b""}),
+            ]
             self._database.open((_logs, place, _records), trials, deadline)
             self._cluster = self._database.ask(f"opening {_WHAT}", database_id, deadline)
         return self._cluster
