@@ -311,7 +311,7 @@ class Engine:
             return ClaimAcks(state.cursor[0], ranges)
 
     def counting_claim(self, query: Query, deadline: Deadline) -> CountingClaim | None:
-        """Read to the log's end; return the claim that decides the query's id, or None. Append nothing."""
+        """Read to the log's end; return the claim (COMMIT or ABORT) that decides a transaction, or None."""
         with self.follower_of(query.begin, deadline).following(deadline, may_create=query.begin is None) as state:
             return self.answer(query, state)
 

@@ -811,7 +811,7 @@ class Processor(ConnectionUser):
             self._find_culprit(failure, items, txn)
 
     def _store(self, items: PolledBatch, txn: PassTransaction) -> None:
-        """Wait until the broker has taken what was sent. If it refuses a message for itself, find whose output it is.
+        """Wait until the broker has taken what was sent. If it refuses one (too large, say), find whose output it is.
 
         This comes before the messages are acknowledged, which an abort would give back to the broker.
         """

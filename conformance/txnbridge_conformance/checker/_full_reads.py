@@ -106,7 +106,7 @@ def check_full_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Fi
 
     Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
     that were read, and committed transactions of which no message was read. What ended while the read went on may be
-    there or not, and so may one broker's part of a span over several, while any process works.
+    there or not; so may one broker's part of a transaction over several, while a process works that may commit it yet.
     """
     works = np.array([each.what in WORKS for each in tables.operations], bool)
     last_work = np.full(len(tables.clocks), -np.inf)

@@ -196,7 +196,7 @@ class Report:
         return self._rendered("page.html", json.dumps(self._timeline(), separators=(",", ":")).replace("<", "\\u003c"))
 
     def junit(self) -> str:
-        """Return the report as JUnit's XML: a test for the floor, and for each promise, finding and capability."""
+        """Return the report as JUnit's XML: a test for its least counts, each promise, finding and capability."""
         return self._rendered("junit.xml")
 
     def markdown(self) -> str:
