@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,6 @@ from txnbridge_pulsar.client.connecting.transport import Transport
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.format.frames import command
 from txnbridge_pulsar.client.retry import backoff_pauses
-from txnbridge_pulsar.write.fence import Fence
 
 from tests.in_time import within
 from tests.interrupts import interrupted_at
@@ -239,22 +238,17 @@ def test_commands_that_nobody_knows_or_asked_for_are_ignored():
 
 def test_an_interrupt_behind_any_call_leaves_no_lock_held():
     near, far = socket.socketpair()
-    transport, no_cluster = Transport(near), cast(Any, None)
-    fence = Fence(no_cluster, "id", "opening")
+    transport, lock = Transport(near), threading.Lock()
 
     def act():
         transport.write(b"frame", ClientDeadline(SOON))
         transport.post(b"frame")
-        with fence._locked(Deadline(SOON)):
+        with Deadline(SOON).holding(lock, ""):
             pass
 
     number = 1
-    while where := interrupted_at(
-        act, number, ("client/connecting/transport.py", "client/deadline.py", "write/fence.py")
-    ):
-        assert not transport._writing.locked() and not fence._lock.locked(), (
-            f"a lock is held after an interrupt at {where}"
-        )
+    while where := interrupted_at(act, number, ("client/connecting/transport.py", "/deadline.py")):
+        assert not transport._writing.locked() and not lock.locked(), f"a lock is held after an interrupt at {where}"
         number += 1
     assert number > 20
     transport.close()

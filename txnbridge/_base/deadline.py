@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Lock, RLock
 from typing import TypeVar
@@ -66,6 +67,18 @@ class Deadline:
         """
         held.extend(filter(None, map(lock.acquire, (True,), (self.left(),))))
         return bool(held)
+
+    @contextmanager
+    def holding(self, lock: Lock | RLock, what: str) -> Iterator[None]:
+        """Hold a lock in the block. Raise `DeadlineExceeded` if `what` other threads do with it lasts too long."""
+        held: list[bool] = []
+        try:
+            if not self.acquire(lock, held):
+                raise DeadlineExceeded(f"{what} for longer than {self.seconds:g} s")
+            yield
+        finally:
+            if held:
+                lock.release()
 
     def check(self, what: str) -> None:
         """Raise `DeadlineExceeded` if the deadline has passed; `what` names the work for the error's text."""

@@ -10,7 +10,7 @@ from txnbridge._base.connection import Connection, close_logging_errors
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Token
 from txnbridge.capabilities import Capability
-from txnbridge.errors import DeadlineExceeded, InvalidToken
+from txnbridge.errors import InvalidToken
 from txnbridge.spi import DecisionLog, Ledger
 
 if TYPE_CHECKING:
@@ -98,18 +98,12 @@ class DecisionLogs:
         """Return a decision log by its name, which the bridge opens once and closes itself."""
         if (found := self._opened.get(name)) is not None:
             return found
-        held: list[bool] = []
-        try:
-            if not deadline.acquire(self._opening, held):
-                raise DeadlineExceeded(f"another thread opened a decision log for longer than {deadline.seconds:g} s")
+        with deadline.holding(self._opening, "another thread opened a decision log"):
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
             if self._closed:  # a broker may send check-backs, which open logs, until the broker itself is closed
                 close_logging_errors(self._opened[name].close)
             return self._opened[name]
-        finally:
-            if held:
-                self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
         """Return the id of the database or other broker that stores the decision logs; None for the bridge's broker."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown
+from txnbridge.errors import InvalidState, OutcomeUnknown
 from txnbridge.spi import Deadline
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection, Store
 
@@ -22,21 +22,16 @@ class SharedConnection:
 
     @contextmanager
     def __call__(self, deadline: Deadline) -> Iterator[FileConnection]:
-        held: list[bool] = []
-        try:
-            if not deadline.acquire(self._lock, held):
-                raise DeadlineExceeded(f"other calls of this bridge used {self.store.path} for {deadline.seconds:g} s")
+        with deadline.holding(self._lock, f"other calls of this bridge used {self.store.path}"):
             if self._connection is None:
                 if self._closed:
                     raise InvalidState("this bridge is closed")
                 self._connection = self.store.connect()
-            yield self._connection
-        except (CommitUnclear, OutcomeUnknown):
-            self._disconnect()  # the connection's state is not known
-            raise
-        finally:
-            if held:
-                self._lock.release()
+            try:
+                yield self._connection
+            except (CommitUnclear, OutcomeUnknown):
+                self._disconnect()  # the connection's state is not known
+                raise
 
     def close(self) -> None:
         self._closed = True

@@ -12,8 +12,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced, TxnBridgeError
 from txnbridge.spi import Deadline
@@ -138,7 +137,7 @@ class Fence:
             self._reopen(generation, deadline)
 
     def _send(self, make: Callable[[], FenceRecord], deadline: Deadline) -> tuple[int, wire.Send | None]:
-        with self._locked(deadline):
+        with deadline.holding(self._lock, f"other threads wrote to {self.topic}"):
             if self._fenced is not None:
                 raise self._fresh_copy(self._fenced)
             assert self._producer is not None
@@ -182,7 +181,7 @@ class Fence:
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
         """Reopen a lost producer, unless a thread has reopened this `generation`. Raise `Fenced` for a newer owner."""
-        with self._locked(deadline):
+        with deadline.holding(self._lock, f"other threads wrote to {self.topic}"):
             if self._fenced is not None:
                 raise self._fresh_copy(self._fenced)
             if generation == self._generation:
@@ -249,17 +248,6 @@ class Fence:
             self._cluster.topics.trim(self.topic, (up_to.ledger, up_to.entry + 1), "trimming", Deadline(1.0))
         except TxnBridgeError as error:
             _log.debug("earlier records on %s are not trimmed: %s", self.topic, error)
-
-    @contextmanager
-    def _locked(self, deadline: Deadline) -> Iterator[None]:
-        held: list[bool] = []
-        try:
-            if not deadline.acquire(self._lock, held):
-                raise DeadlineExceeded(f"other threads were writing to {self.topic} for {deadline.seconds:g} s")
-            yield
-        finally:
-            if held:
-                self._lock.release()
 
     def close(self, deadline: Deadline) -> None:
         """Close the producer, so that the next owner finds the fence topic free."""
