@@ -1,12 +1,16 @@
 """Calls that have to end by their deadlines, also while a broker says nothing."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 from txnbridge_conformance import brokers
 
+from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Deadline
 
 # How late a call may end. It is much, because a machine may be busy; what hangs lasts longer still.
@@ -44,3 +48,27 @@ def paused(broker: brokers.Broker) -> Iterator[None]:
         yield
     finally:
         broker.resume()
+
+
+class Hold:
+    """Stands for a request whose answer does not come while a block of the test runs."""
+
+    def __init__(self) -> None:
+        self.asked, self._goes_on = threading.Event(), threading.Event()
+
+    def __call__(self, *given: object, **named: object) -> NoReturn:
+        self.asked.set()
+        assert self._goes_on.wait(GRACE)
+        raise BrokerUnavailable("away")
+
+    @contextmanager
+    def asked_by(self, call: Callable[[], object]) -> Iterator[None]:
+        """Let a thread make `call`, which asks and waits for the answer to the end of the block."""
+        with ThreadPoolExecutor(1) as pool:
+            holder = pool.submit(call)
+            try:
+                assert self.asked.wait(GRACE)
+                yield
+                assert not holder.done()
+            finally:
+                self._goes_on.set()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 from txnbridge import spi
 from txnbridge._base.connection import Connection, ConnectionUser
+from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import check_place
 from txnbridge._base.topic import Topic, as_topic, encode_message
 from txnbridge.capabilities import Capability
@@ -55,18 +57,16 @@ class Publisher(ConnectionUser):
             raise InvalidOption("a sequence is a whole number from 0, below 2**63")
         name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
-        with self._lock:
+        with self._alone() as deadline:
             self._check()
             if sequence is not None:
-                self._check_sequence(name, sequence)
+                self._check_sequence(name, sequence, deadline)
             with self._connection.events.step("message.send", None, topic=name, bytes=size, sequence=sequence):
-                self._publisher.send(
-                    name, data, key_data, pairs or None, partition, timestamp, sequence, self._connection.deadline()
-                )
+                self._publisher.send(name, data, key_data, pairs or None, partition, timestamp, sequence, deadline)
             if sequence is not None and sequence > self._marks[name]:
                 self._last[name] = sequence
 
-    def _check_sequence(self, topic: str, sequence: int) -> None:
+    def _check_sequence(self, topic: str, sequence: int, deadline: Deadline) -> None:
         self._check_named()
         last = self._last.get(topic)
         if last is not None and sequence <= last:
@@ -75,7 +75,7 @@ class Publisher(ConnectionUser):
                 " above the last one would never be stored"
             )
         if topic not in self._marks:
-            stored = self._publisher.last_sequence(topic, self._connection.deadline())
+            stored = self._publisher.last_sequence(topic, deadline)
             self._marks[topic] = -1 if stored is None else stored
 
     def _check_named(self) -> None:
@@ -88,30 +88,37 @@ class Publisher(ConnectionUser):
 
         Raise `DeliveryFailed` if one could not be stored, `DeadlineExceeded` after the bridge's timeout.
         """
-        with self._lock:
+        with self._alone() as deadline:
             self._check()
             with self._connection.events.step("flush"):
-                self._publisher.flush(self._connection.deadline())
+                self._publisher.flush(deadline)
 
     def last_sequence(self, topic: str | Topic) -> int | None:
         """Return the highest sequence stored under this publisher's name in a topic; None if there is none."""
-        with self._lock:
+        with self._alone() as deadline:
             self._check()
             self._check_named()
-            return self._publisher.last_sequence(as_topic(topic).name, self._connection.deadline())
+            return self._publisher.last_sequence(as_topic(topic).name, deadline)
 
     def close(self) -> None:
         """Wait until all messages are stored, and close the publisher."""
-        with self._lock:
+        with self._alone() as deadline:
             if not self._closed and not self._connection.forked:
                 self._closed = True
-                self._publisher.close(self._connection.deadline())
+                self._publisher.close(deadline)
 
     def __enter__(self) -> Publisher:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[Deadline]:
+        """Yield the deadline of a call, which includes its wait for other threads' calls; these wait in the block."""
+        deadline = self._connection.deadline()
+        with deadline.holding(self._lock, "other threads used this publisher"):
+            yield deadline
 
     def _check(self) -> None:
         self._connection.check_open()

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from txnbridge import Bridge, InvalidOption, connect
+from tests.core.toy import connect_toy
+from tests.in_time import Hold
+from txnbridge import Bridge, DeadlineExceeded, InvalidOption, connect
 from txnbridge.errors import UsageError
 
 
@@ -54,3 +57,14 @@ def test_without_a_name_there_are_no_sequences(tmp_path: Path, like: str, refuse
             publisher.send("rows", b"", sequence=1)
         with pytest.raises(UsageError, match=refused):
             publisher.last_sequence("rows")
+
+
+@pytest.mark.parametrize("call", ["send", "flush", "last_sequence", "close"])
+def test_a_call_waits_for_another_threads_no_longer_than_the_bridges_timeout(call: str) -> None:
+    bridge, broker = connect_toy(timeout=0.1)
+    hold = Hold()
+    broker.publisher = lambda *_: SimpleNamespace(**dict.fromkeys(("send", "flush", "last_sequence", "close"), hold))  # type: ignore[assignment,method-assign,return-value]
+    publisher = bridge.publisher("import")
+    arguments = {"send": ("rows", b"2"), "last_sequence": ("rows",)}.get(call, ())
+    with bridge, hold.asked_by(lambda: publisher.send("rows", b"1")), pytest.raises(DeadlineExceeded):
+        getattr(publisher, call)(*arguments)
