@@ -346,7 +346,7 @@ class Consumer(ConnectionUser):
             _log.debug("closing %r after an interrupted call: %s", self, error)
 
     def _close(self, deadline: Deadline) -> None:
-        self._leave(list(self._deliveries.assignments), "reader.revoke")
+        self._leave(list(self._deliveries.assignments), "reader.revoke", deadline.left())
         try:
             self._consumers.close_reader(self._reader, deadline)
         except TxnBridgeError:
@@ -386,7 +386,7 @@ class Consumer(ConnectionUser):
         self._connection.events.emit("reader.assign", "after", None, topic=partition[0], partition=partition[1])
         return self._deliveries.assigned(partition)
 
-    def _leave(self, partitions: Sequence[Partition], event: str) -> None:
+    def _leave(self, partitions: Sequence[Partition], event: str, patience: float = TIMEOUT_MAX) -> None:
         for partition in partitions:
             self._connection.events.emit(event, "before", None, topic=partition[0], partition=partition[1])
         holder, held = self._deliveries.left(partitions)
@@ -394,7 +394,7 @@ class Consumer(ConnectionUser):
             # A running commit ends first; a transaction that has not begun to commit can only be aborted now.
             names = ", ".join(f"{topic}[{number}]" for topic, number in sorted(held))
             error = Conflict(f"{names} left this consumer while transaction {holder.id} held acknowledgements of it")
-            holder._fail_from_outside(error, patience=holder.deadline)
+            holder._fail_from_outside(error, patience=min(patience, holder.deadline))
         for partition in partitions:
             self._connection.events.emit(event, "after", None, topic=partition[0], partition=partition[1])
 

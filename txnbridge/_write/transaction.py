@@ -652,7 +652,7 @@ class Transaction(ConnectionUser):
         try:
             while not self._take_turn(held):
                 if time.monotonic() >= until:
-                    return
+                    break  # a commit that runs goes on: `_fail` changes an open transaction only
                 time.sleep(_TURN_SECONDS)
             self._fail(error)
         finally:

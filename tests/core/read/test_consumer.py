@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.core.toy import ToyBackend, ToyReader, connect_toy
+from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
 from tests.failing import raising
-from tests.in_time import wait_until
+from tests.in_time import Hold, wait_until
 from txnbridge import (
     Abort,
     BrokerUnavailable,
@@ -429,6 +429,35 @@ def test_columns_are_for_readers_without_a_group(room: Room) -> None:
         room.consumer.poll_columns()
     with pytest.raises(InvalidOption, match="whole number from 1"):
         room.bridge.consumer("t").poll_columns(0)
+
+
+@pytest.mark.parametrize("close", [lambda room: room.consumer.close(0.1), lambda room: room.bridge.close()])
+def test_closing_waits_for_the_commit_of_its_acknowledgements_no_longer_than_its_own_timeout(room, monkeypatch, close):
+    hold = Hold()
+    monkeypatch.setattr(ToyWriter, "commit", hold)
+    txn = room.bridge.transaction(timeout=60)
+    txn.ack(room.consumer.poll())
+    with hold.asked_by(txn.commit):
+        close(room)
+        assert "close" in room.reader.calls
+    txn.abort()
+
+
+def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room, monkeypatch):
+    hold = Hold()
+
+    def send(*given: object) -> None:
+        with pytest.raises(BrokerUnavailable):
+            hold()
+
+    monkeypatch.setattr(ToyWriter, "send", send)
+    txn = room.bridge.transaction(timeout=60)
+    txn.ack(room.consumer.poll())
+    with hold.asked_by(lambda: txn.send("t", b"1")):
+        room.consumer.close(0.1)
+    with pytest.raises(InvalidState, match="left this consumer"):
+        txn.commit()
+    txn.abort()
 
 
 def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
