@@ -16,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -158,6 +158,7 @@ class LaneGroup:
         self._own: tuple[int, str] | None = None  # the number of the own lane, and its owner's name
         self._lanes: dict[int, Lane] = {}  # those that this process holds, as far as it knows
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
+        self._guard = threading.Lock()  # of `_lanes`, while it is changed
         self._opening = threading.Lock()
         self._turn = threading.Lock()  # of the thread that tends the lanes
         self._seen: dict[int, _Seen] = {}
@@ -233,16 +234,8 @@ class LaneGroup:
         with self._opens(deadline):
             return self._open(number, name, deadline)
 
-    @contextmanager
-    def _opens(self, deadline: Deadline) -> Iterator[None]:
-        held: list[bool] = []
-        try:
-            if not deadline.acquire(self._opening, held):
-                deadline.check(f"opening a lane of group {self._group!r}")
-            yield
-        finally:
-            if held:
-                self._opening.release()
+    def _opens(self, deadline: Deadline) -> AbstractContextManager[None]:
+        return deadline.holding(self._opening, f"another thread opened a lane of group {self._group!r}")
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
         """Open lane `number` (a topic of half messages) as the owner `name`. The caller has locked `_opening`."""
@@ -257,7 +250,8 @@ class LaneGroup:
             try:
                 nonce = lane.open(deadline)
                 self._check_complete(number, name, id, lane.index, nonce, deadline)
-                before, self._lanes[number] = self._lanes.get(number), lane
+                with self._guard:
+                    before, self._lanes[number] = self._lanes.get(number), lane
                 if before is not None:  # of an owner before
                     before.close()
             except BaseException as error:
@@ -287,7 +281,7 @@ class LaneGroup:
 
     def _drop(self, lane: Lane) -> None:
         """Close and forget a topic of half messages: another process may own it by now, or all in it has ended."""
-        with self._opening:
+        with self._guard:  # not `_opening`, with which another thread may ask the broker beyond the caller's deadline
             for number, each in list(self._lanes.items()):
                 if each is lane:
                     del self._lanes[number]
@@ -431,14 +425,14 @@ class LaneGroup:
 
     def leave(self, deadline: Deadline) -> None:
         """Close this process's topics of half messages; free its own for others if no half message in it is open."""
-        with self._turn, self._opens(deadline):
+        with deadline.holding(self._turn, f"another thread tended {self._group!r}"), self._opens(deadline):
             for number, lane in list(self._lanes.items()):
                 if self._is_own(lane) and not lane.index.undone:
                     with suppress(TxnBridgeError):
                         lane.tend(deadline)
                         self._list_lane(number, lane.how["owner"], deadline, owner="")
                     self._own = None
-                del self._lanes[number]
+                self._lanes.pop(number, None)
                 lane.close()
             self._seen.clear()
 

@@ -18,11 +18,14 @@ from txnbridge_conformance.run.sales import Sales
 from txnbridge_conformance.suite.half_messages import *  # noqa: F403
 
 from tests.core import half_topic_backend
+from tests.in_time import Hold
 from tests.kill_walk import KillWalk
 from txnbridge import (
     Bridge,
+    DeadlineExceeded,
     Decision,
     EvidenceLost,
+    Fenced,
     HalfMessages,
     HalfTransaction,
     Headers,
@@ -162,6 +165,26 @@ def test_a_check_that_hangs_keeps_no_others_from_being_published_and_nobody_take
             held.set()
             eventually(lambda: values(seen(bridge, topic)) == [b"1", b"asked about"], "the other one is, too")
     assert others == []
+
+
+def test_a_sender_that_loses_its_lane_keeps_its_deadline_while_another_thread_opens_the_lane_again(
+    bridge, topic, group, monkeypatch
+):
+    hold, has_lane = Hold(), threading.Event()
+
+    def lose(lane: half_lane.Lane, half: Half, deadline: object) -> None:
+        if half.messages[0].value == b"late":
+            has_lane.set()
+            assert hold.asked.wait(60)
+        raise Fenced("the lane was opened again")
+
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(half_lane.Lane, "store", lose)
+        late = pool.submit(sell, sales, topic, b"late")
+        assert has_lane.wait(60)
+        monkeypatch.setattr(LaneGroup, "_topic_id", hold)
+        with hold.asked_by(lambda: sell(sales, topic, b"first")), pytest.raises(DeadlineExceeded):
+            late.result(20)
 
 
 def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(bridge, topic, group, monkeypatch):
