@@ -209,9 +209,10 @@ class Engine:
     def everything(self, deadline: Deadline) -> Follower:
         """Return a reader of the log (a `Follower`) whose reading includes every record that is still in the log."""
         with self.follower.following(deadline) as state:
-            start, begin = state.start, self._log.begin(deadline)
-            if begin is not None and state.completeness.renewed is not None:
-                begin = max(begin, state.completeness.renewed.position)
+            start, renewed = state.start, state.completeness.renewed
+        begin = self._log.begin(deadline)  # without the follower's lock, for which other threads wait
+        if begin is not None and renewed is not None:
+            begin = max(begin, renewed.position)
         if begin is None or start is None or start <= begin:
             return self.follower
         return self._reading_from(begin, deadline)

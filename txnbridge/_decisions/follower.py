@@ -28,10 +28,7 @@ _LONGEST_PAUSE = 1.0
 _MOST_BYTES = 16_000_000
 # The first bytes of the records that replace all records before them.
 _REPLACING = tuple(dump_json({"txnbridge": VERSION, "kind": each.kind})[:-1] for each in (Snapshot, Renewed))
-
-
-def _too_long(deadline: Deadline) -> errors.DeadlineExceeded:
-    return errors.DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
+_OTHER = "another thread read the decision log"  # for error texts
 
 
 class Follower:
@@ -87,12 +84,13 @@ class Follower:
 
     @contextmanager
     def following(
-        self, deadline: Deadline, up_to: Position | None = None, *, may_create: bool = True
+        self, deadline: Deadline, up_to: Position | None = None, *, may_create: bool = True, reads: bool = False
     ) -> Iterator[LogState]:
         """Read up to a position, or to the log's present end, and yield the state.
 
-        With `may_create`, append the birth record to an empty log. Raise `OutcomeUnknown` if the log ends before a
-        record that is known to be stored, `EvidenceLost` if it is not the log that was read before.
+        With `may_create`, append the birth record to an empty log. With `reads`, do not use another thread's reading,
+        so that no other thread reads during the block. Raise `OutcomeUnknown` if the log ends before a record that is
+        known to be stored, `EvidenceLost` if it is not the log that was read before.
         """
         before: int | None = None
         is_reading = False
@@ -101,7 +99,7 @@ class Follower:
             while not is_reading:
                 with self._locked(deadline):
                     asked = self._begun if asked is None else asked
-                    if self._has_read(up_to, asked):
+                    if not reads and self._has_read(up_to, asked):
                         yield self._state
                         return
                     if (turn := self._turn()) is None:
@@ -141,7 +139,7 @@ class Follower:
     def _wait(self, turn: Wake, deadline: Deadline) -> None:
         turn.wait(deadline.left())
         if deadline.expired:
-            raise _too_long(deadline)
+            raise errors.DeadlineExceeded(f"{_OTHER} for longer than {deadline.seconds:g} s")
 
     @contextmanager
     def reading_once(self, deadline: Deadline) -> Iterator[None]:
@@ -150,7 +148,8 @@ class Follower:
         Other threads that use the log wait until the block ends. A record that this thread appends in the block is
         read, too.
         """
-        with self.following(deadline):
+        # Else this thread, which holds the lock, could wait in the block for another one that reads and needs the lock.
+        with self.following(deadline, reads=True):
             before, self._is_read = self._is_read, True
             try:
                 yield
@@ -159,15 +158,9 @@ class Follower:
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[None]:
-        held: list[bool] = []
-        try:
-            if not deadline.acquire(self._lock, held):
-                raise _too_long(deadline)
+        with deadline.holding(self._lock, _OTHER):
             self._require_log()
             yield
-        finally:
-            if held:
-                self._lock.release()
 
     def _require_log(self) -> None:
         if self._lost:

@@ -47,6 +47,10 @@ class HeldLog(MemoryLog):
             self._is_held.set()
             assert self._goes_on.wait(60)
 
+    def begin(self, deadline: Deadline | None = None) -> Position | None:
+        self._pass("begin")
+        return super().begin()
+
     def end(self, deadline: Deadline | None = None) -> Position | None:
         self.ends += 1
         end = super().end()
@@ -178,3 +182,56 @@ def test_a_thread_that_waits_for_its_turn_keeps_its_deadline_while_another_one_r
         late.result(30)
     log.release()
     assert first.result().claim is not None
+
+
+def test_a_thread_that_asks_where_the_log_begins_does_not_keep_others_from_it(join, log, pool):
+    decisions = join()
+    decisions.begin()
+    log.hold("begin")
+    entries = pool.submit(decisions.ledger("X").entries, "kind", Deadline(60))
+    log.wait_until_held()
+    assert decisions.begin(timeout=1)
+    log.release()
+    assert entries.result() == []
+
+
+class LateDeadline(Deadline):
+    """A deadline with which a thread that has waited for its turn goes on only when the test lets it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.asked, self.woken, self.goes_on = 0, threading.Event(), threading.Event()
+
+    def acquire(self, lock: object, held: list[bool]) -> bool:
+        self.asked += 1
+        if self.asked == 2:
+            self.woken.set()
+            assert self.goes_on.wait(60)
+        return super().acquire(lock, held)  # type: ignore[arg-type]
+
+
+def test_a_block_that_reads_once_and_a_thread_that_reads_do_not_wait_for_each_other(join, log, pool):
+    decisions, deadline = join(), LateDeadline(5)
+    decisions.begin()
+
+    def claim() -> Decision:
+        with decisions.reading_once(timeout=deadline):
+            return decisions.claim("Y", COMMIT, timeout=5).decision
+
+    log.hold("end")
+    first = pool.submit(decisions.read, "X")
+    log.wait_until_held()
+    once = pool.submit(claim)
+    wait_for_turns(decisions, 1)
+    log.release()
+    assert deadline.woken.wait(60)
+    first.result()
+    decisions.read("X")  # as far as the block wants it, too
+    log.hold("end")
+    reading = pool.submit(decisions.read, "X")
+    log.wait_until_held()
+    deadline.goes_on.set()
+    wait_for_turns(decisions, 1)
+    log.release()
+    assert once.result() is COMMIT
+    assert reading.result().claim is None
