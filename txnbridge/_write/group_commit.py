@@ -95,7 +95,7 @@ class GroupCommit:
 
     def take(self, parameters: Begin) -> TakenWriter:
         """Return a new transaction's writer: one that keeps messages for group commit, or a broker's if few run."""
-        self.writers.clear_abandoned()
+        self.writers.clear_abandoned(parameters.deadline)
         transactions = self.writers.open_transactions
         try:
             transactions.add(parameters.transaction)

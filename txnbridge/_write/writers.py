@@ -121,7 +121,7 @@ class Writers:
 
     def _wait_for_place(self, place: Place, deadline: Deadline, running: bool) -> None:
         while True:
-            self.clear_abandoned()
+            self.clear_abandoned(deadline)
             # Wait in short steps: neither a transaction's garbage collection nor `close` wakes this thread.
             entered = place.enter(Deadline(min(deadline.left(), self._connection.timing.writer_checks)))
             if not running:
@@ -165,7 +165,7 @@ class Writers:
         """Return whether there are transactions to abort whose objects were garbage-collected before their end."""
         return bool(self._abandoned)
 
-    def clear_abandoned(self, deadline: Deadline | None = None) -> None:
+    def clear_abandoned(self, deadline: Deadline) -> None:
         """Abort transactions whose objects were garbage-collected; the collector could not, as it must take no lock."""
         connection = self._connection
         while True:
@@ -178,7 +178,7 @@ class Writers:
             try:
                 if taken.open and taken.writer is not None:
                     with connection.events.step("abort", transaction, abandoned=True):
-                        taken.writer.abort(deadline or connection.deadline())
+                        taken.writer.abort(deadline)
                     sound = True
             except TxnBridgeError as error:
                 _log.warning("transaction %s was left unfinished and could not be aborted: %s", transaction, error)

@@ -257,7 +257,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
     order: list[int] = []
     looks: Counter[int] = Counter()
     clear = writers.clear_abandoned
-    monkeypatch.setattr(writers, "clear_abandoned", lambda: (looks.update([threading.get_ident()]), clear()))
+    monkeypatch.setattr(writers, "clear_abandoned", lambda by: (looks.update([threading.get_ident()]), clear(by)))
 
     def wait_for_a_writer(number: int) -> None:
         with bridge.transaction(timeout=60):
@@ -275,15 +275,23 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
     assert order == list(range(8))
 
 
-def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one(bridge: Bridge, writer: ToyWriter) -> None:
+@pytest.mark.parametrize("group_commit", [False, True])
+def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one_within_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, group_commit: bool
+) -> None:
+    monkeypatch.setattr(ToyBroker, "group_commit", group_commit)
+    monkeypatch.setattr(ToyWriter, "abort", lambda writer, deadline: writer.calls.append(deadline.seconds))
+    bridge, broker = connect_toy(writers=1)
     txn = bridge.transaction()
     with pytest.warns(ResourceWarning, match="left unfinished"):
         del txn
         gc.collect()
-    assert "abort" not in writer.calls
-    with bridge.transaction():
+    (writer,) = broker.writers
+    assert writer.calls == ["begin"]
+    with bridge.transaction(timeout=7):
         pass
-    assert writer.calls == ["begin", "abort", "begin", "commit"]
+    assert writer.calls == ["begin", 7, "begin", "commit"]
+    bridge.close()
 
 
 def test_a_writer_made_for_preparing_is_closed_if_it_does_not_begin_or_its_transaction_is_left_unfinished(
