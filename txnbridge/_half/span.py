@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
@@ -57,7 +57,7 @@ class Spans:
     """The records of spans (transactions over several brokers): stores them, and ends spans whose process has died."""
 
     def __init__(self, keeper: Connection, bridges: Sequence[Bridge]) -> None:
-        self._guard = threading.Lock()
+        self._guard, self._opening = threading.Lock(), threading.Lock()
         self._bridges: WeakSet[Bridge] = WeakSet()
         self.use(bridges)
         self.clusters = _named(bridges)
@@ -83,9 +83,9 @@ class Spans:
         with self._guard:
             return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
 
-    def open(self, database: str | None = None) -> None:
+    def open(self, database: str | None = None, timeout: float | None = None) -> None:
         """From now on end dead processes' transactions over several brokers: without database, or with `database`."""
-        with self._guard:
+        with _alone(self._connection, self._opening, timeout):
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
         if database is not None:
@@ -206,7 +206,12 @@ def _tokens_of(record: bytes | None) -> list[Token]:
 _opening = threading.Lock()
 
 
-def spans_over(bridges: Sequence[Bridge], least: int) -> Spans:
+def _alone(keeper: Connection, opening: threading.Lock, timeout: float | None) -> AbstractContextManager[None]:
+    deadline = keeper.deadline() if timeout is None else Deadline(timeout)
+    return deadline.holding(opening, "another thread opened spans")
+
+
+def spans_over(bridges: Sequence[Bridge], least: int, timeout: float | None = None) -> Spans:
     """Return the `Spans` of these clusters: all processes choose the same broker for records of transactions."""
     for bridge in bridges:
         bridge._connection.check_open()
@@ -220,7 +225,7 @@ def spans_over(bridges: Sequence[Bridge], least: int) -> Spans:
     keepers = [bridge._connection for bridge in bridges if bridge.capabilities[Capability.HALF_MESSAGES]]
     lanes = lambda each: (each.broker.half_store() is None, each.backend, each.broker.cluster)  # noqa: E731
     keeper = min(keepers or [bridge._connection for bridge in bridges], key=lanes)
-    with _opening:
+    with _alone(keeper, _opening, timeout):
         opened = keeper.spans
         if clusters not in opened:
             opened[clusters] = Spans(keeper, bridges)
@@ -246,10 +251,10 @@ class Span:
     ) -> None:
         timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
-        self._spans = spans_over(bridges, least=2 if db is None else 1)
+        self._spans = spans_over(bridges, 2 if db is None else 1, timeout)
         self._database: SpanTransaction | None = None
         if db is None:
-            self._spans.open()
+            self._spans.open(timeout=timeout)
             self._key = f"{self._spans.clusters}-{random_name(8)}"
         else:
             self._database = self._spans.database(db, timeout)

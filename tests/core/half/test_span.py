@@ -19,7 +19,7 @@ from txnbridge_embedded.write.writer import PreparingWriter
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
 from tests.failing import fail_call, raising
-from tests.in_time import wait_until
+from tests.in_time import Hold, wait_until
 from txnbridge import (
     Abort,
     Bridge,
@@ -504,3 +504,11 @@ def test_a_sweep_leaves_spans_over_other_brokers_to_their_own(pair, tmp_path, qu
         with spanning(*pair):
             pass
         wait_until(lambda: open_ones(pair) == [])
+
+
+@pytest.mark.parametrize("opened", ["Spans", "HalfMessages"])
+def test_a_span_waits_for_the_first_one_of_another_thread_no_longer_than_its_timeout(pair, monkeypatch, opened):
+    hold = Hold()
+    monkeypatch.setattr(f"txnbridge._half.span.{opened}", hold)
+    with hold.asked_by(lambda: spanning(*pair)), pytest.raises(DeadlineExceeded):
+        spanning(*pair, timeout=0.1)
