@@ -6,7 +6,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, StorageFailed, TxnBridgeError
@@ -58,12 +58,15 @@ class PulsarLog(DecisionLog):
 
     def _open_end_reader(self, deadline: Deadline) -> wire.PulsarConsumer:
         """Return a reader that is only asked for the position of the log's last record, and never for records."""
-        with self._lock:
+        with self._opening(deadline):
             if self._end_reader is None:
                 self._end_reader = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
             elif self._end_reader.lost is not None:
                 self._end_reader.reopen(deadline.left())
             return self._end_reader
+
+    def _opening(self, deadline: Deadline) -> AbstractContextManager[None]:
+        return deadline.holding(self._lock, f"another thread connected to the decision log {self._name}")
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         send = self._retry(lambda: self._start_send(record, deadline), "appending to it", deadline)
@@ -92,7 +95,7 @@ class PulsarLog(DecisionLog):
             raise
 
     def _open_producer(self, deadline: Deadline) -> wire.PulsarProducer:
-        with self._lock:
+        with self._opening(deadline):
             if self._producer is None:
                 self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
             elif self._producer.lost is not None:

@@ -11,6 +11,7 @@ import pytest
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.client.errors import server_error
+from txnbridge_pulsar.decision_log import PulsarLog
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
 from txnbridge_pulsar.outcome.end_delivery import Participants
@@ -30,6 +31,7 @@ from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.failing import raising
+from tests.in_time import Hold
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.kit import Kept
 from txnbridge import (
@@ -595,3 +597,13 @@ def test_entries_that_a_broker_skips_after_it_went_back_unasked_are_missed() -> 
     assert not arrives(partition, 1, 2, 9)
     redelivers(partition)
     assert arrives(partition, 1, 2, 3, 4, 9)
+
+
+@pytest.mark.parametrize("call", ["append", "end"])
+def test_a_thread_that_waits_for_anothers_connection_of_the_decision_log_keeps_its_deadline(call: str) -> None:
+    hold = Hold()
+    client: Any = SimpleNamespace(create_producer=hold, read=hold)
+    topics: Any = SimpleNamespace(internal=lambda *_: "log")
+    log = PulsarLog(client, topics, "log", Deadline(SOON), Emitter("tests", ()))
+    with hold.asked_by(lambda: log.append(b"", Deadline(SOON))), pytest.raises(DeadlineExceeded):
+        getattr(log, call)(*[b""] * (call == "append"), Deadline(0.1))
