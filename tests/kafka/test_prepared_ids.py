@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from txnbridge_kafka.admin.admin import KafkaAdmin
 from txnbridge_kafka.client.protocol_types import TransactionDescription
+from txnbridge_kafka.write.owner import KafkaOwner
 from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
-from txnbridge.spi import Begin, Deadline
+from tests.in_time import Hold
+from txnbridge import DeadlineExceeded
+from txnbridge.spi import Begin, Deadline, Identity
 
 pytestmark = pytest.mark.offline
 
@@ -144,3 +147,11 @@ def test_transactions_that_come_faster_than_ids_are_opened_find_more_of_them_ope
     pool.close(Deadline(30))
     assert found == [1, 2, 3, 4, 4, 4, 4, 4]
     assert len({id for id, _ in openings}) == len(openings) == 12
+
+
+def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_deadline():
+    hold = Hold()
+    ledger: Any = SimpleNamespace(newest_opening=hold)
+    owner = KafkaOwner(Identity("shop", False, "shop", ""), ledger, 1)
+    with hold.asked_by(lambda: owner.open_once(Deadline(60))), pytest.raises(DeadlineExceeded):
+        owner.open_once(Deadline(0.1))

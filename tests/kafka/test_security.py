@@ -26,7 +26,7 @@ from txnbridge_kafka.settings import KafkaSettings, security
 from txnbridge_kafka.settings.security import OAuthTokens
 
 import txnbridge
-from tests.in_time import within
+from tests.in_time import Hold, within
 from tests.kafka.certificates import Authority
 from tests.kafka.test_settings import OAUTH, PLAIN, SCRAM, SECRET, read
 from txnbridge.errors import AccessDenied, BrokerUnavailable
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
 
 # What a good login takes at most, and what a bad one is given.
 LONG, SHORT = 30.0, 2.0
+LATE = 1e9  # by time.monotonic()
 USER, PASSWORD = "anna", "the-right-one"
 
 _log = logging.getLogger("tests.kafka.security")
@@ -414,39 +415,39 @@ def tokens(endpoint: Endpoint, **told: Any) -> OAuthTokens:
 
 def test_a_token_is_used_until_most_of_its_life_has_passed(endpoint, clock):
     provider = tokens(endpoint)
-    first = provider.token()
+    first = provider.token(LATE)
     clock[0] += 47
-    assert provider.token() == first
+    assert provider.token(LATE) == first
     clock[0] += 1
-    assert provider.token() != first
+    assert provider.token(LATE) != first
     assert endpoint.answers == [200, 200]
 
 
 def test_while_the_endpoint_is_away_a_token_is_used_until_it_dies(endpoint, clock):
     provider = tokens(endpoint)
-    first = provider.token()
+    first = provider.token(LATE)
     endpoint.breaks = True
     clock[0] += 59
-    assert provider.token() == first
+    assert provider.token(LATE) == first
     clock[0] += 1
     with pytest.raises(BrokerUnavailable, match="HTTP 503"):
-        provider.token()
+        provider.token(LATE)
 
 
 def test_a_token_whose_life_is_not_told_is_used_once(endpoint):
     endpoint.lives = None
     provider = tokens(endpoint)
-    assert provider.token() != provider.token()
+    assert provider.token(LATE) != provider.token(LATE)
 
 
 def test_the_scope_is_asked_for(endpoint):
-    tokens(endpoint, **{"sasl.oauthbearer.scope": "read write"}).token()
+    tokens(endpoint, **{"sasl.oauthbearer.scope": "read write"}).token(LATE)
     assert endpoint.asked == ["grant_type=client_credentials&scope=read+write"]
 
 
 def test_many_threads_ask_for_one_token(endpoint):
     provider, found = tokens(endpoint), set[str]()
-    threads = [threading.Thread(target=lambda: found.add(provider.token())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.add(provider.token(LATE))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -454,10 +455,18 @@ def test_many_threads_ask_for_one_token(endpoint):
     assert (len(found), endpoint.answers) == (1, [200])
 
 
+def test_a_thread_that_waits_for_anothers_token_keeps_its_deadline(endpoint, monkeypatch):
+    hold = Hold()
+    monkeypatch.setattr(OAuthTokens, "_fetch", hold)
+    provider = tokens(endpoint)
+    with hold.asked_by(lambda: provider.token(LATE)), pytest.raises(TimeoutError):
+        provider.token(time.monotonic() + 0.1)
+
+
 def test_an_endpoint_that_refuses_says_what_to_check_and_shows_no_secret(endpoint):
     provider = tokens(endpoint, **{"sasl.oauthbearer.client.secret": SECRET})
     with pytest.raises(AccessDenied, match=r"/token gave no token \(HTTP 401\): check .*client\.secret") as caught:
-        provider.token()
+        provider.token(LATE)
     assert SECRET not in str(caught.value)
     assert "tenant" not in str(caught.value)  # a query may hold a secret too
 
@@ -466,10 +475,10 @@ def test_an_endpoint_that_refuses_says_what_to_check_and_shows_no_secret(endpoin
 def test_an_endpoint_that_is_not_there_is_told(endpoint, url):
     provider = tokens(endpoint, **{"sasl.oauthbearer.token.endpoint.url": url})
     with pytest.raises(BrokerUnavailable, match=f"the token endpoint {url} gave no token"):
-        provider.token()
+        provider.token(LATE)
 
 
 def test_an_answer_without_a_token_is_told(endpoint, monkeypatch):
     monkeypatch.setattr(endpoint, "answer", lambda *_: (200, {"token": "x"}))
     with pytest.raises(BrokerUnavailable, match="answered without an access_token"):
-        tokens(endpoint).token()
+        tokens(endpoint).token(LATE)

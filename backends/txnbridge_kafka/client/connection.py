@@ -88,7 +88,7 @@ class Connection:
         answer = self.ask(wire.SASL_HANDSHAKE(mechanism=self._access.mechanism), until)
         if answer.error_code:
             raise LoginRefusedError(answer.error_code)
-        exchange = login(self._access)
+        exchange = login(self._access, until)
         message = next(exchange)
         with contextlib.suppress(StopIteration):
             while True:

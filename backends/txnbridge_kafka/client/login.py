@@ -18,9 +18,9 @@ _MOST_ROUNDS = 1_000_000
 _NONCE_BYTES = 24
 
 
-def login(access: Access) -> Generator[bytes, bytes, None]:
+def login(access: Access, until: float) -> Generator[bytes, bytes, None]:
     if access.tokens is not None:
-        return _oauth(access.tokens.token(), access.tokens.extensions())
+        return _oauth(access.tokens.token(until), access.tokens.extensions())
     if access.mechanism == "PLAIN":
         return _plain(access.username, access.password)
     return _scram(access.mechanism.removeprefix("SCRAM-").replace("-", ""), access.username, access.password)

@@ -200,9 +200,14 @@ class OAuthTokens:
         self._token = ""
         self._renew_at = self._expires_at = 0.0  # by time.monotonic()
 
-    def token(self) -> str:
-        """Return a valid OAuth token. Raise `AccessDenied` if the token endpoint refuses."""
-        with self._lock:
+    def token(self, until: float) -> str:
+        """Return a valid OAuth token. Raise `AccessDenied` if the token endpoint refuses.
+
+        Raise `TimeoutError` if another thread is fetching one at the time `until` of time.monotonic().
+        """
+        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise TimeoutError("another thread fetches an OAuth token")
+        try:
             now = time.monotonic()
             if now >= self._renew_at:
                 try:
@@ -215,6 +220,8 @@ class OAuthTokens:
                     self._token = str(answer["access_token"])
                     self._renew_at, self._expires_at = now + _RENEWED_SHARE * life, now + life
             return self._token
+        finally:
+            self._lock.release()
 
     def extensions(self) -> dict[str, str]:
         """Return the SASL extensions, which are sent to the broker with the token."""

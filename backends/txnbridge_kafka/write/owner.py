@@ -39,7 +39,7 @@ class KafkaOwner:
         The record has the largest number of writers that any owner had. So if an owner dies while it opens the id, the
         next owner still fences all writers.
         """
-        with self._lock:
+        with deadline.holding(self._lock, f"another thread opened {self.name}"):
             newest = self.ledger.newest_opening(deadline)
             before = newest[1] if newest else {}
             about = {
