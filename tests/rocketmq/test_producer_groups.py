@@ -1,16 +1,20 @@
 """Tests of the producer groups in which a bridge answers check-backs, and of other clients in them."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
 
 from tests.core.decisions_kit import MemoryLog
+from tests.in_time import Hold
 from tests.rocketmq.half_broker import HalfBroker, Process
 from tests.rocketmq.kit import LONG
 from tests.rocketmq.reading_kit import unique
-from txnbridge.errors import AccessDenied, InvalidOption
+from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
 
 OURS = "_txnbridge-app-tests"
@@ -55,6 +59,16 @@ def test_a_broker_that_does_not_list_members_keeps_nobody_out(broker, process, f
     if fault == 16:  # the doctor says that it may not look
         with pytest.raises(AccessDenied):
             process.cluster.producer_groups.strangers([OURS], Deadline(60), strict=True)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("call", ["join", "leave"])
+def test_a_thread_that_waits_for_anothers_change_of_the_groups_keeps_its_deadline(call):
+    hold = Hold()
+    client: Any = SimpleNamespace(join=hold, brokers=lambda seconds: {}, call_all=lambda *_: [])
+    groups = ProducerGroups(client, CheckBackRouter())
+    with hold.asked_by(lambda: groups.leave([OURS], Deadline(60))), pytest.raises(DeadlineExceeded):
+        getattr(groups, call)([OURS], *[print] * (call == "join"), Deadline(0.1))
 
 
 def test_the_doctor_names_other_clients_in_the_groups_of_bridges(rocketmq_broker, open_bridge):

@@ -66,13 +66,13 @@ class ProducerGroups:
         """
         for group, strangers in self.strangers(groups, deadline).items():
             raise InvalidOption(described(group, strangers))
-        with self._lock:
+        with deadline.holding(self._lock, "another thread changed the groups"):
             self._router.handlers.update(dict.fromkeys(groups, handler))
             self._register(deadline)
 
     def leave(self, groups: Sequence[str], deadline: Deadline) -> None:
         """Leave producer groups, so that brokers send their check-backs to other members."""
-        with self._lock:
+        with deadline.holding(self._lock, "another thread changed the groups"):
             for group in groups:
                 self._router.handlers.pop(group, None)
             self._register(deadline)
