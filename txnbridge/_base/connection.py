@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter
@@ -18,9 +18,6 @@ from txnbridge.capabilities import Capabilities
 from txnbridge.errors import BrokerUnavailable, InvalidState, NotFound
 from txnbridge.spi import Broker, HalfStore, Identity
 
-if TYPE_CHECKING:
-    from txnbridge._base.service import Service
-
 _log = logging.getLogger("txnbridge")
 
 FORK_HELP = (
@@ -28,6 +25,12 @@ FORK_HELP = (
     " post_fork(server, worker) hook, in Celery in a worker_process_init handler, elsewhere at first use:"
     " `bridge = txnbridge.connect(url)`"
 )
+
+
+class Stoppable(Protocol):
+    """The part of `Service` by which a bridge stops its running services."""
+
+    def stop_by(self, deadline: Deadline) -> None: ...
 
 
 class Connection:
@@ -47,7 +50,7 @@ class Connection:
         self.timeout = timeout
         self.events: Emitter = Emitter(self.name, plugins.listeners(), plugins.filtered_listeners())
         self.header_makers: list[Any] = plugins.header_makers()
-        self.services: set[Service] = set()  # the running services
+        self.services: set[Stoppable] = set()  # the running services
         self.processors: weakref.WeakSet[Any] = weakref.WeakSet()  # for metrics
         # Returns the bridge's half store in lanes; the bridge sets it.
         self.half_lanes: Callable[[], HalfStore] = _no_half_lanes

@@ -24,13 +24,12 @@ from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Decision, Outcome, Token, TokenState
 from txnbridge._half.half_messages import END_SECONDS, HalfMessages, HalfTransaction
-from txnbridge._half.span_sweep import SpanSweep, digest, mark
+from txnbridge._half.span_sweep import SpannedBridge, SpanSweep, digest, mark
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capability
 from txnbridge.spi import Half
 
 if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
     from txnbridge.sql.barrier import SessionOrEngine
     from txnbridge.sql.span import SpanBarriers, SpanTransaction
 
@@ -43,11 +42,11 @@ _HOLD_SECONDS = 600.0  # unless a broker allows less
 _RECORD_VERSION = 1
 
 
-def _named(bridges: Sequence[Bridge]) -> str:
+def _named(bridges: Sequence[SpannedBridge]) -> str:
     return digest(" ".join(sorted(bridge.cluster for bridge in bridges)))
 
 
-def sweep_of(bridges: Sequence[Bridge]) -> SpanSweep:
+def sweep_of(bridges: Sequence[SpannedBridge]) -> SpanSweep:
     """Return a service, not started, that ends transactions over these brokers (spans) whose processes have died."""
     by_cluster = {bridge.cluster: bridge for bridge in bridges}
     return SpanSweep(bridges[0]._connection, _named(bridges), lambda: by_cluster)
@@ -56,9 +55,9 @@ def sweep_of(bridges: Sequence[Bridge]) -> SpanSweep:
 class Spans:
     """The records of spans (transactions over several brokers): stores them, and ends spans whose process has died."""
 
-    def __init__(self, keeper: Connection, bridges: Sequence[Bridge]) -> None:
+    def __init__(self, keeper: Connection, bridges: Sequence[SpannedBridge]) -> None:
         self._guard, self._opening = threading.Lock(), threading.Lock()
-        self._bridges: WeakSet[Bridge] = WeakSet()
+        self._bridges: WeakSet[SpannedBridge] = WeakSet()
         self.use(bridges)
         self.clusters = _named(bridges)
         self._connection = keeper
@@ -73,12 +72,12 @@ class Spans:
         self._sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again, self._settle)
         self._sweep.start()
 
-    def use(self, bridges: Sequence[Bridge]) -> None:
+    def use(self, bridges: Sequence[SpannedBridge]) -> None:
         """From now on use these bridges, too, to end transactions over several brokers whose processes have died."""
         with self._guard:
             self._bridges.update(bridges)
 
-    def _open_bridges(self) -> dict[str, Bridge]:
+    def _open_bridges(self) -> dict[str, SpannedBridge]:
         """Return an open bridge to each cluster: a program may have closed another one to the same cluster."""
         with self._guard:
             return {bridge.cluster: bridge for bridge in self._bridges if not bridge._connection.closed}
@@ -192,7 +191,7 @@ class Spans:
                 continue
             self._later.pop(transaction, None)
 
-    def _bridge(self, token: Token) -> Bridge:
+    def _bridge(self, token: Token) -> SpannedBridge:
         bridge = self._open_bridges().get(token.cluster)
         if bridge is None:
             raise errors.BrokerUnavailable(f"no bridge to the {token.broker} cluster {token.cluster} is open here")
@@ -211,7 +210,7 @@ def _alone(keeper: Connection, opening: threading.Lock, timeout: float | None) -
     return deadline.holding(opening, "another thread opened spans")
 
 
-def spans_over(bridges: Sequence[Bridge], least: int, timeout: float | None = None) -> Spans:
+def spans_over(bridges: Sequence[SpannedBridge], least: int, timeout: float | None = None) -> Spans:
     """Return the `Spans` of these clusters: all processes choose the same broker for records of transactions."""
     for bridge in bridges:
         bridge._connection.check_open()
@@ -243,7 +242,7 @@ class Span:
 
     def __init__(
         self,
-        bridges: Sequence[Bridge],
+        bridges: Sequence[SpannedBridge],
         db: SessionOrEngine | None,
         timeout: float | None,
         hold: float | None,
@@ -263,7 +262,7 @@ class Span:
         self._deadline = Deadline(timeout)
         self._holds = _holds(bridges, timeout, hold, in_order)
         self._until = time.time() + timeout
-        self._parts: dict[Bridge, Transaction] = {}
+        self._parts: dict[SpannedBridge, Transaction] = {}
         self._ending = threading.Lock()  # acquired by the thread that ends it, for ever
         self.tokens: list[Token] = []
         self.outcome: Outcome | None = None
@@ -280,7 +279,7 @@ class Span:
             raise errors.InvalidState("this span has no db=")
         return self._database.db
 
-    def on(self, bridge: Bridge) -> Transaction:
+    def on(self, bridge: SpannedBridge) -> Transaction:
         """Return the transaction on one of the span's brokers, for sends and acknowledgements; the span ends it."""
         if self._ending.locked():
             raise errors.InvalidState("on() needs an open span; its block has ended")
@@ -372,13 +371,15 @@ class Span:
                     self._spans._later[part.token.transaction] = part.token, Outcome.ABORTED
 
 
-def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None, in_order: bool) -> dict[Bridge, float]:
+def _holds(
+    bridges: Sequence[SpannedBridge], timeout: float, hold: float | None, in_order: bool
+) -> dict[SpannedBridge, float]:
     """Return for how many seconds after `timeout` each bridge's transaction stays prepared before its broker aborts it.
 
     With `in_order` they expire in the order of the bridges, else first where the broker's limit is lowest.
     """
 
-    def most(bridge: Bridge) -> float:
+    def most(bridge: SpannedBridge) -> float:
         limit = bridge.limits.prepared_seconds
         return float("inf") if limit is None else limit - timeout
 
@@ -396,7 +397,7 @@ def _holds(bridges: Sequence[Bridge], timeout: float, hold: float | None, in_ord
 
 
 def spanning(
-    *bridges: Bridge, db: SessionOrEngine | None = None, timeout: float | None = None, hold: float | None = None
+    *bridges: SpannedBridge, db: SessionOrEngine | None = None, timeout: float | None = None, hold: float | None = None
 ) -> Span:
     """Return a transaction over several brokers and a database, all or none, for a `with` block.
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from txnbridge import errors
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Outcome, State
 from txnbridge._half.span import Span
-
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
+from txnbridge._half.span_sweep import SpannedBridge
 
 _STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
 
@@ -24,7 +21,7 @@ class SpanPass:
     positions wait for it, no other member goes on before the outputs are there.
     """
 
-    def __init__(self, source: Bridge, target: Bridge, timeout: float) -> None:
+    def __init__(self, source: SpannedBridge, target: SpannedBridge, timeout: float) -> None:
         self._span = Span([target, source], None, timeout, None, in_order=True)
         try:
             # The source's part is also the transaction of dead letters and retries.

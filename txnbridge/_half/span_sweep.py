@@ -14,17 +14,15 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.service import Service
-from txnbridge._base.token import Decision, Outcome, Token
-from txnbridge.capabilities import Capability
+from txnbridge._base.token import Decision, Outcome, Status, Token
+from txnbridge._write.transaction import Transaction
+from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import AccessDenied, TxnBridgeError
 from txnbridge.spi import OpenTransaction
-
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
 
 _log = logging.getLogger("txnbridge")
 
@@ -33,6 +31,36 @@ _EVERY_SECONDS = 5.0
 _MARGIN_SECONDS = 5.0
 # The same for an open part without the one that decides, which is not protected by the abort of that one.
 _LONG_MARGIN_SECONDS = 60.0
+
+
+class SpannedBridge(Protocol):
+    """The part of `Bridge` that spans use."""
+
+    @property
+    def _connection(self) -> Connection: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def cluster(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def admin(self) -> Any: ...
+
+    def _begin_part(self, mark: str, timeout: float, hold: float) -> Transaction: ...
+
+    def commit(self, token: str | Token, timeout: float | None = None) -> Outcome: ...
+
+    def abort(self, token: str | Token, timeout: float | None = None) -> Outcome: ...
+
+    def status(self, token: str | Token) -> Status: ...
 
 
 def mark(key: str, place: int, until: float) -> str:
@@ -55,6 +83,7 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
+OpenBridges = Callable[[], Mapping[str, SpannedBridge]]  # by their clusters
 # Settles the row of a span by its name and time: ABORT or COMMIT stands for ever, UNDECIDED means to ask again.
 Settle = Callable[[str, int], Decision]
 
@@ -62,7 +91,7 @@ Settle = Callable[[str, int], Decision]
 class Part(NamedTuple):
     """One broker's part of a transaction over several, open or prepared. Its process decides by `until` (seconds)."""
 
-    bridge: Bridge
+    bridge: SpannedBridge
     transaction: str
     token: Token | None  # None for an open part
     expires_at: int | None
@@ -83,7 +112,7 @@ class SpanSweep(Service):
         self,
         connection: Connection,
         clusters: str,
-        bridges: Callable[[], Mapping[str, Bridge]],  # by their clusters
+        bridges: OpenBridges,
         end_again: Callable[[], None] = lambda: None,
         settle: Settle = lambda *_: Decision.UNDECIDED,
     ) -> None:
@@ -134,13 +163,14 @@ class SpanSweep(Service):
         # A span is decided only when all its parts are prepared. The ends of other parts may have taken minutes.
         if decision is Decision.COMMIT or part not in self._listed(part.bridge):
             return None
-        return part.bridge.admin.abort(part.transaction, reason=PART_OF_SPAN)
+        aborted: Outcome = part.bridge.admin.abort(part.transaction, reason=PART_OF_SPAN)
+        return aborted
 
     def parts(self) -> list[Part]:
         """Return the single brokers' open and prepared transactions that belong to spans over these clusters."""
         return [part for bridge in self._bridges().values() for part in self._listed(bridge)]
 
-    def _listed(self, bridge: Bridge) -> list[Part]:
+    def _listed(self, bridge: SpannedBridge) -> list[Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:

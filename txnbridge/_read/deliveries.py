@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.messages import Message, Position
@@ -41,10 +41,21 @@ from txnbridge._base.token import Outcome, State, Token
 from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
 
-if TYPE_CHECKING:
-    from txnbridge._write.transaction import Transaction
-
 _source_of = attrgetter("source")
+
+
+class Holder(Protocol):
+    """The part of `Transaction` that this module uses. A transaction holds the messages that it acknowledges."""
+
+    _holds: dict[Deliveries, object]  # each with its consumer, so that the consumer is not garbage-collected
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    def _fail_from_outside(self, error: Conflict, patience: float) -> None: ...
 
 
 class Assignment:
@@ -156,7 +167,7 @@ class Deliveries:
         self._most = 0  # upper bound of the number of remembered messages
         self._any_back = False  # False: no message is back
         self.doubts: dict[str, Token] = {}  # tokens, by id, of transactions that hold messages with unknown outcome
-        self._holder: tuple[str, weakref.ref[Transaction]] | None = None  # the open transaction that holds messages
+        self._holder: tuple[str, weakref.ref[Holder]] | None = None  # the open transaction that holds messages
 
     # --- fetched and handed out -----------------------------------------------------------------------------------
 
@@ -291,19 +302,19 @@ class Deliveries:
             if self._holder is not None and self.is_abandoned:
                 self._let_go(self._holder[0], acknowledged=False)
 
-    def check_holder(self, transaction: Transaction) -> None:
+    def check_holder(self, transaction: Holder) -> None:
         self.give_up()
         if self.holder not in (None, transaction.id):
             raise InvalidState(
                 f"transaction {self.holder} holds acknowledgements of this consumer; one open transaction at a time can"
             )
 
-    def hold(self, transaction: Transaction, wanted: Mapping[Assignment, list[Position]]) -> None:
+    def hold(self, transaction: Holder, wanted: Mapping[Assignment, list[Position]]) -> None:
         self._holder = transaction.id, weakref.ref(transaction)
         for assignment, positions in wanted.items():
             assignment.hold(transaction.id, positions)
 
-    def end(self, transaction: Transaction, state: State, token: Token | None) -> None:
+    def end(self, transaction: Holder, state: State, token: Token | None) -> None:
         """Apply a transaction's outcome to the messages that it holds.
 
         Committed: forget them. Aborted: deliver them again. Unknown: keep them held until a call of `found`. Prepared:
@@ -432,7 +443,7 @@ class Deliveries:
             assignment = self.assignments[partition] = Assignment(self, partition)
         return assignment
 
-    def left(self, partitions: Sequence[Partition]) -> tuple[Transaction | None, list[Partition]]:
+    def left(self, partitions: Sequence[Partition]) -> tuple[Holder | None, list[Partition]]:
         """End the assignments of revoked or lost partitions.
 
         Return the open transaction that holds messages of some of them (None if there is none), and these partitions.
@@ -458,7 +469,7 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 
 
 def hold(
-    transaction: Transaction, connection: Connection, messages: Sequence[Message], up_to: bool
+    transaction: Holder, connection: Connection, messages: Sequence[Message], up_to: bool
 ) -> list[tuple[object, dict[Partition, list[Position]]]]:
     """Check that a transaction may acknowledge these messages, and let no other one do so before its end.
 
@@ -496,7 +507,7 @@ def _assignment_of(message: Message, connection: Connection) -> Assignment:
 
 
 def _check(
-    transaction: Transaction, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
+    transaction: Holder, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
 ) -> object:
     """Check that the transaction may acknowledge the wanted positions of one consumer; return this consumer.
 
@@ -523,7 +534,7 @@ def _check(
     return consumer
 
 
-def _check_nothing_before(transaction: Transaction, assignment: Assignment) -> None:
+def _check_nothing_before(transaction: Holder, assignment: Assignment) -> None:
     """Raise `InvalidState` if earlier messages are given back or held by another transaction.
 
     The broker knows only positions, so acknowledging a later position would acknowledge these messages, too.
@@ -542,7 +553,7 @@ def _check_nothing_before(transaction: Transaction, assignment: Assignment) -> N
             )
 
 
-def _check_positions(transaction: Transaction, assignment: Assignment, positions: list[Position]) -> None:
+def _check_positions(transaction: Holder, assignment: Assignment, positions: list[Position]) -> None:
     topic, number = assignment.partition
     out = assignment.out
     for position in positions:

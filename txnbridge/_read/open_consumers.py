@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from txnbridge._base.connection import Connection, close_logging_errors, exiting
 from txnbridge._base.deadline import Deadline
@@ -18,11 +18,14 @@ from txnbridge._write.writers import Writers
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader
 
-if TYPE_CHECKING:
-    from txnbridge._read.consumer import Consumer
-
 # The interval at which a closing bridge checks whether another thread's poll has ended; most polls take milliseconds.
 _LOOK_SECONDS = 0.01
+
+
+class ClosableConsumer(Protocol):
+    def close(self, timeout: float | None = None) -> None: ...
+
+    def _close_behind_bridge(self) -> None: ...
 
 
 class Consumers:
@@ -33,14 +36,14 @@ class Consumers:
         self.outcomes = outcomes
         self.writers = writers
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
-        self._alive: weakref.WeakKeyDictionary[Consumer, Reader] = weakref.WeakKeyDictionary()
+        self._alive: weakref.WeakKeyDictionary[ClosableConsumer, Reader] = weakref.WeakKeyDictionary()
         self._readers: set[Reader] = set()  # readers of open consumers, and of garbage-collected ones until closed
         self._dropped: SimpleQueue[Reader | None] = (
             SimpleQueue()
         )  # readers of garbage-collected consumers; None ends the thread that closes these readers
         self._closer: threading.Thread | None = None  # closes the readers of garbage-collected consumers
 
-    def add(self, consumer: Consumer, reader: Reader) -> None:
+    def add(self, consumer: ClosableConsumer, reader: Reader) -> None:
         with self._guard:
             self._alive[consumer] = reader
             self._readers.add(reader)
@@ -93,7 +96,7 @@ class Consumers:
         self._dropped.put(None)
 
 
-def _close(consumer: Consumer, polls: Deadline, deadline: Deadline) -> None:
+def _close(consumer: ClosableConsumer, polls: Deadline, deadline: Deadline) -> None:
     while True:
         try:
             return consumer.close(deadline.left())

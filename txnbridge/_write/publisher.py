@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +14,8 @@ from txnbridge._base.messages import check_place
 from txnbridge._base.topic import Topic, as_topic, encode_message
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, InvalidState
+
+_OTHERS = "other threads used this publisher"  # for error texts: the wait for their calls counts
 
 
 class Publisher(ConnectionUser):
@@ -57,7 +58,8 @@ class Publisher(ConnectionUser):
             raise InvalidOption("a sequence is a whole number from 0, below 2**63")
         name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
-        with self._alone() as deadline:
+        deadline = self._connection.deadline()
+        with deadline.holding(self._lock, _OTHERS):
             self._check()
             if sequence is not None:
                 self._check_sequence(name, sequence, deadline)
@@ -88,21 +90,24 @@ class Publisher(ConnectionUser):
 
         Raise `DeliveryFailed` if one could not be stored, `DeadlineExceeded` after the bridge's timeout.
         """
-        with self._alone() as deadline:
+        deadline = self._connection.deadline()
+        with deadline.holding(self._lock, _OTHERS):
             self._check()
             with self._connection.events.step("flush"):
                 self._publisher.flush(deadline)
 
     def last_sequence(self, topic: str | Topic) -> int | None:
         """Return the highest sequence stored under this publisher's name in a topic; None if there is none."""
-        with self._alone() as deadline:
+        deadline = self._connection.deadline()
+        with deadline.holding(self._lock, _OTHERS):
             self._check()
             self._check_named()
             return self._publisher.last_sequence(as_topic(topic).name, deadline)
 
     def close(self) -> None:
         """Wait until all messages are stored, and close the publisher."""
-        with self._alone() as deadline:
+        deadline = self._connection.deadline()
+        with deadline.holding(self._lock, _OTHERS):
             if not self._closed and not self._connection.forked:
                 self._closed = True
                 self._publisher.close(deadline)
@@ -112,13 +117,6 @@ class Publisher(ConnectionUser):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @contextmanager
-    def _alone(self) -> Iterator[Deadline]:
-        """Yield the deadline of a call, which includes its wait for other threads' calls; these wait in the block."""
-        deadline = self._connection.deadline()
-        with deadline.holding(self._lock, "other threads used this publisher"):
-            yield deadline
 
     def _check(self) -> None:
         self._connection.check_open()

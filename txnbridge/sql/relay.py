@@ -16,21 +16,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import sqlalchemy as sa
 
 from txnbridge import errors
+from txnbridge._admin import Admin
 from txnbridge._base.connection import Connection, random_name
 from txnbridge._base.deadline import Deadline, check_seconds
 from txnbridge._base.service import Service
 from txnbridge._base.token import Outcome
-from txnbridge.capabilities import Capability
+from txnbridge._write.transaction import Transaction
+from txnbridge.capabilities import Capabilities, Capability
 from txnbridge.sql._database import EXACT_TEXT, Database, insert_missing
 from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, DamagedRow, Outbox, OutboxRow, unpacked_headers
-
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
 
 _log = logging.getLogger("txnbridge")
 
@@ -288,6 +287,22 @@ class ParkedRow(NamedTuple):
     reason: str
 
 
+class PreparingBridge(Protocol):
+    """The part of `Bridge` that a relay uses."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def admin(self) -> Admin: ...
+
+    def transaction(self, *, prepare: bool, hold: float | None) -> Transaction: ...
+
+    def commit(self, token: str) -> Outcome: ...
+
+    def abort(self, token: str) -> Outcome: ...
+
+
 class RelaySettings(TypedDict, total=False):
     """The settings of `Bridge.relay`."""
 
@@ -313,7 +328,7 @@ class Relay(Service):
     def __init__(
         self,
         connection: Connection,
-        bridge: Bridge,
+        bridge: PreparingBridge,
         outbox: Outbox,
         database: str | sa.Engine,
         *,

@@ -11,7 +11,7 @@ the ABORT row, or find the COMMIT row, as a resolver does: whoever comes first, 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from txnbridge import errors
 from txnbridge._base.connection import Connection
@@ -23,14 +23,19 @@ from txnbridge._half.span_sweep import digest
 from txnbridge.spi import Half
 from txnbridge.sql.barrier import LOOK_SECONDS, BarrierResolver, Barriers, BarrierTable, BarrierTransaction
 
-if TYPE_CHECKING:
-    from txnbridge._half.span import Spans
+
+class PartsOfSpans(Protocol):
+    """The part of `_half.span.Spans` that this module uses."""
+
+    def end_parts(self, half: Half, decision: Decision) -> bool: ...
+
+    def decision_of_parts(self, half: Half) -> Decision: ...
 
 
 class SpanBarriers(Barriers):
     """Makes the database's part of transactions over one set of clusters, and runs the resolvers of their records."""
 
-    def __init__(self, connection: Connection, spans: Spans) -> None:
+    def __init__(self, connection: Connection, spans: PartsOfSpans) -> None:
         super().__init__(connection)
         self._new_transaction = partial(SpanTransaction, spans)
         self._new_resolver = partial(SpanResolver, spans)
@@ -56,7 +61,7 @@ class SpanBarriers(Barriers):
 class SpanResolver(BarrierResolver):
     """Ends transactions over brokers and a database whose process has died, as the row in the database decides."""
 
-    def __init__(self, spans: Spans, *arguments: Any) -> None:
+    def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._spans = spans
 
@@ -75,7 +80,7 @@ class SpanResolver(BarrierResolver):
 class SpanTransaction(BarrierTransaction):
     """The database's part of a transaction over several brokers. Its only half message is the record of them all."""
 
-    def __init__(self, spans: Spans, *arguments: Any) -> None:
+    def __init__(self, spans: PartsOfSpans, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._spans = spans
 

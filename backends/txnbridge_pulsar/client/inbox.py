@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from txnbridge_pulsar.client.format.codec import Fields
 from txnbridge_pulsar.client.format.received_entries import ReceivedEntry
 
 from .deadline import ClientDeadline
 
-if TYPE_CHECKING:
-    from .consumer import PulsarConsumer
+
+class EntryAcceptor(Protocol):
+    """The method of a consumer that its inbox calls to parse an entry, when the caller takes the entry."""
+
+    def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None: ...
 
 
-_Waiting = tuple["PulsarConsumer", int, Fields, bytes]
+_Waiting = tuple[EntryAcceptor, int, Fields, bytes]
 
 # The default size: enough to keep a fast network busy.
 DEFAULT_BYTES = 64 * 1024 * 1024
@@ -63,22 +66,22 @@ class Inbox:
         """Return how many bytes of the inbox each consumer may fill: equal shares."""
         return self.max_bytes // max(1, len(self._consumers))
 
-    def join(self, consumer: PulsarConsumer) -> None:
+    def join(self, consumer: EntryAcceptor) -> None:
         with self._changed:
             self._consumers.add(id(consumer))
 
-    def leave(self, consumer: PulsarConsumer) -> None:
+    def leave(self, consumer: EntryAcceptor) -> None:
         """Remove a consumer that is closed, and the entries of it that nobody has taken."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)
 
-    def put(self, consumer: PulsarConsumer, generation: int, fields: Fields, tail: bytes) -> None:
+    def put(self, consumer: EntryAcceptor, generation: int, fields: Fields, tail: bytes) -> None:
         with self._changed:
             self._waiting.append((consumer, generation, fields, tail))
             self._changed.notify()
 
-    def drop(self, consumer: PulsarConsumer) -> list[tuple[int, Fields, bytes]]:
+    def drop(self, consumer: EntryAcceptor) -> list[tuple[int, Fields, bytes]]:
         """Remove and return the waiting entries of one consumer."""
         with self._changed:
             dropped = [(item[1], item[2], item[3]) for item in self._waiting if item[0] is consumer]

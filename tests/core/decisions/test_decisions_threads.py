@@ -216,7 +216,8 @@ def test_a_block_that_reads_once_and_a_thread_that_reads_do_not_wait_for_each_ot
 
     def claim() -> Decision:
         with decisions.reading_once(timeout=deadline):
-            return decisions.claim("Y", COMMIT, timeout=5).decision
+            claimed: Decision = decisions.claim("Y", COMMIT, timeout=5).decision
+        return claimed
 
     log.hold("end")
     first = pool.submit(decisions.read, "X")

@@ -63,7 +63,7 @@ def test_without_a_name_there_are_no_sequences(tmp_path: Path, like: str, refuse
 def test_a_call_waits_for_another_threads_no_longer_than_the_bridges_timeout(call: str) -> None:
     bridge, broker = connect_toy(timeout=0.1)
     hold = Hold()
-    broker.publisher = lambda *_: SimpleNamespace(**dict.fromkeys(("send", "flush", "last_sequence", "close"), hold))  # type: ignore[assignment,method-assign,return-value]
+    broker.publisher = lambda *_: SimpleNamespace(**dict.fromkeys(("send", "flush", "last_sequence", "close"), hold))  # type: ignore[assignment,method-assign]
     publisher = bridge.publisher("import")
     arguments = {"send": ("rows", b"2"), "last_sequence": ("rows",)}.get(call, ())
     with bridge, hold.asked_by(lambda: publisher.send("rows", b"1")), pytest.raises(DeadlineExceeded):

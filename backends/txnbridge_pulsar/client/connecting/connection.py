@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.errors import (
@@ -43,9 +43,6 @@ from .dialing import dial
 from .pending_response import Response, answer_to
 from .transport import NotWritten, Transport
 
-if TYPE_CHECKING:
-    from txnbridge_pulsar.client.producer import PulsarProducer
-
 _log = logging.getLogger(__name__)
 _log.addHandler(logging.NullHandler())  # so that a program without logging settings does not print these lines
 
@@ -59,6 +56,16 @@ KEEPALIVE_SECONDS = 30.0
 MAX_IN_FLIGHT = 50_000
 # Seconds for opening a connection: if it takes longer, a packet was lost, and the next attempt may succeed.
 CONNECT_SECONDS = 10.0
+
+
+class ProducerCallbacks(Protocol):
+    """The methods of a producer that the connection's reading thread calls. They may not block."""
+
+    def on_receipt(self, fields: Fields) -> None: ...
+
+    def on_send_error(self, fields: Fields) -> None: ...
+
+    def on_lost(self, reason: PulsarError) -> None: ...
 
 
 class ConsumerCallbacks(NamedTuple):
@@ -212,7 +219,7 @@ class BrokerConnection:
 
     # ------------------------------------------------------------------------------------------ producers and consumers
 
-    def add_producer(self, id: int, producer: PulsarProducer) -> None:
+    def add_producer(self, id: int, producer: ProducerCallbacks) -> None:
         """Register a producer, whose `on_…` methods the reading thread then calls: they may not block.
 
         Raise `BrokerConnectionLost` if the connection has ended.
@@ -223,7 +230,7 @@ class BrokerConnection:
         """Register a consumer to receive its entries. Raise `BrokerConnectionLost` if the connection has ended."""
         self._add(("consumer", id), consumer)
 
-    def _add(self, key: tuple[str, int], side: PulsarProducer | ConsumerCallbacks) -> None:
+    def _add(self, key: tuple[str, int], side: ProducerCallbacks | ConsumerCallbacks) -> None:
         with self._lock:
             self._check_open()
             self._sides[key] = side
