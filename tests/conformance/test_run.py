@@ -135,7 +135,7 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
     plan = Plan(url, "killed", 1, 60, folder)
     with connect(url, create_topics=3) as bridge:
         bridge.ensure_topics(*plan.topics)
-    processes = [Process(plan, "write", number, url, lambda role: 0, print) for number in range(2)]
+    processes = [Process(plan, "write", number, lambda role: 0, print) for number in range(2)]
     eventually(lambda: len(processes_of(Path(folder))) == 2, "no process works")
     processes[0].pause()
     tell("paused")
@@ -145,7 +145,7 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
     url = f"{scheme_of(broken.Sound)}:{tmp_path / 'broker.db'}?sasl.password=hunter2"
     plan = Plan(url, "secret", 1, 60, str(tmp_path), plugins=["tests.conformance.broken"])
-    process = Process(plan, "write", 0, url, lambda role: 0, print)
+    process = Process(plan, "write", 0, lambda role: 0, print)
     try:
         eventually(lambda: "write0-1" in "".join(processes_of(tmp_path)), "the process does not begin")
         assert "hunter2" not in "".join(processes_of(tmp_path))

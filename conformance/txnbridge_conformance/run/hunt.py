@@ -153,9 +153,8 @@ class Hunt:
         for role, count in self._roles.items():
             for number in range(count):
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
-                url = self._through if self._through and number == 0 else self._plan.url
-                process = Process(self._plan, role, number, url, self._next_kill, self._complain)
-                self._processes.append(process)
+                plan = replace(self._plan, url=self._through) if self._through and number == 0 else self._plan
+                self._processes.append(Process(plan, role, number, self._next_kill, self._complain))
 
     def _attack(self, now: float) -> None:
         if not self._faults:

@@ -223,10 +223,6 @@ class Plan:
         """
         return Path(self.folder) / "closing"
 
-    def through(self, url: str) -> Plan:
-        """Return a copy of this plan with another broker URL, such as the URL of a proxy."""
-        return replace(self, url=url)
-
     def at_second(self) -> Plan:
         """Return a copy of this plan for the second broker, by default a file in the run's folder."""
         url = self.second or f"embedded:{self.folder}/second.db"

@@ -41,18 +41,11 @@ class Process:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        role: str,
-        number: int,
-        url: str,
-        next_kill: Callable[[str], int],
-        complain: Callable[[str, str], None],
+        self, plan: Plan, role: str, number: int, next_kill: Callable[[str], int], complain: Callable[[str, str], None]
     ) -> None:
         self._plan = plan
         self.role = role
         self._name = f"{role}{number}"
-        self._url = url
         self._starts = 0
         self._waker: subprocess.Popen[bytes] | None = None  # while the process is paused
         self._next_kill = next_kill
@@ -74,7 +67,7 @@ class Process:
         assert self._process.stdin is not None
         # Others see arguments, and the URL may hold secrets.
         with suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(self._plan.through(self._url).to_json().encode())
+            pipe.write(self._plan.to_json().encode())
 
     def replace_dead(self) -> None:
         """Start the process again if it has ended. Raise `RunFailed` if it ended before it had connected."""
