@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,6 @@ from txnbridge.commands import json_and_debug
 if TYPE_CHECKING:
     from pyspark_txnbridge._kept_bridges import SinkSession
     from pyspark_txnbridge._write.recovery import QueryStatus
-    from pyspark_txnbridge._write.sink_options import SinkOptions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -55,8 +54,8 @@ def show_status(as_json: bool, **query: Any) -> None:
     """
     from pyspark_txnbridge._write.recovery import status
 
-    with _opened(**query) as (session, options, path):
-        found = status(session, options, path)
+    with _opened(**query) as (session, path):
+        found = status(session, path)
     if as_json:
         click.echo(json.dumps(_document(found), indent=2, default=lambda outcome: outcome.value))
     else:
@@ -72,9 +71,9 @@ def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> 
     """Publish every batch that is decided and not published. Safe to repeat, and while the query runs."""
     from pyspark_txnbridge._write import recovery
 
-    with _opened(**query) as (session, options, path):
+    with _opened(**query) as (session, path):
         done = recovery.recover(session, path, skip)
-        ended = recovery.clear(session, options, path) if clear else []
+        ended = recovery.clear(session, path) if clear else []
     if as_json:
         click.echo(json.dumps({"published": done.published, "skipped": done.skipped, "aborted": ended}))
         return
@@ -94,7 +93,7 @@ def _opened(
     prefix: str | None,
     decision_log: str | None,
     given: tuple[str, ...],
-) -> Iterator[tuple[SinkSession, SinkOptions, tuple[str, str]]]:
+) -> Iterator[tuple[SinkSession, tuple[str, str]]]:
     from pyspark_txnbridge._kept_bridges import SinkSession
     from pyspark_txnbridge._write.recovery import query_of
     from pyspark_txnbridge._write.sink_options import SinkOptions, name_values
@@ -106,11 +105,8 @@ def _opened(
         {name: value for name, value in known.items() if value is not None} | name_values("--option", given)
     )
     query = query or options.app_id or query_of(checkpoint or "")
-    session = SinkSession(options, options.application(query))
-    try:
-        yield session, options, (query, options.sink)
-    finally:
-        session.close()
+    with closing(SinkSession(options, options.application(query))) as session:
+        yield session, (query, options.sink)
 
 
 def _lines(status: QueryStatus) -> Iterator[str]:
@@ -139,13 +135,9 @@ def _until(expires_at: int | None) -> str:
 
 
 def _document(status: QueryStatus) -> dict[str, Any]:
+    shown = ("transaction", "state", "since", "expires_at")
     return {
-        "run": status.run,
-        "host": status.host,
-        "done_up_to": status.done_up_to,
+        **vars(status),
         "undone": [asdict(batch) for batch in status.undone],
-        "open": [
-            {"transaction": each.transaction, "state": each.state, "since": each.since, "expires_at": each.expires_at}
-            for each in status.open
-        ],
+        "open": [{name: getattr(each, name) for name in shown} for each in status.open],
     }

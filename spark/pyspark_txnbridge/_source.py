@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,7 @@ class BatchWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
         self._check_not_in_a_stream()
-        return TaskMessage(_write(self._identity, self._options, self._columns, iterator))
+        return TaskMessage(write_in_task(self._identity, self._options, self._columns, iterator))
 
     def _check_not_in_a_stream(self) -> None:
         """Raise `InvalidOption` for a nameless job in a streaming query.
@@ -152,7 +152,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._columns = columns
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
-        return TaskMessage(_write(_micro_batch(self._options), self._options, self._columns, iterator))
+        return TaskMessage(write_in_task(_micro_batch(self._options), self._options, self._columns, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         from pyspark_txnbridge._write import driver
@@ -165,7 +165,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         driver.abort(self._options, _of_batch(batchId, messages, self._options))
 
 
-def _write(identity: BatchId, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
+def write_in_task(identity: BatchId, options: SinkOptions, columns: Columns, rows: Iterable[pa.RecordBatch]) -> Written:
     from pyspark_txnbridge._write.task import write_partition
 
     context = _context()

@@ -318,7 +318,7 @@ def test_a_driver_that_is_replaced_while_it_has_two_transactions_leaves_none_ope
     with Child(write_and_commit, sink, first, tasks, pause=asleep) as child:
         child.stopped()
         if is_cleared:
-            _driver.with_session(sink, first, lambda session: clear(session, sink, first.path))
+            _driver.with_session(sink, first, lambda session: clear(session, first.path))
         else:
             run_batch(sink, BatchId(query, "sink", 0, new_run()), tasks)
         child.resume()

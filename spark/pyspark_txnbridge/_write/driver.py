@@ -86,7 +86,7 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], identity: B
     if _LOGS_COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
     identity, parts = _check(messages, identity)
-    with_session(options, identity, lambda session: _commit(session, options, identity, parts))
+    with_session(options, identity, lambda session: _commit(session, identity, parts))
 
 
 def abort(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
@@ -100,7 +100,7 @@ def abort(options: SinkOptions, messages: Sequence[Written | None], identity: Ba
         return  # no task has reported the identity of the batch
     attempt = next(iter(_attempts(written)), identity.attempt)
     try:
-        with_session(options, identity, lambda session: _abort(session, options, identity, attempt))
+        with_session(options, identity, lambda session: _abort(session, identity, attempt))
     except TxnBridgeError as error:
         _log.warning("%s could not be given up, its transactions end by their time-out: %s", identity, error)
 
@@ -176,12 +176,12 @@ def _check(messages: Sequence[Written | None], identity: BatchId | None) -> tupl
 # --- commit ----------------------------------------------------------------------------------------------------------
 
 
-def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written]) -> None:
+def _commit(session: SinkSession, identity: BatchId, written: list[Written]) -> None:
     began = time.monotonic()
     parts = [part for report in written for part in report.parts]
     decisions = session.decisions
     opening = decisions.open(identity.path, name=identity.run)
-    check_log(session, options, identity)
+    check_log(session, identity)
     check_number(session, identity)
     if is_done(session, identity):
         published = _check_repetition(session, identity)
@@ -198,8 +198,8 @@ def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, writt
             mark_done(session, identity.path, identity.batch, claim.data)
         published = None if claim is None else claim.data
     # The batch is done. Undecided transactions of its other attempts must not hold readers back.
-    abort_open(session, options, identity.path, opening.number)
-    _check_rows(session, options, identity, written, published)
+    abort_open(session, identity.path, opening.number)
+    _check_rows(session, identity, written, published)
     count = total(written)
     _log.info(
         "%s: %d rows, %d bytes in %d transactions; prepared in %d ms, decided in %.0f ms, published in %.0f ms;"
@@ -408,9 +408,7 @@ def _check_order(session: SinkSession, identity: BatchId) -> None:
     )
 
 
-def _check_rows(
-    session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written], published: _Stored | None
-) -> None:
+def _check_rows(session: SinkSession, identity: BatchId, written: list[Written], published: _Stored | None) -> None:
     """Raise `BatchInDoubt` if a repeated batch has other rows than those that were published (None: nothing was).
 
     With the option `txnAppId`, by which the program numbers its batches itself, raise `InvalidOption` instead, unless
@@ -420,9 +418,9 @@ def _check_rows(
         return
     count = total(written)
     same = count.rows == published["rows"]
-    if same and (options.nondeterministic or count.fingerprint == published["fingerprint"]):
+    if same and (session.options.nondeterministic or count.fingerprint == published["fingerprint"]):
         return
-    if options.app_id is None or (not identity.job and first_number(session, identity) is not None):
+    if session.options.app_id is None or (not identity.job and first_number(session, identity) is not None):
         raise other_rows(session, identity, published["rows"], count.rows)
     raise InvalidOption(
         f"{identity} is done, with {published['rows']} rows; now it has {count.rows}, or other rows, which were not"
@@ -434,11 +432,11 @@ def _check_rows(
 # --- abort -----------------------------------------------------------------------------------------------------------
 
 
-def _abort(session: SinkSession, options: SinkOptions, identity: BatchId, attempt: int | None) -> None:
+def _abort(session: SinkSession, identity: BatchId, attempt: int | None) -> None:
     decisions = session.decisions
     try:
         opening = decisions.open(identity.path, name=identity.run)
-        check_log(session, options, identity)
+        check_log(session, identity)
         claims = decisions.claims(identity.batch_path)
         if any(claim.decision is Decision.COMMIT for claim in claims):
             return
@@ -449,4 +447,4 @@ def _abort(session: SinkSession, options: SinkOptions, identity: BatchId, attemp
     if claim.decision is Decision.ABORT:
         # A broker that does not keep the log can't tell decided transactions from others: those are committed first.
         finish_decided(session, identity.path)
-        abort_open(session, options, identity.path, opening.number)
+        abort_open(session, identity.path, opening.number)

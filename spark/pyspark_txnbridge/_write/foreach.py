@@ -172,14 +172,10 @@ def _writing(
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa
-        from pyspark import TaskContext
 
-        from pyspark_txnbridge._write.task import write_partition
+        from pyspark_txnbridge._source import write_in_task
 
-        context = TaskContext.get()
-        assert context is not None
-        holder = f"task {context.taskAttemptId()} of stage {context.stageId()}"
-        written = write_partition(identity, options, columns, batches, context.partitionId(), holder)
+        written = write_in_task(identity, options, columns, batches)
         yield pa.RecordBatch.from_pydict({"written": [written.to_json()]})
 
     return write

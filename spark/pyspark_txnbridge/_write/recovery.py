@@ -12,7 +12,6 @@ from typing import Any
 
 from pyspark_txnbridge._kept_bridges import SinkSession
 from pyspark_txnbridge._write.batch_identity import BatchInDoubt
-from pyspark_txnbridge._write.sink_options import SinkOptions
 from pyspark_txnbridge._write.transaction_cleanup import (
     abort_open,
     fence_older,
@@ -72,16 +71,15 @@ def query_of(checkpoint: str) -> str:
     return str(query)
 
 
-def status(session: SinkSession, options: SinkOptions, path: tuple[str, str]) -> QueryStatus:
+def status(session: SinkSession, path: tuple[str, str]) -> QueryStatus:
     """Return the status of a query's sink. The only change is that a missing decision log is created, empty."""
     reading = session.decisions.read(path)
-    begins = writer_ids(options, path)
     return QueryStatus(
         run=reading.opening.name if reading.opening else None,
         host=reading.opening.host if reading.opening else None,
         done_up_to=reading.done_up_to,
         undone=tuple(_unfinished(session, claim) for claim in session.decisions.claims(path)),
-        open=tuple(session.bridge.admin.transactions(begins)),
+        open=tuple(session.bridge.admin.transactions(writer_ids(session.options, path))),
     )
 
 
@@ -135,10 +133,10 @@ def _skip(session: SinkSession, path: tuple[str, str], batch: int) -> None:
         session.decisions.done(path, batch)
 
 
-def clear(session: SinkSession, options: SinkOptions, path: tuple[str, str]) -> list[str]:
+def clear(session: SinkSession, path: tuple[str, str]) -> list[str]:
     """Abort the query's undecided transactions, and return their names. A driver that still runs is fenced."""
     opening = session.decisions.open(path, name=f"recovery-{uuid.uuid4()}")
     recover(session, path)
-    fence_older(session, options, path, opening.number)
+    fence_older(session, path, opening.number)
     # If the log was deleted, earlier runs may have had higher numbers than this opening.
-    return abort_open(session, options, path, opening.number if has_history(session, path) else sys.maxsize)
+    return abort_open(session, path, opening.number if has_history(session, path) else sys.maxsize)

@@ -73,7 +73,7 @@ def write_partition(
         sessions.held(key, lambda: SinkSession(options, application)) as session,
         slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers,
     ):
-        attempt = _begin(identity, options, partition, session, writers)
+        attempt = _begin(identity, partition, session, writers)
         if attempt is None:
             return _settled(identity, partition, _count(columns, chain(first, batches)))
         if not partition:
@@ -110,9 +110,7 @@ def _small(
     return Written(identity, partition, attempt, *_count(columns, batches).sums, travels=travels)
 
 
-def _begin(
-    identity: BatchId, options: SinkOptions, partition: int, session: SinkSession, writers: SlotWriters
-) -> int | None:
+def _begin(identity: BatchId, partition: int, session: SinkSession, writers: SlotWriters) -> int | None:
     """Read the decision log; return the number of the batch's present attempt (see `_attempt`).
 
     The first task of a run in a process checks the log. That of partition 0 ends what older runs left open.
@@ -120,13 +118,13 @@ def _begin(
     opening, attempt = _look(identity, session)
     if writers.belong_to(opening):
         return attempt
-    check_log(session, options, identity)
+    check_log(session, identity)
     check_number(session, identity)
     if partition == 0 and opening.number > 1:
         # The decisions of older runs are finished first. Their other open transactions would hold readers back.
         finish_decided(session, identity.path)
-        fence_older(session, options, identity.path, opening.number - 1)
-        abort_open(session, options, identity.path, opening.number - 1)
+        fence_older(session, identity.path, opening.number - 1)
+        abort_open(session, identity.path, opening.number - 1)
     writers.renew(opening)
     return _attempt(identity, session)
 

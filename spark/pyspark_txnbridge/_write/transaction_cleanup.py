@@ -125,7 +125,7 @@ def other_rows(session: SinkSession, identity: BatchId, published: int, now: int
 # --- is this the log of this query? -----------------------------------------------------------------------------------
 
 
-def check_log(session: SinkSession, options: SinkOptions, identity: BatchId) -> None:
+def check_log(session: SinkSession, identity: BatchId) -> None:
     """Raise `EvidenceLost` if the decision log has no records of a query that has written before.
 
     Either the log was deleted, or options that are part of the log's name have changed. With an empty log, published
@@ -133,6 +133,7 @@ def check_log(session: SinkSession, options: SinkOptions, identity: BatchId) -> 
     """
     if identity.query.startswith(NAMELESS) or has_history(session, identity.path):
         return
+    options = session.options
     first = options.version or 0
     if identity.attempt is not None and identity.batch > first:
         # A function of foreachBatch often leaves out batches without rows, also the first ones.
@@ -266,7 +267,7 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
                 decisions.done((kind, *path), batch - 1)
 
 
-def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
+def fence_older(session: SinkSession, path: tuple[str, str], up_to: int) -> None:
     """Fence the tasks of all runs up to number `up_to`: open the transactional ids of their unfinished batches.
 
     Call this when the decided batches of these runs are committed. A task that opens its id later finds that its run
@@ -274,7 +275,7 @@ def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str
     transaction.
     """
     held = {(int(claim.id[-2]), int(claim.id[-1])) for claim in session.decisions.claims(("#slots", *path))}
-    application = options.application(path[0])
+    options, application = session.options, session.options.application(path[0])
 
     def open_and_close(id: str) -> None:
         try:
@@ -285,7 +286,7 @@ def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str
     ask_all(open_and_close, [writer_id(options, path, run, str(slot)) for run, slot in sorted(held) if run <= up_to])
 
 
-def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
+def abort_open(session: SinkSession, path: tuple[str, str], up_to: int) -> list[str]:
     """Abort the open transactions of all runs up to number `up_to`, but not of decided batches; return their ids.
 
     Readers would wait for these transactions. Call this when no batch of these runs can be decided any more, and the
@@ -293,7 +294,7 @@ def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str]
     """
     tokens = (part["token"] for claim in unfinished(session, path) for part in claim.data["parts"])
     decided = {Token.parse(token).transaction for token in tokens}
-    begins = writer_ids(options, path)
+    begins = writer_ids(session.options, path)
     ended: list[str] = []
     try:
         for left in session.bridge.admin.transactions(begins):
