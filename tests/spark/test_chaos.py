@@ -147,17 +147,17 @@ class Attack:
                 self.done["aborted"] += 1
 
     def recover(self) -> None:
-        self._by_hand(lambda session, options, path: _recovery.recover(session, path))
+        self._by_hand(_recovery.recover)
 
     def clear(self) -> None:
         self._by_hand(_recovery.clear)
 
-    def _by_hand(self, work: Callable[[SinkSession, SinkOptions, tuple[str, str]], object]) -> None:
+    def _by_hand(self, work: Callable[[SinkSession, tuple[str, str]], object]) -> None:
         options = SinkOptions.parse({"url": self._url})
         with suppress(TxnBridgeError):  # a checkpoint that is not there yet, a batch in doubt, a broker that is away
             query = _recovery.query_of(str(self._folder / "checkpoint"))
             with closing(SinkSession(options, options.application(query))) as session:
-                work(session, options, (query, options.sink))
+                work(session, (query, options.sink))
 
     @contextmanager
     def _bridge(self) -> Iterator[Bridge]:
