@@ -39,7 +39,7 @@ _log = logging.getLogger("txnbridge")
 # the first one was committed at the last moment.
 _SECONDS_BETWEEN = 60.0
 _HOLD_SECONDS = 600.0  # unless a broker allows less
-_RECORD_VERSION = 1
+_opening = threading.Lock()
 
 
 def _named(bridges: Sequence[SpannedBridge]) -> str:
@@ -69,8 +69,8 @@ class Spans:
         self._records: HalfMessages | None = None
         self._databases: SpanBarriers | None = None
         self._later: dict[str, tuple[Token, Outcome]] = {}  # parts that their brokers could not end yet
-        self._sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again, self._settle)
-        self._sweep.start()
+        self.sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again, self._settle)
+        self.sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
         """From now on use these bridges, too, to end transactions over several brokers whose processes have died."""
@@ -111,7 +111,7 @@ class Spans:
 
     def send_record(self, half: HalfTransaction, tokens: Sequence[Token], deadline: Deadline) -> None:
         """Add the record of a span (a transaction over several brokers) to `half`, a transaction of half messages."""
-        record = {"v": _RECORD_VERSION, "until": int((time.time() + deadline.left()) * 1000)}
+        record = {"v": 1, "until": int((time.time() + deadline.left()) * 1000)}
         half.send(self._topic, json.dumps({**record, "tokens": [str(token) for token in tokens]}).encode())
 
     def end_parts(self, half: Half, decision: Decision) -> bool:
@@ -183,13 +183,10 @@ class Spans:
     def _end_again(self) -> None:
         """End transactions that could not be ended before: the next check-back may come after they have expired."""
         for transaction, ended in list(self._later.items()):
-            try:
-                self._end(*ended)
-            except errors.EvidenceLost:
-                pass
-            except errors.TxnBridgeError:
-                continue
-            self._later.pop(transaction, None)
+            with suppress(errors.TxnBridgeError):
+                with suppress(errors.EvidenceLost):
+                    self._end(*ended)
+                self._later.pop(transaction, None)
 
     def _bridge(self, token: Token) -> SpannedBridge:
         bridge = self._open_bridges().get(token.cluster)
@@ -202,9 +199,6 @@ def _tokens_of(record: bytes | None) -> list[Token]:
     return [Token.parse(token) for token in json.loads(record or b"{}")["tokens"]]
 
 
-_opening = threading.Lock()
-
-
 def _alone(keeper: Connection, opening: threading.Lock, timeout: float | None) -> AbstractContextManager[None]:
     deadline = keeper.deadline() if timeout is None else Deadline(timeout)
     return deadline.holding(opening, "another thread opened spans")
@@ -212,9 +206,10 @@ def _alone(keeper: Connection, opening: threading.Lock, timeout: float | None) -
 
 def spans_over(bridges: Sequence[SpannedBridge], least: int, timeout: float | None = None) -> Spans:
     """Return the `Spans` of these clusters: all processes choose the same broker for records of transactions."""
-    for bridge in bridges:
+    known = [bridge for bridge in bridges if hasattr(bridge, "_connection")]
+    for bridge in known:
         bridge._connection.check_open()
-    clusters = frozenset(bridge.cluster for bridge in bridges)
+    clusters = frozenset(bridge.cluster for bridge in known)
     if len(clusters) < len(bridges) or len(bridges) < least:
         raise errors.InvalidOption("spanning() takes bridges to two or more clusters, one each, or one bridge and db=")
     for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE):
@@ -248,9 +243,10 @@ class Span:
         hold: float | None,
         in_order: bool = False,
     ) -> None:
-        timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
-        check_seconds("timeout", timeout, above_0=True)
+        if timeout is not None:
+            check_seconds("timeout", timeout, above_0=True)
         self._spans = spans_over(bridges, 2 if db is None else 1, timeout)
+        timeout = max(bridge._connection.timeout for bridge in bridges) if timeout is None else timeout
         self._database: SpanTransaction | None = None
         if db is None:
             self._spans.open(timeout=timeout)
@@ -286,9 +282,8 @@ class Span:
         if bridge not in self._holds:
             raise errors.InvalidOption("on() takes one of the bridges that spanning() was given")
         if bridge not in self._parts:
-            place = sorted(self._holds.values()).index(self._holds[bridge])
-            left = max(0.001, self._deadline.left())
-            self._parts[bridge] = bridge._begin_part(mark(self._key, place, self._until), left, self._holds[bridge])
+            marked = mark(self._key, list(self._holds).index(bridge), self._until)
+            self._parts[bridge] = bridge._begin_part(marked, max(0.001, self._deadline.left()), self._holds[bridge])
         return self._parts[bridge]
 
     def __enter__(self) -> Span:
@@ -322,8 +317,7 @@ class Span:
 
     def _finish(self) -> None:
         # The part that expires first decides, if there is no database.
-        for bridge in sorted(self._parts, key=lambda bridge: self._holds[bridge]):
-            part = self._parts[bridge]
+        for part in filter(None, map(self._parts.get, self._holds)):
             part.__exit__(None, None, None)
             if part.token is None or not part.token.prepared:
                 raise errors.TransactionAborted("a part of the span was aborted in its block")
@@ -360,15 +354,18 @@ class Span:
 
     def _abort(self, prepared: bool = True) -> None:
         """Abort open and prepared transactions on the brokers; repeat what fails now while this process lives."""
-        for bridge, part in self._parts.items():
+        # The part that decides comes last: as long as it is prepared, any process can abort all of them.
+        for part in filter(None, map(self._parts.get, reversed(self._holds))):
             try:
                 if part.token is None:
                     part.abort()
                 elif prepared:
-                    bridge.abort(part.token)
+                    self._spans._end(part.token, Outcome.ABORTED, max(END_SECONDS, self._deadline.left()))
             except errors.TxnBridgeError:
                 if part.token is not None and part.token.prepared:
                     self._spans._later[part.token.transaction] = part.token, Outcome.ABORTED
+                else:  # the broker may have prepared it
+                    self._spans.sweep.aborted.add(self._key)
 
 
 def _holds(

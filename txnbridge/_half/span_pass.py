@@ -11,8 +11,6 @@ from txnbridge._base.token import Outcome, State
 from txnbridge._half.span import Span
 from txnbridge._half.span_sweep import SpannedBridge
 
-_STATES = {Outcome.COMMITTED: State.COMMITTED, Outcome.ABORTED: State.ABORTED, Outcome.UNKNOWN: State.UNKNOWN}
-
 
 class SpanPass:
     """A transaction over two brokers: the source, whose messages are processed, and the target of the handler's sends.
@@ -24,6 +22,9 @@ class SpanPass:
     def __init__(self, source: SpannedBridge, target: SpannedBridge, timeout: float) -> None:
         self._span = Span([target, source], None, timeout, None, in_order=True)
         try:
+            # Always in one order: passes in opposite directions would wait for the writers of each other.
+            for bridge in sorted((source, target), key=lambda bridge: bridge.cluster):
+                self._span.on(bridge)
             # The source's part is also the transaction of dead letters and retries.
             self.of_source, self._target = self._span.on(source), self._span.on(target)
         except BaseException:
@@ -39,7 +40,7 @@ class SpanPass:
     @property
     def state(self) -> State:
         if self._span.outcome is not None:
-            return _STATES[self._span.outcome]
+            return State(self._span.outcome.value)
         return State.OPEN if self.of_source.state is State.OPEN is self._target.state else State.FAILED
 
     @property

@@ -122,9 +122,10 @@ class SpanSweep(Service):
             rf"\.span\.(?P<key>{clusters}(?:-[^.]+|\.(?P<row>[^.]+)))\.(?P<place>\d+)\.(?P<until>\d+)$"
         )
         self._bridges = bridges
+        self._brokers = len(bridges())
         self._settle = settle
         self._end_again = end_again
-        self._aborted: set[str] = set()  # the keys of the spans of which a part was aborted here
+        self.aborted: set[str] = set()  # the keys of spans that were aborted here
         self._denied = False
 
     def _loop(self) -> None:
@@ -135,6 +136,8 @@ class SpanSweep(Service):
 
     def sweep(self) -> None:
         """End transactions over several brokers whose processes cannot decide about them any more."""
+        if len(self._bridges()) < self._brokers:  # one was closed: of a span it would end a part, and forget the others
+            return
         now = time.time()  # before the look, which may take long: what it shows as open is open after this time
         left = self.parts()
         firsts = {part.key for part in left if part.place == 0}
@@ -144,11 +147,11 @@ class SpanSweep(Service):
             late = now >= part.until + _MARGIN_SECONDS
             with suppress(TxnBridgeError):  # the next look repeats what failed
                 if part.row is None:
-                    due = late if part.place == 0 else part.key in self._aborted
+                    due = late if part.place == 0 else part.key in self.aborted
                     if part.token is None and part.key not in firsts:  # not decided, and it can no longer be
                         due = now >= part.until + _LONG_MARGIN_SECONDS
                     if due and self._end(part, Decision.ABORT) is Outcome.ABORTED:
-                        self._aborted.add(part.key)
+                        self.aborted.add(part.key)
                 elif late:
                     if part.row not in settled:
                         settled[part.row] = Decision.UNDECIDED  # if the database does not answer

@@ -69,7 +69,7 @@ class Span:
         """Begin the span's transaction on each broker, so that `on` waits for nothing."""
         span = txnbridge.spanning(*(each.sync for each in self._bridges), timeout=self._timeout, hold=self._hold)
         try:
-            for bridge in self._bridges:
+            for bridge in sorted(self._bridges, key=lambda each: each.sync.cluster):  # as in passes (`SpanPass`)
                 span.on(bridge.sync)
         except BaseException:
             span.abort()

@@ -5,6 +5,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -91,15 +92,18 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
     assert open_ones(pair) == []
 
 
-def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch):
-    commit, times = Bridge.commit, list[float]()
+@pytest.mark.parametrize("name", ["commit", "abort"])
+def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch, name):
+    end, times = getattr(Bridge, name), list[float]()
 
     def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 30) -> Outcome:
         times.append(timeout)
-        return commit(self, token, timeout)
+        return end(self, token, timeout)
 
-    monkeypatch.setattr(Bridge, "commit", note)
-    with spanning(*pair, timeout=20) as span:
+    monkeypatch.setattr(Bridge, name, note)
+    if name == "abort":
+        monkeypatch.setattr(HalfMessages, "transaction", raising(AWAY))
+    with suppress(txnbridge.BrokerUnavailable), spanning(*pair, timeout=20) as span:
         send(span, pair, b"1")
     assert len(times) == 2 and max(times) <= 20
 
@@ -164,6 +168,22 @@ def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair,
     wait_until(lambda: open_ones(pair) == [])
 
 
+def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_later(pair, monkeypatch, quick_sweep):
+    prepare, prepared = PreparingWriter.prepare, count()
+
+    def lose_the_second(self: PreparingWriter, deadline: Deadline) -> None:
+        prepare(self, deadline)
+        if next(prepared):
+            raise OutcomeUnknown("the answer is lost")
+
+    monkeypatch.setattr(PreparingWriter, "prepare", lose_the_second)
+    monkeypatch.setattr(PreparingWriter, "abort", raising(AWAY))
+    with pytest.raises(OutcomeUnknown), spanning(*pair) as span:
+        send(span, pair, b"1")
+    assert span.outcome is Outcome.ABORTED
+    wait_until(lambda: open_ones(pair) == [])
+
+
 def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, caplog):
     commit = Bridge.commit
 
@@ -198,10 +218,11 @@ def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatc
 
 def test_what_cannot_be_a_span_is_refused(pair):
     a, b = pair
+    for given in ((), (a,), (a.url, a)):
+        with pytest.raises(InvalidOption, match="bridges to two or more clusters"):
+            spanning(*given)
     with pytest.raises(InvalidOption, match="two or more clusters"):
-        spanning(a)
-    with pytest.raises(InvalidOption, match="two or more clusters"):
-        spanning(a, a)
+        a.processor("t", group="g", each=move, to=a)
     with (
         spanning(a, b) as span,
         txnbridge.connect(a.url) as other,
@@ -397,6 +418,20 @@ def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
     assert [str(each.message) for each in told] == []
 
 
+def test_passes_in_opposite_directions_do_not_wait_for_the_writers_of_each_other(pair, monkeypatch):
+    begin, begun = vars(Bridge)["_begin_part"], list[Bridge]()
+
+    def note(self: Bridge, mark: str, timeout: float, hold: float) -> txnbridge.Transaction:
+        begun.append(self)
+        part: txnbridge.Transaction = begin(self, mark, timeout, hold)
+        return part
+
+    monkeypatch.setattr(Bridge, "_begin_part", note)
+    for here, there in (with_input(pair), with_input((pair[1], pair[0]))):
+        here.processor("in", group="g", each=move, to=there).run(until_idle=True)
+    assert begun[:2] == begun[2:]
+
+
 @ON_BOTH
 def test_behind_a_committed_pass_nothing_is_read_twice(pair, monkeypatch):
     a, b = with_input(pair)
@@ -431,22 +466,32 @@ def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monke
     assert values(pair) == [[], [b"1", b"2", b"3"]]
 
 
-def die_before_the_record(pair: tuple[Bridge, Bridge]) -> None:
-    """Leave the parts of a span prepared, as a process does that dies before it has stored the record."""
+def die_before_the_record(pair: tuple[Bridge, Bridge], aborted: int = 0) -> None:
+    """Leave parts of a span prepared, as a process does that dies before the record, with so many `aborted`."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Bridge, "abort", raising(AWAY))
+        fail_call(patch, Bridge, "abort", KeyboardInterrupt(), aborted)
         patch.setattr(HalfMessages, "transaction", raising(KeyboardInterrupt()))
         with txnbridge.connect(pair[0].url) as a, txnbridge.connect(pair[1].url) as b:
             with spanning(a, b, timeout=0.5) as span:
                 send(span, (a, b), b"1")
 
 
-def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair, monkeypatch, quick_sweep):
-    die_before_the_record(pair)
-    fail_call(monkeypatch, Bridge, "abort", AWAY, 1)
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair, monkeypatch, quick_sweep, aborted):
+    die_before_the_record(pair, aborted)
+    fail_call(monkeypatch, Bridge, "abort", AWAY, 1 - aborted)
     with spanning(*pair):
         pass
     wait_until(lambda: open_ones(pair) == [])
+
+
+def test_a_sweep_without_a_bridge_to_each_broker_leaves_all_parts_to_another_one(pair, monkeypatch):
+    die_before_the_record(pair)
+    monkeypatch.setattr("txnbridge._half.span_sweep.time", SimpleNamespace(time=lambda: time.time() + 90))
+    sweep = sweep_of(pair)
+    monkeypatch.setattr(sweep, "_bridges", lambda: {pair[0].cluster: pair[0]})  # a program closes one after the other
+    sweep.sweep()
+    assert len(open_ones(pair)) == 2
 
 
 @pytest.mark.parametrize("named", [True, False])
