@@ -40,7 +40,7 @@ class SpanPass:
     @property
     def state(self) -> State:
         if self._span.outcome is not None:
-            return State(self._span.outcome.value)
+            return State[self._span.outcome.name]
         return State.OPEN if self.of_source.state is State.OPEN is self._target.state else State.FAILED
 
     @property

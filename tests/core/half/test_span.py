@@ -4,7 +4,7 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -94,7 +94,8 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
 
 @pytest.mark.parametrize("name", ["commit", "abort"])
 def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch, name):
-    end, times = getattr(Bridge, name), list[float]()
+    end: Callable[..., Outcome] = getattr(Bridge, name)
+    times: list[float] = []
 
     def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 30) -> Outcome:
         times.append(timeout)
