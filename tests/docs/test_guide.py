@@ -104,7 +104,7 @@ def values(bridge: Bridge, topic: str) -> list[bytes | None]:
 def test_every_block_of_the_guide_runs(names):
     registered = set(txnbridge.plugins.manager.get_plugins())
     try:
-        assert run_blocks("docs/guide.md", names) > 9
+        assert run_blocks("docs/guide.md", names) > 10
     finally:
         for plugin in set(txnbridge.plugins.manager.get_plugins()) - registered:
             txnbridge.plugins.unregister(plugin)
