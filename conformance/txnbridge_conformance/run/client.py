@@ -68,9 +68,14 @@ _NEW = "new"
 # end besides those of the backend's requests.
 _AIMED_SHARE, _BEHIND_SHARE = 0.85, 0.5
 _ENDS = frozenset(("ack", "group.commit", "commit", "prepare", "transaction.end", "resolve", "half.store", "half.end"))
-# The share of those aimed between a decision and its answer, and the begins of these events' names; the same for spans.
-_DECIDED_SHARE, _DECIDED = 0.5, ("step:commit/after", "step:decide/after", "commit/after", "group.commit/after")
-_OF_SPANS_SHARE, _OF_SPANS = 0.7, ("resolve", "half.end", "step:decide")
+# At which events those happen, by the begins of their names, each equally often: between a decision and its answer,
+# between the request for the commit and the decision, anywhere; and in processes with spans.
+_AIMS = (
+    ("step:commit/after", "step:decide/after", "commit/after", "group.commit/after"),
+    ("step:store", "step:acks", "commit/before", "step:commit/before", "step:decide/before"),
+    ("",),
+)
+_AIMS_OF_SPANS = (("resolve", "half.end", "step:decide"), ("resolve", "half.end", "step:decide"), ("",))
 # The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
 # can open a transactional id, and a short lease ends.
 _PAUSE_SHARE, _LONGEST_PAUSE = 0.002, 4.0
@@ -116,10 +121,8 @@ class KillAt:
     def _choose(self, name: str) -> str | None:
         """Return the name of the event at which to kill the process, `_NEW`, or None to choose at a later event."""
         recurring = sorted(each for each, count in self._seen.items() if count > 1)
-        is_span = self._client.process.startswith("span")
-        decided = [each for each in recurring if each.startswith(_OF_SPANS if is_span else _DECIDED)]
-        if decided and self._random.random() < (_OF_SPANS_SHARE if is_span else _DECIDED_SHARE):
-            recurring = decided
+        aim = self._random.choice(_AIMS_OF_SPANS if self._client.process.startswith("span") else _AIMS)
+        recurring = [each for each in recurring if each.startswith(aim)] or recurring
         behind = [each for each in recurring if each.endswith("/after")]  # the broker has done something by then
         if recurring:
             chosen = behind if behind and self._random.random() < _BEHIND_SHARE else recurring

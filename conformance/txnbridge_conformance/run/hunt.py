@@ -46,7 +46,7 @@ _PART_SECONDS = 900.0
 # several parts and of others; and after how many events: the first ones are those of an opening.
 _KILLED_SHARE, _OTHERS_KILLED_SHARE = 0.9, 0.4
 _OF_SEVERAL_PARTS = frozenset({"write", "own", "publish", "copy", "process", "sell", "span"})
-_KILL_AT = (1, 3, 10, 10, 20, 20, 30, 30, 40, 60)
+_KILL_AT = (2, 10, 10, 10, 20, 20, 20, 30, 30, 40)
 
 Progress = Callable[[str], None]
 
