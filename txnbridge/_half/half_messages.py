@@ -203,16 +203,16 @@ class HalfTransaction(ConnectionUser):
 
     @contextmanager
     def _in_turn(self, call: str) -> Iterator[None]:
-        if not self._turn.acquire(blocking=False):
-            raise errors.InvalidState(
-                f"{call} on transaction {self._id} while another call on it runs: one thread at a time"
-            )
+        held: list[bool] = []
         try:
+            if not Deadline(0).acquire(self._turn, held):
+                raise errors.InvalidState(f"{call} on {self._id} while another call on it runs: one thread at a time")
             if not self._open:
                 raise self._refusal(call)
             yield
         finally:
-            self._turn.release()
+            if held:
+                self._turn.release()
 
     def _refusal(self, call: str) -> errors.InvalidState:
         return errors.InvalidState(f"{call} needs an open transaction; the block of {self._id} has ended")

@@ -69,8 +69,8 @@ class Spans:
         self._records: HalfMessages | None = None
         self._databases: SpanBarriers | None = None
         self._later: dict[str, tuple[Token, Outcome]] = {}  # parts that their brokers could not end yet
-        self.sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again, self._settle)
-        self.sweep.start()
+        self._sweep = SpanSweep(self._connection, self.clusters, self._open_bridges, self._end_again, self._settle)
+        self._sweep.start()
 
     def use(self, bridges: Sequence[SpannedBridge]) -> None:
         """From now on use these bridges, too, to end transactions over several brokers whose processes have died."""
@@ -354,18 +354,18 @@ class Span:
 
     def _abort(self, prepared: bool = True) -> None:
         """Abort open and prepared transactions on the brokers; repeat what fails now while this process lives."""
-        # The part that decides comes last: as long as it is prepared, any process can abort all of them.
+        # The part that decides comes last: while it is prepared, the sweep of any process can abort all of them.
+        failed = False
         for part in filter(None, map(self._parts.get, reversed(self._holds))):
             try:
                 if part.token is None:
                     part.abort()
-                elif prepared:
+                elif prepared and not failed:
                     self._spans._end(part.token, Outcome.ABORTED, max(END_SECONDS, self._deadline.left()))
             except errors.TxnBridgeError:
+                failed = True
                 if part.token is not None and part.token.prepared:
                     self._spans._later[part.token.transaction] = part.token, Outcome.ABORTED
-                else:  # the broker may have prepared it
-                    self._spans.sweep.aborted.add(self._key)
 
 
 def _holds(

@@ -125,7 +125,7 @@ class SpanSweep(Service):
         self._brokers = len(bridges())
         self._settle = settle
         self._end_again = end_again
-        self.aborted: set[str] = set()  # the keys of spans that were aborted here
+        self._aborted: set[str] = set()  # the keys of the spans of which a part was aborted here
         self._denied = False
 
     def _loop(self) -> None:
@@ -147,11 +147,11 @@ class SpanSweep(Service):
             late = now >= part.until + _MARGIN_SECONDS
             with suppress(TxnBridgeError):  # the next look repeats what failed
                 if part.row is None:
-                    due = late if part.place == 0 else part.key in self.aborted
+                    due = late if part.place == 0 else part.key in self._aborted
                     if part.token is None and part.key not in firsts:  # not decided, and it can no longer be
                         due = now >= part.until + _LONG_MARGIN_SECONDS
                     if due and self._end(part, Decision.ABORT) is Outcome.ABORTED:
-                        self.aborted.add(part.key)
+                        self._aborted.add(part.key)
                 elif late:
                     if part.row not in settled:
                         settled[part.row] = Decision.UNDECIDED  # if the database does not answer

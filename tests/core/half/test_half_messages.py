@@ -16,6 +16,7 @@ import txnbridge
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.embedded.kit import rows
 from tests.failing import raising
+from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
 from txnbridge import (
     Abort,
@@ -148,6 +149,11 @@ def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_sto
         monkeypatch.undo()
         assert (done, published(bridge)) == ([], NOTHING)
         assert stored(bridge, "SELECT state FROM halves") == [("aborted",)]
+
+
+def test_a_block_that_a_signal_interrupts_raises_what_its_handler_has_raised(bridge: Bridge) -> None:
+    with bridge.half_messages("shop", execute=says(ABORT), check=says(ABORT)) as sales:
+        assert interrupted_everywhere(lambda: sell(sales), lambda: None, ["half_messages.py"])
 
 
 def test_a_block_that_outlasts_its_transaction_is_aborted_before_the_work(bridge: Bridge) -> None:

@@ -179,7 +179,7 @@ def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_la
 
     monkeypatch.setattr(PreparingWriter, "prepare", lose_the_second)
     monkeypatch.setattr(PreparingWriter, "abort", raising(AWAY))
-    with pytest.raises(OutcomeUnknown), spanning(*pair) as span:
+    with pytest.raises(OutcomeUnknown), spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
     wait_until(lambda: open_ones(pair) == [])
