@@ -51,7 +51,7 @@ def paused(broker: brokers.Broker) -> Iterator[None]:
 
 
 class Hold:
-    """Stands for a request whose answer does not come while a block of the test runs."""
+    """A request, to be called, whose answer does not come while a block of the test runs."""
 
     def __init__(self) -> None:
         self.asked, self._goes_on = threading.Event(), threading.Event()

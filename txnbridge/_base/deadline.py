@@ -70,7 +70,7 @@ class Deadline:
 
     @contextmanager
     def holding(self, lock: Lock | RLock, what: str) -> Iterator[None]:
-        """Hold a lock in the block. Raise `DeadlineExceeded` if `what` other threads do with it lasts too long."""
+        """Hold a lock in the block. Raise `DeadlineExceeded` at the deadline; `what` tells what others do with it."""
         held: list[bool] = []
         try:
             if not self.acquire(lock, held):

@@ -214,7 +214,7 @@ def test_a_block_that_reads_once_and_a_thread_that_reads_do_not_wait_for_each_ot
     decisions, deadline = join(), LateDeadline(5)
     decisions.begin()
 
-    def claim() -> Decision:
+    def claim() -> object:
         with decisions.reading_once(timeout=deadline):
             claimed: Decision = decisions.claim("Y", COMMIT, timeout=5).decision
         return claimed

@@ -44,7 +44,7 @@ from txnbridge._half import topic_half_store as half_lanes
 from txnbridge._half.records import read_record
 from txnbridge._half.topic_half_store import LaneGroup
 from txnbridge._write.token_operations import Outcomes
-from txnbridge.spi import Half
+from txnbridge.spi import Deadline, Half
 from txnbridge.testing import listening
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
@@ -185,6 +185,13 @@ def test_a_sender_that_loses_its_lane_keeps_its_deadline_while_another_thread_op
         monkeypatch.setattr(LaneGroup, "_topic_id", hold)
         with hold.asked_by(lambda: sell(sales, topic, b"first")), pytest.raises(DeadlineExceeded):
             late.result(20)
+
+
+def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes(bridge, group, monkeypatch):
+    hold = Hold()
+    monkeypatch.setattr(LaneGroup, "_look", hold)
+    with hold.asked_by(lambda: lanes(bridge, group).checks(1, Deadline(60))), pytest.raises(DeadlineExceeded):
+        lanes(bridge, group).leave(Deadline(0.1))
 
 
 def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(bridge, topic, group, monkeypatch):
