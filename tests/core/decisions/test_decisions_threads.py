@@ -216,8 +216,7 @@ def test_a_block_that_reads_once_and_a_thread_that_reads_do_not_wait_for_each_ot
 
     def claim() -> object:
         with decisions.reading_once(timeout=deadline):
-            claimed: Decision = decisions.claim("Y", COMMIT, timeout=5).decision
-        return claimed
+            return decisions.claim("Y", COMMIT, timeout=5).decision
 
     log.hold("end")
     first = pool.submit(decisions.read, "X")
