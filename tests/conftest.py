@@ -145,3 +145,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     page = config.rootpath / "tests" / "last-runs.md"
     others = [line for line in page.read_text().splitlines() if not line.startswith(start)]
     page.write_text("\n".join([*others, row]) + "\n")
+
+
+@pytest.fixture
+def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
+    monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", 0.05)

@@ -12,6 +12,7 @@ from sqlalchemy import orm
 from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
+from tests.core.half.test_span import no_checks
 from tests.failing import raising
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
@@ -140,17 +141,6 @@ def test_a_session_of_asyncio_is_refused_because_no_resolver_could_use_its_engin
         await engine.dispose()
 
     asyncio.run(sell_one())
-
-
-@pytest.fixture
-def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
-    monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", 0.05)
-
-
-def no_checks(*_: object) -> list[object]:
-    time.sleep(0.1)
-    return []
 
 
 def waiting(pair: Pair) -> int:
