@@ -6,8 +6,9 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge
+from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge, until
 from txnbridge import aio
+from txnbridge.errors import DeadlineExceeded
 
 pytestmark = pytest.mark.anyio
 
@@ -99,6 +100,25 @@ async def test_a_nack_has_messages_delivered_again(bridge):
         batch = await consumer.poll(1, timeout=SOON)
         await consumer.nack(batch)
         assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
+
+
+async def test_a_close_keeps_its_deadline_behind_a_cancelled_call_and_then_ends_in_its_thread(monkeypatch, url, bridge):
+    runs, go_on = threading.Event(), threading.Event()
+    consumer = await bridge.consumer("a", "g")
+    with monkeypatch.context() as patch, anyio.CancelScope() as scope:
+        patch.setattr(txnbridge.Consumer, "lag", lambda _: runs.set() or go_on.wait())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(consumer.lag)
+            await until(runs.is_set)
+            scope.cancel()
+    try:
+        with anyio.fail_after(SOON), pytest.raises(DeadlineExceeded, match="an earlier call"):
+            await consumer.close(timeout=0.01)
+    finally:
+        go_on.set()
+    await consumer.close()
+    with txnbridge.connect(url) as other:
+        assert other.admin.group("g").members == ()
 
 
 async def test_a_block_that_is_cancelled_leaves_its_group(url, bridge):

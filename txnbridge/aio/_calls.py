@@ -43,13 +43,20 @@ _unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
 class Call(Generic[R]):
     """A call of one function in a worker thread, for one task.
 
-    With `must_run` the function also runs if the task is cancelled before it begins.
+    With `must_run` the function also runs if the task is cancelled before it begins. With `patience` the call waits for
+    a previous one only so many seconds, and then raises `DeadlineExceeded`, as if its task were cancelled.
     """
 
     def __init__(
-        self, function: Callable[[], R], *, undo: Callable[[R | None], object] = lambda _: None, must_run: bool = False
+        self,
+        function: Callable[[], R],
+        *,
+        undo: Callable[[R | None], object] = lambda _: None,
+        must_run: bool = False,
+        patience: float | None = None,
     ) -> None:
         self.function = function
+        self._patience = patience
         self._undo = undo  # gets None if the function has raised an error
         self._must_run = must_run
         self._result: R | None = None
@@ -78,13 +85,15 @@ class Call(Generic[R]):
         """Run the function after the function of the call `previous`; return its result. Call this only once."""
         self._previous = previous
         try:
-            while previous is not None and not previous.is_done:
-                await previous._wait()
-                previous = previous._previous  # a call that never runs may itself have one
-            return cast(
-                R,
-                await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()),
-            )
+            with anyio.move_on_after(self._patience) as wait:
+                while previous is not None and not previous.is_done:
+                    await previous._wait()
+                    previous = previous._previous  # a call that never runs may itself have one
+            if wait.cancelled_caught:
+                raise DeadlineExceeded(
+                    f"an earlier call, whose task was cancelled, still runs after {self._patience} s"
+                )
+            return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
         except BaseException as error:
             if error is not self._error:
                 self._leave()

@@ -106,7 +106,13 @@ class Consumer(ClosedByBlock):
 
         Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled call ends in its thread.
         """
-        await self._calls.run(Call(partial(self._sync.close, timeout), must_run=True))
+        deadline = Deadline(self._sync._connection.timeout if timeout is None else timeout)
+
+        def close() -> None:
+            self._sync.close(None if call.runs_behind else deadline.left())
+
+        call = Call(close, must_run=True, patience=deadline.seconds)
+        await self._calls.run(call)
 
     def __repr__(self) -> str:
         return repr(self._sync)
