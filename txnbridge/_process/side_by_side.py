@@ -82,7 +82,9 @@ class SideBySide:
         self._name = name
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = 0
-        self._results: dict[tuple[Any, ...], RecordedSends | Exception] = {}  # by assignment (a topic may be made anew)
+        self._results: dict[
+            tuple[Any, ...], RecordedSends | BaseException
+        ] = {}  # by assignment (a topic may be made anew)
 
     def handle(
         self,
@@ -106,12 +108,14 @@ class SideBySide:
                 called_at = time.monotonic()
                 if called_at > latest or stopped():
                     return
-                sends, error = RecordedSends(txn.id, ends_at, header_makers), None
+                sends = RecordedSends(txn.id, ends_at, header_makers)
+                error: BaseException | None = None
                 try:
                     self._each(items.messages[index], sends)
-                except Exception as raised:
+                except BaseException as raised:  # a `SystemExit`, say, is for the processor: this thread goes on
                     error = raised
-                error = if_slow(time.monotonic() - called_at, error)
+                if error is None or isinstance(error, Exception):
+                    error = if_slow(time.monotonic() - called_at, error)
                 self._results[_place(items.delivered[index])] = error or sends
                 if error is not None:
                     return

@@ -90,6 +90,20 @@ def test_a_failure_is_its_messages_and_nothing_else_is_handled_twice(bridge):
     assert {value for value, count in calls.items() if count > 1} == {b"8", b"9"}
 
 
+@pytest.mark.parametrize("ending", [SystemExit, asyncio.CancelledError])
+def test_what_is_no_exception_ends_the_processor_as_it_does_in_one_thread(bridge, ending):
+    feed(bridge, 3 * KEYS)
+
+    def end(message: Message, txn: Transaction) -> None:
+        if message.value in (b"0", b"1"):  # as many as there are threads
+            raise ending
+
+    processor = bridge.processor("in", group="g", each=end, concurrency=2)
+    with pytest.raises(ending), processor:
+        wait_until(lambda: not processor.healthy)
+    assert processor.stats.transactions == 0
+
+
 def test_calls_that_take_longer_than_a_transaction_are_committed_in_parts(bridge):
     feed(bridge, 4 * KEYS)
 
