@@ -58,7 +58,8 @@ class WaitingMessage(Origin):
     @classmethod
     def of(cls, message: Message) -> WaitingMessage | None:
         """Return the contents of a message's headers; None for a message without valid headers of txnbridge."""
-        return cls.read(message.headers, PREFIX)
+        found = cls.read(message.headers, PREFIX)
+        return None if found is None or found.number < 0 else found
 
 
 def retry_topic(group: str, delay: float) -> str:

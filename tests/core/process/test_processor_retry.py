@@ -61,13 +61,13 @@ def feed(bridge: Bridge, *values: bytes, topic: str = "in") -> None:
 
 
 def put_waiting(
-    bridge: Bridge, value: bytes, delay: float, due_in: float = 0.0, topic: str = "in", at: int = 0
+    bridge: Bridge, value: bytes, delay: float, due_in: float = 0.0, topic: str = "in", at: int = 0, number: int = 1
 ) -> None:
     """Send a message to a retry topic, as if it had failed some time ago."""
     original = Message(topic, 0, (at,), None, value, Headers(), 42, 1, None)
     headers = [
         *origin_headers(PREFIX, original, "g", KeyError("no stock"), 1, "t"),
-        (PREFIX + "number", b"1"),
+        (PREFIX + "number", b"%d" % number),
         (PREFIX + "due", b"%d" % ((time.time() + due_in) * 1000)),
     ]
     with bridge.transaction() as txn:
@@ -549,8 +549,12 @@ def test_messages_that_wait_for_a_removed_delay_are_reported_at_the_start(bridge
     assert "does not read g-retry-10s, of which 1 messages" in told.getMessage()
 
 
-def test_a_message_without_our_headers_in_a_retry_topic_is_poison(bridge):
-    feed(bridge, b"foreign", topic="g-retry-3600s")
+@pytest.mark.parametrize("number", [None, -5])
+def test_a_message_without_valid_headers_in_a_retry_topic_is_poison(bridge, number):
+    if number is None:
+        feed(bridge, b"foreign", topic="g-retry-3600s")
+    else:
+        put_waiting(bridge, b"foreign", NEVER, number=number)
     run(bridge, each=Failing(), retry=[NEVER])
     (dead,) = bridge.read("dead", limit=10)
     assert (dead.value, dead.headers["txnbridge-dead-topic"]) == (b"foreign", "g-retry-3600s")
