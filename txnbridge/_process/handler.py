@@ -55,7 +55,10 @@ def reason_of(error: BaseException) -> str:
     """Return as one line why a message is poison: the text of a `Poison`, or the class and text of another error."""
     if isinstance(error, BaseExceptionGroup):  # of a task group
         return "; ".join(map(reason_of, error.exceptions))
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # the error of a library may fail to make its text
+        text = ""
     if isinstance(error, Poison) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
