@@ -540,8 +540,18 @@ class Processor(ConnectionUser):
         self._policy.forget_errors()
         # After a full batch more messages are likely, so the request for the lag is saved.
         idle = until_idle and not rest and len(items) < self._max_messages
-        self._measure_lag(self._inputs, now=idle)
-        return idle and self._inputs.is_all_read(self._lag, self._timeout)
+        return self._ends_idle(self._inputs, idle, progress=self._stats.transactions > committed)
+
+    def _ends_idle(self, inputs: ProcessorInputs, idle: bool, progress: bool) -> bool:
+        """Measure the lag if it is time. Return True to end the loop: by a stop, or if it is `idle` and all is read."""
+        try:
+            self._measure_lag(inputs, now=idle)
+        except errors.TxnBridgeError as error:
+            # A broker that commits, but does not report the lag, neither slows the loop down nor ends it (`retry_for`).
+            if not self._is_handled(error, progress):
+                raise
+            return self._stop.asked
+        return idle and inputs.is_all_read(self._lag, self._timeout)
 
     def _follow_topics(self, failed: bool = False) -> bool:
         """Join the group again if other topics fit the patterns by now; return whether it has joined.

@@ -409,6 +409,17 @@ def test_a_processor_stops_with_the_handlers_error_after_retry_for_seconds(room)
     assert room.broker.committed == []
 
 
+def test_a_processor_whose_broker_does_not_tell_the_lag_goes_on_as_long_as_it_commits(room, monkeypatch):
+    def lag(*_: object) -> None:
+        raise BrokerUnavailable("a test says so")
+
+    room.feed(b"0", b"1", b"2")
+    monkeypatch.setattr(ToyReader, "lag", lag)
+    with pytest.raises(BrokerUnavailable):
+        room.run(each=copy, max_messages=1, retry_for=0)
+    assert room.broker.sent == [b"0", b"1", b"2"] and not room.waits
+
+
 def test_an_unexpected_error_outside_the_handler_stops_it(room):
     room.feed(b"0")
     room.broker.raises["ack"] = [ZeroDivisionError("a bug")]
@@ -506,9 +517,15 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
     ]
 
 
+class Textless(ValueError):
+    def __str__(self) -> str:
+        raise AttributeError("it has lost its text")
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
+        (Textless(), b"Textless"),
         (ValueError("half \ud83d"), b"ValueError: half \\ud83d"),
         (Poison(), b"Poison"),
         (ExceptionGroup("", [Poison("no customer"), ValueError("late")]), b"no customer; ValueError: late"),
