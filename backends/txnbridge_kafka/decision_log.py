@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
@@ -29,6 +30,8 @@ _READ_AT_ONCE = 100  # records in memory at once, besides those that the client 
 _HIGH_WATERMARK_SECONDS = 2.0
 # The pause before a call is repeated, such as one to a broker that has just started and has not loaded its topics yet.
 _RETRY_SECONDS = 0.05
+# A running broker answers the client within a second.
+_LONG_SECONDS = 1.0
 # With these error codes a record is certainly not stored. After any other code it may be stored.
 _NOT_STORED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -84,16 +87,13 @@ class KafkaDecisionLog(DecisionLog):
         return (following - 1,) if first < following else None
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
-        reader = self._take_reader(deadline)
-        try:
-            while True:
-                try:
+        while True:
+            try:
+                with self._reader(deadline) as reader:
                     left = min(seconds(deadline), CALL_LIMIT)
                     return reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False)
-                except KafkaException as error:
-                    self._wait_for_broker(error, "looking up its first and last offset", deadline)
-        finally:
-            self._give_back(reader)
+            except KafkaException as error:
+                self._wait_for_broker(error, "looking up its first and last offset", deadline)
 
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
         """Sleep for a short pause if repeating the client's call may help; else raise the translated error."""
@@ -166,13 +166,12 @@ class KafkaDecisionLog(DecisionLog):
             at, stop = at or (begin,), stop or (following - 1,)
         if at > stop:
             return
-        reader = self._take_reader(deadline)
-        reader.assign([self._at(at[0])])
-        try:
-            yield from self._records(reader, at[0], stop[0], deadline)
-        finally:
-            reader.unassign()
-            self._give_back(reader)
+        with self._reader(deadline) as reader:
+            reader.assign([self._at(at[0])])
+            try:
+                yield from self._records(reader, at[0], stop[0], deadline)
+            finally:
+                reader.unassign()
 
     def _records(
         self, reader: ConfluentConsumer, at: int, stop: int, deadline: Deadline
@@ -221,6 +220,17 @@ class KafkaDecisionLog(DecisionLog):
                 f"the decision log {self._topic} has no record {at}, and this user may not see whether the topic is"
                 " compacted; grant it DescribeConfigs on the topic"
             )
+
+    @contextmanager
+    def _reader(self, deadline: Deadline) -> Iterator[ConfluentConsumer]:
+        """Lend a consumer. One that fails after a long wait is not used again, because it may wait for ever."""
+        reader, began = self._take_reader(deadline), time.monotonic()
+        try:
+            yield reader
+        except BaseException:
+            (self._give_back if time.monotonic() - began < _LONG_SECONDS else ConfluentConsumer.close)(reader)
+            raise
+        self._give_back(reader)
 
     def _take_reader(self, deadline: Deadline) -> ConfluentConsumer:
         with self._lock:

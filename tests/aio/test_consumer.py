@@ -105,8 +105,13 @@ async def test_a_nack_has_messages_delivered_again(bridge):
 async def test_a_close_keeps_its_deadline_behind_a_cancelled_call_and_then_ends_in_its_thread(monkeypatch, url, bridge):
     runs, go_on = threading.Event(), threading.Event()
     consumer = await bridge.consumer("a", "g")
+
+    def lag(_: txnbridge.Consumer) -> None:
+        runs.set()
+        go_on.wait()
+
     with monkeypatch.context() as patch, anyio.CancelScope() as scope:
-        patch.setattr(txnbridge.Consumer, "lag", lambda _: runs.set() or go_on.wait())
+        patch.setattr(txnbridge.Consumer, "lag", lag)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(consumer.lag)
             await until(runs.is_set)

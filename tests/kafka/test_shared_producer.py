@@ -1,4 +1,4 @@
-"""A producer that several threads share: who polls, and who learns what. The client is a stand-in."""
+"""The clients of a decision log: a producer that several threads share, and consumers. The client is a stand-in."""
 
 import logging
 import threading
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
+from txnbridge_kafka import decision_log
 from txnbridge_kafka.client import shared_producer
 from txnbridge_kafka.client.shared_producer import SharedProducer
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings.security import Access
 
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Emitter
 
 pytestmark = pytest.mark.offline
 
@@ -106,3 +109,36 @@ def test_what_a_client_says_again_and_again_is_logged_once_a_minute(caplog, monk
         "FAIL [consumer-2] refused (after 0ms in state CONNECT)",
         "FAIL [consumer-1] refused (after 0ms in state CONNECT) (499 more like it)",
     ]
+
+
+class Consumers:
+    """A stand-in for consumers, of which the first never gets an answer."""
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+        self.made = 0
+
+    def __call__(self, settings: dict[str, Any]) -> Any:
+        number, self.made = self.made, self.made + 1
+
+        def ask(*_: object, **__: object) -> tuple[int, int]:
+            if number == 0:
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+            return 0, 6
+
+        return SimpleNamespace(get_watermark_offsets=ask, number=number)
+
+    def close(self, consumer: Any) -> None:
+        self.closed.append(consumer.number)
+
+
+def test_a_consumer_that_gets_no_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumers: Any = Consumers()
+    monkeypatch.setattr(decision_log, "ConfluentConsumer", consumers)
+    monkeypatch.setattr(decision_log, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(decision_log, "warm_up", lambda *_: None)
+    topics: Any = SimpleNamespace(create_internal_topic=lambda *_: 1, require_keeping=lambda *_: True)
+    settings = KafkaSettings("127.0.0.1:1", {}, Access(), 30, None, "tests", 0)
+    log = decision_log.KafkaDecisionLog(settings, "app", Deadline(5), Emitter("test", ()), topics)
+    assert log.end(Deadline(60)) == (5,) == log.end(Deadline(60))
+    assert (consumers.made, consumers.closed) == (2, [0])

@@ -33,6 +33,7 @@ EXCUSED_BY = {
     "unseen": ("survives-broker-kill",),
     "hang": ("deadline",),
     **dict.fromkeys(OF_PARTITION_ORDER, ("partition-order",)),
+    "int-nonmonotonic-poll": ("partition-order", "group-order"),  # what a group's member gave up comes late to another
 }
 
 # Findings that no broker promises to avoid: in a log, messages of transactions that run at once may interleave, and a
