@@ -21,11 +21,11 @@ R = TypeVar("R")
 _CLOSE_SECONDS = 1.0
 
 
-async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, Exception | None]:
+async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, BaseException | None]:
     """Return the result of a coroutine, or its error, whose traceback then has no frames of asyncio."""
     try:
         return await coroutine, None
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # the last two would end the loop, which others need
         return None, error
 
 

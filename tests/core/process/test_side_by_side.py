@@ -165,6 +165,18 @@ def test_an_asynchronous_function_keeps_its_loop_and_what_it_has_opened(url, bri
     assert len(loops) == 1 and sorted(map(int, values(bridge, "out"))) == list(range(60))
 
 
+def test_an_asynchronous_function_that_exits_ends_its_app(url, bridge):
+    feed(bridge, 5)
+
+    async def leave(value: bytes) -> None:
+        raise SystemExit(3)
+
+    app = App(url, stop_timeout=1)
+    app.process("in", group="g", concurrency=5)(leave)
+    with pytest.raises(SystemExit), app:
+        wait_until(lambda: not app.healthy)
+
+
 def test_a_stop_cancels_asynchronous_calls_that_hang(url, bridge):
     feed(bridge, 5)
     waiting = []
