@@ -147,7 +147,8 @@ class Redrive:
     def _send_original(self, txn: Transaction, message: Message, letter: DeadLetter) -> None:
         can = self._bridge.capabilities
         # A message with a key goes to the partition that the key has now, which differs if partitions were added.
-        there = letter.partition < self._partitions_of(letter.topic)
+        there = 0 <= letter.partition < self._partitions_of(letter.topic)
+        has_time = 0 <= letter.timestamp < 1 << 63  # on Kafka a message may have none, which is -1
         by_number = message.key is None and there and can[Capability.CHOOSE_PARTITION]
         txn.send(
             letter.topic,
@@ -155,7 +156,7 @@ class Redrive:
             key=message.key,
             headers=without_prefix(message.headers, PREFIX) or None,
             partition=letter.partition if by_number else None,
-            timestamp=letter.timestamp if can[Capability.TIMESTAMPS] else None,
+            timestamp=letter.timestamp if has_time and can[Capability.TIMESTAMPS] else None,
         )
 
     def _batches(self) -> Iterator[list[Message]]:
