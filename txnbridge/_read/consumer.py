@@ -145,6 +145,7 @@ class Consumer(ConnectionUser):
         if self._subscription.group is not None:
             raise InvalidState("columns are read without a group, because nothing acknowledges them; use poll")
         _check_limits(max_messages, timeout)
+        self._settle(timeout)
         if self._deliveries.fetched():
             columns = columns_of(self._deliveries.hand_out(max_messages))
             self._received()
@@ -204,7 +205,7 @@ class Consumer(ConnectionUser):
                 messages = self._reader.poll(room, Deadline(timeout))
                 found["messages"] = len(messages)
             if messages:
-                self._lacks_ack_context = True
+                self._lacks_ack_context = self._subscription.group is not None
                 self._deliveries.fetch(messages)
         if self._lacks_ack_context:
             self._take_ack_contexts()

@@ -389,6 +389,8 @@ class Deliveries:
         """Have the reader go back to `positions`, its positions before a seek that failed and may have moved it."""
         with self.lock:
             self._any_back = True
+            if self._group is None:
+                self.assignments.update({partition: Assignment(self, partition) for partition in positions})
             for partition in positions.keys() & self.assignments.keys():
                 assignment = self.assignments[partition]
                 if self._ordered:

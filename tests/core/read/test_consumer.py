@@ -346,6 +346,21 @@ def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: py
     assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
 
 
+def test_a_seek_that_moves_a_reader_without_a_group_and_fails_skips_nothing(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = raising(BrokerUnavailable("away"))
+    with room.bridge.consumer("t") as consumer:
+        reader = room.broker.readers[1]
+        reader.feed(b"0", b"1", b"2", b"3")
+        assert values(consumer.poll(1)) == [b"0"]
+        with monkeypatch.context() as patch, pytest.raises(BrokerUnavailable):
+            patch.setattr(reader, "seek", lambda at: (ToyReader.seek(reader, at), away()))
+            consumer.seek({P: (3,)})
+        assert consumer.positions() == {P: (1,)}
+        assert values(consumer.poll()) == [b"1", b"2", b"3"]
+
+
 def test_a_loop_that_is_left_has_taken_what_it_was_given_and_no_more(room: Room) -> None:
     for message in room.consumer:
         if message.value == b"1":
