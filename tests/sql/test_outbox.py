@@ -333,6 +333,15 @@ def test_a_row_with_damaged_headers_is_parked_and_the_others_are_published(engin
     assert sorted(values(bridge)) == [b"1", b"3"]
 
 
+def test_rows_that_were_inserted_by_hand_with_negative_numbers_are_published_and_deleted(engine, bridge):
+    with engine.begin() as connection:
+        for number in (-4, -2, -1):
+            row = {"id": number, "topic": TOPIC, "value": b"%d" % number, "state": 0, "changed_at": 0}
+            connection.execute(outbox().rows.insert(), row)
+    relay_all(bridge, engine)
+    assert sorted(values(bridge)) == [b"-1", b"-2", b"-4"]
+
+
 def insert_parked(engine, parked, followers):
     """Park this many rows, each of a key of its own, and let as many rows follow as are to, behind the first keys."""
     row = {"topic": TOPIC, "value": b"", "changed_at": 0}
