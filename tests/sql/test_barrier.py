@@ -570,6 +570,34 @@ def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, m
     assert one_for_one(shop, bridge) == ([] if committed == "no" else [b"0"])
 
 
+def test_a_database_that_refuses_connections_after_its_commit_leaves_the_outcome_to_a_resolver(
+    shop, open_engine, bridge, monkeypatch
+):
+    engine, commit = open_engine(shop.database, poolclass=sa.NullPool), sa.Connection.commit
+    lost: list[sa.Connection] = []
+
+    def lose(connection):
+        commit(connection)
+        if connection in lost:
+            raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+
+    def refuse(*_):
+        if lost:
+            raise ConnectionRefusedError  # SQLAlchemy leaves the error as it is, as it does with asyncpg's
+
+    sa.event.listen(engine, "do_connect", refuse)
+    monkeypatch.setattr(sa.Connection, "commit", lose)
+    with pytest.raises(OutcomeUnknown, match="a resolver"):
+        with bridge.transaction(db=engine, group="shop", timeout=1) as txn:
+            txn.db.execute(insert(b"0"))
+            txn.send("orders", b"0")
+            txn.send("audit", b"0")
+            lost.append(txn.db)
+    assert txn.outcome is Outcome.UNKNOWN
+    lost.clear()
+    assert one_for_one(shop, bridge) == [b"0"]
+
+
 def test_a_row_that_a_resolver_has_deleted_is_not_taken_for_an_abort(shop, engine, bridge, monkeypatch):
     settle, commit = BarrierTable.settle, sa.Connection.commit
 

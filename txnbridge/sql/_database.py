@@ -154,7 +154,7 @@ class Database:
             if commit.give_up():
                 raise errors.OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
             raise errors.DeadlineExceeded(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
-        except exc.SQLAlchemyError as error:
+        except (exc.SQLAlchemyError, OSError) as error:  # asyncpg raises the socket's own errors
             if commit.asked:
                 raise errors.OutcomeUnknown(f"{what}: the answer was lost") from own(error)
             raise in_our_words(error, what) from own(error)
@@ -415,7 +415,7 @@ def _require_durable_mariadb(connection: sa.Connection, what: str) -> None:
             raise errors.InvalidOption(f"{what} needs MariaDB with {needed}")
 
 
-def own(error: exc.SQLAlchemyError) -> BaseException:
+def own(error: Exception) -> BaseException:
     """Return the driver's own error, because the text of SQLAlchemy's error contains the statement's values."""
     return getattr(error, "orig", None) or error
 
@@ -457,7 +457,7 @@ def _is_denied(error: exc.DBAPIError) -> bool:
     return state_of(error) == _PERMISSION_DENIED or _number_of(error) in _DENIED_NUMBERS
 
 
-def in_our_words(error: exc.SQLAlchemyError, what: str) -> errors.TxnBridgeError:
+def in_our_words(error: Exception, what: str) -> errors.TxnBridgeError:
     """Return txnbridge's error for an error of a database; `what` names the work that failed."""
     text = f"{what}: {own(error)}".strip()
     if isinstance(error, exc.DBAPIError):
@@ -467,6 +467,6 @@ def in_our_words(error: exc.SQLAlchemyError, what: str) -> errors.TxnBridgeError
         again = state_of(error) in _EXISTS
         if again or isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
             return errors.BrokerUnavailable(text)
-    if isinstance(error, exc.TimeoutError):
+    if isinstance(error, exc.TimeoutError | OSError):
         return errors.BrokerUnavailable(text)
     return errors.StorageFailed(text)
