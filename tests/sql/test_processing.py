@@ -604,6 +604,19 @@ def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
         run(record)
 
 
+@pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
+def test_a_value_that_a_function_of_sqlite_refuses_is_the_fault_of_its_message(bridge, run):
+    attempts = itertools.count()
+
+    def each(message, db):
+        if next(attempts) < 10:
+            db.execute(sa.select(sa.func.json(message.value.decode())))
+
+    feed(bridge, b"{}", b"{", b"{}")
+    stats = run(each, dead_letter="dead", outbox=BOX, max_attempts=1)
+    assert (stats.messages, stats.dead_letters) == (3, 1)
+
+
 @pytest.mark.parametrize("new_database", [pytest.param("postgresql", marks=pytest.mark.live)], indirect=True, ids=str)
 @pytest.mark.parametrize("code", ["25P03", "25006", "25P02"])
 def test_a_transaction_that_postgresql_cannot_go_on_with_is_not_the_fault_of_a_message(bridge, shop, run, code):

@@ -43,6 +43,7 @@ _NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
 # on, a deadlock, missing resources, a lock, an administrator, the disk.
 _FAILURE_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 _FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
+_SQLITE_ERROR = 1  # SQLite's code of a statement with an error: no such table, a value that a function refuses
 
 T = TypeVar("T")
 # A table, a column of it for texts, and values for the others, for a row that is rolled back.
@@ -425,7 +426,8 @@ def is_failure(error: BaseException) -> bool:
     state = state_of(error)
     if state and state != "HY000":  # MariaDB's for all other errors
         return state.startswith(_FAILURE_CLASSES)
-    return isinstance(error, _FAILURES)
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
+    return isinstance(error, _FAILURES) and code != _SQLITE_ERROR
 
 
 def refuses_commit(error: exc.DBAPIError) -> bool:
