@@ -1,5 +1,6 @@
 """Transactions with `db=`: rows and messages are both there or neither, whatever dies, is paused or fails."""
 
+import _thread
 import asyncio
 import itertools
 import threading
@@ -289,6 +290,20 @@ def test_a_session_does_not_write_to_a_second_database_in_the_block(shop, engine
         txn.send("orders", b"1")
         session.execute(insert(b"1"), bind_arguments={"bind": other})
     assert sold(other.url.render_as_string(hide_password=False)) == one_for_one(shop, bridge) == []
+
+
+def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open(engine, bridge):
+    txn = bridge.transaction(db=engine, group="shop")
+
+    def interrupt(*context):
+        if context[2].startswith("SAVEPOINT"):
+            _thread.interrupt_main()
+            eventually(lambda: txn.outcome, "the block is not interrupted")
+
+    sa.event.listen(engine, "before_cursor_execute", interrupt)
+    with pytest.raises(KeyboardInterrupt), txn:
+        pass
+    eventually(lambda: engine.pool.checkedout() == 0, "a connection is in use")
 
 
 def in_transaction(connection):

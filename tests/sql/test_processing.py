@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -602,6 +603,26 @@ def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
     confuse_names(shop.database, _positions)
     with pytest.raises(InvalidOption, match="exactly"):
         run(record)
+
+
+def test_a_transaction_that_begins_too_late_does_not_keep_its_connection(shop, open_engine):
+    engine, late = open_engine(shop.database, pool_size=1, max_overflow=0), []
+
+    def be_late(connection, _, statement, *__):
+        if statement.startswith("SAVEPOINT") and not late:
+            late.append(connection)
+            time.sleep(1.5)
+
+    sa.event.listen(engine, "before_cursor_execute", be_late)
+    with txnbridge.connect(shop.url, timeout=1) as bridge:
+        feed(bridge, b"1")
+        processor = bridge.processor("in", group="g", each=record, db=engine)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(processor.run)
+            try:
+                eventually(lambda: done(shop.database) == [b"1"], "nothing is processed")
+            finally:
+                processor.stop()
 
 
 @pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)

@@ -159,6 +159,9 @@ class Database:
             if commit.asked:
                 raise errors.OutcomeUnknown(f"{what}: the answer was lost") from own(error)
             raise in_our_words(error, what) from own(error)
+        except BaseException:  # perhaps a signal handler's, while `work` goes on
+            commit.give_up()
+            raise
 
 
 class Commit:

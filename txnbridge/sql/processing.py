@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -233,15 +234,18 @@ class DatabaseTransactions:
         return call
 
     def begin(self, timeout: float) -> DatabaseTransaction:
-        deadline = Deadline(timeout)
+        deadline, commit = Deadline(timeout), Commit()
 
         def connect() -> sa.Connection:
-            connection = self.database.engine.connect()
-            connection.begin()
-            begin_guarded(connection)
-            return connection
+            with ExitStack() as unused:
+                connection = unused.enter_context(self.database.engine.connect())
+                connection.begin()
+                begin_guarded(connection)
+                if not commit.given_up:
+                    unused.pop_all()
+                return connection
 
-        connection = self.database.run(f"beginning a transaction in {_WHAT}", connect, deadline, Commit())
+        connection = self.database.run(f"beginning a transaction in {_WHAT}", connect, deadline, commit)
         return DatabaseTransaction(self, connection, deadline)
 
     def commit(self, txn: DatabaseTransaction, commit: Commit, ends: Mapping[Partition, Position]) -> None:
