@@ -349,7 +349,7 @@ def test_settings_that_do_not_go_together_are_refused(engine, bridge):
         txn.ack([])
 
 
-def test_a_session_of_asyncio_works_inside_run_sync(shop, bridge):
+def test_a_session_of_asyncio_works_inside_run_sync_and_an_engine_beside_it_has_a_resolver(shop, engine, bridge):
     aio = pytest.importorskip("sqlalchemy.ext.asyncio")
     pytest.importorskip("aiosqlite")
 
@@ -368,6 +368,9 @@ def test_a_session_of_asyncio_works_inside_run_sync(shop, bridge):
     asyncio.run(order())
     assert one_for_one(shop, bridge) == [b"0"]
     assert barrier_rows(shop.database) == []
+    sell(bridge, engine, b"1")
+    assert one_for_one(shop, bridge) == [b"0", b"1"]
+    eventually(lambda: barrier_rows(shop.database) == [], "no resolver deletes the row")
 
 
 # --- processes that die or are paused -------------------------------------------------------------------------------

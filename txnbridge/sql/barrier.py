@@ -249,7 +249,7 @@ class Barriers:
         self._connection = connection
         self._lock = threading.Lock()
         self._places: WeakKeyDictionary[sa.Engine, str] = WeakKeyDictionary()
-        self._resolvers: dict[str, BarrierResolver] = {}
+        self._resolvers: dict[tuple[str, bool], BarrierResolver] = {}  # also by whether the engine is asynchronous
         self._name = random_name(8)
         self._numbers = count(1)
         self._new_transaction: Callable[..., BarrierTransaction] = BarrierTransaction
@@ -281,10 +281,11 @@ class Barriers:
 
     def _resolver(self, barrier: BarrierTable) -> BarrierResolver:
         """Return the resolver that answers check-backs from this table; start it at its first use."""
+        key = barrier.half_group, (is_async := barrier.database.engine.dialect.is_async)
         with self._lock:
-            if (resolver := self._resolvers.get(barrier.half_group)) is None:
-                resolver = self._resolvers[barrier.half_group] = self._new_resolver(self._connection, barrier)
-                if not barrier.database.engine.dialect.is_async:  # an `AsyncSession`'s engine works on no other thread
+            if (resolver := self._resolvers.get(key)) is None:
+                resolver = self._resolvers[key] = self._new_resolver(self._connection, barrier)
+                if not is_async:  # an `AsyncSession`'s engine works on no other thread
                     resolver.start()
             return resolver
 

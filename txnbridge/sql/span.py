@@ -52,7 +52,7 @@ class SpanBarriers(Barriers):
         Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
         """
         database, _, name = row.partition("-")
-        for group, resolver in list(self._resolvers.items()):
+        for (group, _), resolver in list(self._resolvers.items()):
             if digest(group) == database:  # the group has the names of the application and the database
                 return resolver.barrier.settle(f"half-{group}-{name}", until * 1000, Deadline(LOOK_SECONDS))
         return Decision.UNDECIDED
