@@ -83,7 +83,7 @@ class App(Router):
         self._stopped_itself = False  # whether `stop` was called in this run or the last one
         self._block: ExitStack | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # those of `background`
-        self._failure: Exception | None = None  # the error of one of them, which ended this run or the last one
+        self._failure: BaseException | None = None  # the error of one of them, which ended this run or the last one
 
     @property
     def bridge(self) -> Bridge:
@@ -193,8 +193,8 @@ class App(Router):
                 try:
                     await function(*args)
                     return
-                except Exception as error:
-                    if not restart:
+                except (Exception, KeyboardInterrupt, SystemExit) as error:
+                    if not restart or not isinstance(error, Exception):
                         self._failure = self._failure or error
                         self._stop_all()
                         return
@@ -372,11 +372,5 @@ class App(Router):
 
 
 def _sum(first: ProcessorStats, second: ProcessorStats) -> ProcessorStats:
-    return ProcessorStats(
-        messages=first.messages + second.messages,
-        transactions=first.transactions + second.transactions,
-        dead_letters=first.dead_letters + second.dead_letters,
-        retries=first.retries + second.retries,
-        last_error=second.last_error or first.last_error,
-        delayed=first.delayed + second.delayed,
-    )
+    counts = {name: count + getattr(second, name) for name, count in first._asdict().items() if name != "last_error"}
+    return second._replace(**counts, last_error=second.last_error or first.last_error)

@@ -21,11 +21,11 @@ R = TypeVar("R")
 _CLOSE_SECONDS = 1.0
 
 
-async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, BaseException | None]:
+async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, Exception | None]:
     """Return the result of a coroutine, or its error, whose traceback then has no frames of asyncio."""
     try:
         return await coroutine, None
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # the last two would end the loop, which others need
+    except Exception as error:
         return None, error
 
 
@@ -39,11 +39,17 @@ class EventLoop:
     def __init__(self, runs_always: bool = False) -> None:
         self._loop = asyncio.new_event_loop()
         self._calls: set[asyncio.Task[Any] | Future[Any]] = set()
-        self._cancelled = False
+        self._cancelled = self._stopped = False
         self._thread: Thread | None = None
         if runs_always:
-            self._thread = Thread(target=self._loop.run_forever, name="txnbridge event loop", daemon=True)
+            self._thread = Thread(target=self._run_always, name="txnbridge event loop", daemon=True)
             self._thread.start()
+
+    def _run_always(self) -> None:
+        """Run the loop until `close` stops it. A task that exits the program ends `run_forever`, and only that task."""
+        while not self._stopped:
+            with suppress(KeyboardInterrupt, SystemExit):  # the result of the task, for the thread that waits for it
+                self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine to its end. Raise `TransactionAborted` if a stop has cancelled it."""
@@ -121,6 +127,7 @@ class EventLoop:
             return
         self._complete(self._end())
         if self._thread is not None:
+            self._stopped = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._loop.close()

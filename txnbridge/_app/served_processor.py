@@ -97,8 +97,7 @@ class ServedProcessor(Processor):
         try:
             if kind is not StopNow:
                 return super().__exit__(kind, error, trace)
+            self._give_up()
         except StopNow:
             self._give_up()
             raise
-        self._give_up()
-        return None

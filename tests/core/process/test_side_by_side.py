@@ -165,16 +165,27 @@ def test_an_asynchronous_function_keeps_its_loop_and_what_it_has_opened(url, bri
     assert len(loops) == 1 and sorted(map(int, values(bridge, "out"))) == list(range(60))
 
 
-def test_an_asynchronous_function_that_exits_ends_its_app(url, bridge):
+@pytest.mark.parametrize("place", ["begin", "function", "background", "end"])
+def test_asynchronous_code_that_exits_ends_its_app(url, bridge, place):
     feed(bridge, 5)
 
-    async def leave(value: bytes) -> None:
-        raise SystemExit(3)
+    async def leave(here: str) -> None:
+        if place == here:
+            raise SystemExit(3)
 
-    app = App(url, stop_timeout=1)
-    app.process("in", group="g", concurrency=5)(leave)
+    async def lifespan(app: App):
+        await leave("begin")
+        app.background(leave, "background")
+        yield
+        await leave("end")
+
+    async def handle(value: bytes) -> None:
+        await leave("function")
+
+    app = App(url, stop_timeout=1, lifespan=lifespan)
+    app.process("in", group="g", concurrency=5)(handle)
     with pytest.raises(SystemExit), app:
-        wait_until(lambda: not app.healthy)
+        wait_until(lambda: place == "end" or not app.healthy)
 
 
 def test_a_stop_cancels_asynchronous_calls_that_hang(url, bridge):
