@@ -606,7 +606,8 @@ def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
 
 
 def test_a_transaction_that_begins_too_late_does_not_keep_its_connection(shop, open_engine):
-    engine, late = open_engine(shop.database, pool_size=1, max_overflow=0), []
+    engine = open_engine(shop.database, pool_size=1, max_overflow=0)
+    late: list[sa.Connection] = []
 
     def be_late(connection, _, statement, *__):
         if statement.startswith("SAVEPOINT") and not late:
