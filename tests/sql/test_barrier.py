@@ -1,6 +1,5 @@
 """Transactions with `db=`: rows and messages are both there or neither, whatever dies, is paused or fails."""
 
-import _thread
 import asyncio
 import itertools
 import threading
@@ -25,6 +24,7 @@ from txnbridge._base.connection import Connection
 from txnbridge._half import resolver as _resolver
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
+from txnbridge.sql import _database
 from txnbridge.sql.barrier import BarrierResolver, BarrierTable
 from txnbridge.testing import Child, crash_everywhere, listening
 
@@ -292,17 +292,31 @@ def test_a_session_does_not_write_to_a_second_database_in_the_block(shop, engine
     assert sold(other.url.render_as_string(hide_password=False)) == one_for_one(shop, bridge) == []
 
 
-def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open(engine, bridge):
+def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open(engine, bridge, monkeypatch):
     txn = bridge.transaction(db=engine, group="shop")
+    begins, interrupts, goes_on = threading.Event(), threading.Event(), threading.Event()
+    within, caller = _database.within, threading.get_ident()
 
-    def interrupt(*context):
+    def hold(*context):
         if context[2].startswith("SAVEPOINT"):
-            _thread.interrupt_main()
-            eventually(lambda: txn.outcome, "the block is not interrupted")
+            begins.set()
+            assert goes_on.wait(60)
 
-    sa.event.listen(engine, "before_cursor_execute", interrupt)
-    with pytest.raises(KeyboardInterrupt), txn:
-        pass
+    def interrupted(deadline, work):
+        done = pool.submit(within, deadline, work)
+        while not done.done():
+            if begins.is_set() and not interrupts.is_set() and threading.get_ident() == caller:
+                interrupts.set()
+                raise KeyboardInterrupt
+            time.sleep(0.001)
+        return done.result()
+
+    sa.event.listen(engine, "before_cursor_execute", hold)
+    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
+        patch.setattr(_database, "within", interrupted)
+        with pytest.raises(KeyboardInterrupt), txn:
+            pass
+        goes_on.set()
     eventually(lambda: engine.pool.checkedout() == 0, "a connection is in use")
 
 
