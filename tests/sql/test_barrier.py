@@ -25,6 +25,7 @@ from txnbridge._half import resolver as _resolver
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.sql import _database
+from txnbridge.sql._database import Database
 from txnbridge.sql.barrier import BarrierResolver, BarrierTable
 from txnbridge.testing import Child, crash_everywhere, listening
 
@@ -318,6 +319,23 @@ def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open
             pass
         goes_on.set()
     eventually(lambda: engine.pool.checkedout() == 0, "a connection is in use")
+
+
+def test_an_interrupt_before_the_commit_leaves_no_database_transaction_open(shop, engine, bridge, monkeypatch):
+    run = Database.run
+
+    def interrupt(database, what, *arguments):
+        if what.startswith("the commit"):
+            monkeypatch.setattr(Database, "run", run)
+            raise KeyboardInterrupt
+        return run(database, what, *arguments)
+
+    monkeypatch.setattr(Database, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sell(bridge, engine, b"0", timeout=SHORT)
+    eventually(lambda: engine.pool.checkedout() == 0, "a connection is in use")
+    sell(bridge, engine, b"1")
+    assert one_for_one(shop, bridge) == [b"1"]
 
 
 def in_transaction(connection):

@@ -449,10 +449,9 @@ class BarrierTransaction(HalfTransaction):
         """
         commit = Commit()
         row = self._barrier.commit_row(self._id, self._deadline_at)
-        db: Any = self._db
 
         def work() -> bool:
-            sound = False
+            sound, db, self._db = False, self.db, None  # the end of the block rolls back what is not taken here
             try:
                 require_not_ended(self._sql)
                 with self._connection.events.step("database.barrier", self._id) as found:
@@ -466,7 +465,6 @@ class BarrierTransaction(HalfTransaction):
             finally:
                 self._leave(db, sound)
 
-        self._db = None
         try:
             if self._barrier.database.run(f"the commit of transaction {self._id}", work, self._deadline, commit):
                 return Decision.COMMIT
