@@ -108,15 +108,17 @@ class Database:
         for each in (create, check) if trials else (create,):  # only a trial needs SQLite's write lock
             self.ask(f"opening {self._what}", each, deadline)
 
-    def ask(self, what: str, question: Callable[[sa.Connection], T], deadline: Deadline) -> T:
+    def ask(self, what: str, question: Callable[[sa.Connection], T], deadline: Deadline, *, once: bool = False) -> T:
         """Run `question` in a database transaction, and repeat it after temporary errors until the deadline.
 
-        `question` may run more than once. `what` names the work for error texts.
+        Unless it may be committed only `once`, repeat it also if it may be committed. `what` names it for error texts.
         """
         while True:
             try:
                 return self.change(what, question, deadline)
             except errors.OutcomeUnknown as error:
+                if once:
+                    raise
                 if deadline.left() <= RETRY_SECONDS:
                     raise errors.DeadlineExceeded(str(error)) from error.__cause__
             except errors.BrokerUnavailable as error:

@@ -7,22 +7,13 @@ visible in the order of their numbers. The isolation level READ COMMITTED suffic
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 
 import sqlalchemy as sa
 
-from txnbridge.errors import BrokerUnavailable, InvalidOption, PositionLost, StorageFailed
+from txnbridge.errors import InvalidOption, PositionLost, StorageFailed
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge.sql._database import (
-    EXACT_TEXT,
-    RETRY_SECONDS,
-    Database,
-    Trial,
-    database_id,
-    insert_missing,
-    place,
-)
+from txnbridge.sql._database import EXACT_TEXT, Database, Trial, database_id, insert_missing, place
 
 _LONGEST_NAME = 255
 # The number of records that are read into memory at once; a record may have nearly a megabyte.
@@ -127,14 +118,7 @@ class SqlLog(DecisionLog):
             connection.execute(sa.insert(_records).values(log=self._name, position=position, record=record))
             return (position,)
 
-        while True:
-            try:
-                stored: Position = self._database.change(f"appending to {self._what}", store, deadline)
-                return stored
-            except BrokerUnavailable as error:
-                if type(error) is not BrokerUnavailable or deadline.left() <= RETRY_SECONDS:
-                    raise
-            threading.Event().wait(RETRY_SECONDS)
+        return self._database.ask(f"appending to {self._what}", store, deadline, once=True)
 
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
