@@ -5,8 +5,9 @@ import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import sqlalchemy as sa
@@ -21,6 +22,7 @@ from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
 from txnbridge._base.connection import Connection
+from txnbridge._base.deadline import Wake
 from txnbridge._half import resolver as _resolver
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
@@ -293,32 +295,103 @@ def test_a_session_does_not_write_to_a_second_database_in_the_block(shop, engine
     assert sold(other.url.render_as_string(hide_password=False)) == one_for_one(shop, bridge) == []
 
 
-def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open(engine, bridge, monkeypatch):
-    txn = bridge.transaction(db=engine, group="shop")
-    begins, interrupts, goes_on = threading.Event(), threading.Event(), threading.Event()
-    within, caller = _database.within, threading.get_ident()
+class Held:
+    """Another thread's work for this thread, held at a statement; until it goes on, waits for it are interrupted."""
 
-    def hold(*context):
-        if context[2].startswith("SAVEPOINT"):
-            begins.set()
-            assert goes_on.wait(60)
+    def __init__(self, begin_of_statement, times):
+        self.begin_of_statement, self.left, self.caller = begin_of_statement, times, threading.get_ident()
+        self.begins, self.goes_on, self.ended = threading.Event(), threading.Event(), threading.Event()
 
-    def interrupted(deadline, work):
-        done = pool.submit(within, deadline, work)
-        while not done.done():
-            if begins.is_set() and not interrupts.is_set() and threading.get_ident() == caller:
-                interrupts.set()
+    def hold(self, *context):
+        if context[2].startswith(self.begin_of_statement) and not self.begins.is_set():
+            self.begins.set()
+            assert self.goes_on.wait(SOON)
+
+    def work(self, work):
+        try:
+            return work()
+        finally:
+            if self.begins.is_set():
+                self.ended.set()
+
+    def wait(self, wait, seconds):
+        if self.begins.is_set() and threading.get_ident() == self.caller:
+            self.left -= 1
+            if self.left >= 0:
                 raise KeyboardInterrupt
-            time.sleep(0.001)
-        return done.result()
+            self.goes_on.set()
+        wait(seconds)
 
-    sa.event.listen(engine, "before_cursor_execute", hold)
-    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
-        patch.setattr(_database, "within", interrupted)
-        with pytest.raises(KeyboardInterrupt), txn:
-            pass
-        goes_on.set()
+    def go_on(self):
+        self.goes_on.set()
+        assert self.ended.wait(SOON)
+
+
+@pytest.fixture
+def interrupted(engine, monkeypatch):
+    """Make a block in which this thread is interrupted so many times as it waits for a statement of another thread."""
+    run = Database.run
+
+    @contextmanager
+    def interrupted(begin_of_statement, times):
+        held = Held(begin_of_statement, times)
+        sa.event.listen(engine, "before_cursor_execute", held.hold)
+
+        class Interrupted(Wake):
+            def wait(self, seconds):
+                held.wait(super().wait, seconds)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Database, "run", lambda db, what, work, *rest: run(db, what, partial(held.work, work), *rest))
+            patch.setattr(_database, "Wake", Interrupted)
+            yield held.go_on
+
+    return interrupted
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open(engine, bridge, interrupted, times):
+    txn = bridge.transaction(db=engine, group="shop")
+    with interrupted("SAVEPOINT", times) as go_on, txn:
+        pass
+    go_on()
     eventually(lambda: engine.pool.checkedout() == 0, "a connection is in use")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_session_may_be_in_another_transaction_after_an_interrupt_while_the_block_begins(
+    shop, engine, bridge, interrupted, times
+):
+    session = orm.Session(engine)
+    txn = bridge.transaction(db=session, group="shop")
+    with interrupted("SAVEPOINT", times) as go_on, txn:
+        pass
+    session.rollback()
+    session.execute(insert(b"1"))
+    go_on()
+    session.commit()
+    assert sold(shop.database) == [b"1"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("act", [orm.Session.close, commit])
+def test_rows_and_messages_agree_whatever_the_program_does_with_its_session_after_an_interrupt(
+    shop, engine, bridge, interrupted, act, times
+):
+    session = orm.Session(engine)
+    txn = bridge.transaction(db=session, group="shop", timeout=5)
+    with interrupted("INSERT INTO txnbridge_barrier", times) as go_on, txn:
+        session.execute(insert(b"0"))
+        txn.send("orders", b"0")
+        txn.send("audit", b"0")
+    assert times == 2 or not session.in_transaction()
+    with suppress(InvalidState):
+        act(session)
+    go_on()
+    session.close()
+    for value in numbers(3)[1:]:
+        sell(bridge, engine, value)
+    assert one_for_one(shop, bridge) == numbers(3)[1:]
 
 
 def test_an_interrupt_before_the_commit_leaves_no_database_transaction_open(shop, engine, bridge, monkeypatch):

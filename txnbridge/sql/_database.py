@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,10 @@ from sqlalchemy.pool import StaticPool
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from txnbridge import errors
+from txnbridge._base.deadline import Wake
 from txnbridge.spi import Deadline
+
+_log = logging.getLogger("txnbridge")
 
 ENDED_BY_STATEMENT = (
     "a statement has ended the database transaction: a ROLLBACK or COMMIT as text, ON CONFLICT ROLLBACK, a trigger, or"
@@ -33,6 +38,8 @@ _GUARD = "txnbridge_guard"
 RETRY_SECONDS = 0.05
 # The interval at which a thread that waits for the database checks whether its deadline was shortened.
 _TURN_SECONDS = 0.1
+# The seconds for which the end of a failed transaction, or an interrupted thread, waits for the database.
+_CLOSE_SECONDS = 5.0
 _PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
 # MariaDB's numbers of the same: its SQLSTATE is that of a syntax error.
 _DENIED_NUMBERS = (1044, 1142, 1143, 1227)
@@ -124,7 +131,7 @@ class Database:
             except errors.BrokerUnavailable as error:
                 if type(error) is not errors.BrokerUnavailable or deadline.left() <= RETRY_SECONDS:
                     raise
-            threading.Event().wait(RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
 
     def change(self, what: str, change: Callable[[sa.Connection], T], deadline: Deadline) -> T:
         """Run `change` once, in one database transaction; return its result. `what` names the work for error texts.
@@ -152,7 +159,7 @@ class Database:
         Raise the errors of `work`.
         """
         try:
-            return work() if self.engine.dialect.is_async else within(deadline, work)
+            return work() if self.engine.dialect.is_async else within(deadline, work, commit.give_up)
         except FutureTimeout:
             if commit.give_up():
                 raise errors.OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
@@ -161,9 +168,14 @@ class Database:
             if commit.asked:
                 raise errors.OutcomeUnknown(f"{what}: the answer was lost") from own(error)
             raise in_our_words(error, what) from own(error)
-        except BaseException:  # perhaps a signal handler's, while `work` goes on
-            commit.give_up()
-            raise
+
+    def roll_back(self, transaction: str, leave: Callable[[Commit], None]) -> None:
+        """Call `leave`, which rolls a transaction back, on another thread; wait for it for a short time."""
+        commit = Commit()
+        try:
+            self.run(f"a rollback in {self._what}", lambda: leave(commit), Deadline(_CLOSE_SECONDS), commit)
+        except errors.TxnBridgeError as error:
+            _log.debug("transaction %s: %s", transaction, error)
 
 
 class Commit:
@@ -221,32 +233,44 @@ class _Worker:
 os.register_at_fork(after_in_child=_Worker.idle.clear)  # their threads exist in the parent only
 
 
-def within(deadline: Deadline, work: Callable[[], T]) -> T:
+def within(deadline: Deadline, work: Callable[[], T], give_up: Callable[[], object] = lambda: None) -> T:
     """Run `work` on another thread and return its result, because a driver may wait for a dead server without end.
 
-    Raise `TimeoutError` of concurrent.futures at the deadline.
+    Raise `TimeoutError` of concurrent.futures at the deadline. A signal handler's exception calls `give_up`, and then
+    waits for the end of `work` for a short time, because the program may go on with a session that `work` uses.
     """
-    future: Future[T] = Future()
+    ended: list[Future[T]] = []
+    wake = Wake()  # unlike a `Future`, it may be interrupted anywhere
 
     def run() -> None:
+        future: Future[T] = Future()
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as error:
-            _Worker.idle.append(worker)
             future.set_exception(error)
-        else:
-            _Worker.idle.append(worker)
-            future.set_result(result)
+        _Worker.idle.append(worker)
+        ended.append(future)
+        wake.wake()
+
+    def wait(until: Deadline) -> None:
+        while not ended and not until.expired:
+            wake.wait(min(until.left(), _TURN_SECONDS))
 
     try:
         worker = _Worker.idle.pop()
     except IndexError:
         worker = _Worker()
-    # The program's listeners of a session find the context variables of the caller.
-    worker.work.put(partial(contextvars.copy_context().run, run))
-    while not future.done() and not deadline.expired:
-        wait([future], min(deadline.left(), _TURN_SECONDS))
-    return future.result(0)
+    try:
+        # The program's listeners of a session find the context variables of the caller.
+        worker.work.put(partial(contextvars.copy_context().run, run))
+        wait(deadline)
+    except BaseException:
+        give_up()
+        wait(Deadline(min(deadline.left(), _CLOSE_SECONDS)))
+        raise
+    if not ended:
+        raise FutureTimeout
+    return ended.pop().result()
 
 
 def _not_outliving(what: str) -> str:

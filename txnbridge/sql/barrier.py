@@ -54,8 +54,6 @@ _LONGEST_NAME = 255
 _LONGEST_GROUP = 180
 # The time for which a resolver waits for a row that another database transaction has locked, and for each answer.
 _LOCK_SECONDS, LOOK_SECONDS = 1.0, 5.0
-# The seconds for which the end of a failed transaction waits for the database.
-_CLOSE_SECONDS = 5.0
 # An ABORT row stays a day longer than its transaction's deadline, after which the database refuses a COMMIT row. A day
 # is more than the clocks of two machines differ.
 _ABORT_ROWS_MS = 86_400_000
@@ -335,7 +333,8 @@ class BarrierTransaction(HalfTransaction):
         self._owned = owned
         self._db: orm.Session | sa.Connection | None = None
         self._sql: Any = None  # the connection of `_db`
-        self._root: object = None  # the transaction of `_db` that the end of the block commits
+        self._pooled: Any = None  # the driver's connection, as the pool has lent it
+        self._root: Any = None  # the transaction of `_db` that the end of the block commits
         self._deadline_at = 0  # by the database's clock, in milliseconds since 1970
         self._lent = False  # whether the block has `_db`, in which a commit is refused
         self._settled = False  # whether the answer to the commit was lost, and the row was looked up
@@ -377,9 +376,10 @@ class BarrierTransaction(HalfTransaction):
     def _begin(self, commit: Commit) -> None:
         """Begin the database transaction, unless the caller has given up meanwhile."""
         db: Any = self._session if self._session is not None else self._barrier.database.engine.connect()
+        self._root = db.begin()
         try:
-            db.begin()
             self._sql = sql = db if self._session is None else db.connection()
+            self._pooled = sql.connection
             begin_guarded(sql)
             now = int(sql.scalar(sa.select(self._barrier.clock)))
             self._deadline_at = now + int(self._deadline.seconds * 1000)
@@ -388,9 +388,9 @@ class BarrierTransaction(HalfTransaction):
                 sa.event.listen(self._session, "after_begin", self._refuse_second)
             commit.ask()
         except BaseException:
-            self._leave(db, sound=False)
+            self._leave(db, commit, sound=False)
             raise
-        self._db, self._root = db, db.get_transaction()
+        self._db = db
 
     def _refuse_commit(self, _: sa.Connection) -> None:
         if self._lent:
@@ -420,7 +420,6 @@ class BarrierTransaction(HalfTransaction):
         if isinstance(self._db, orm.Session):
             self._db.flush()
             self._check_unended()
-        self._lent = False
         half = self._stored()
         try:
             decision = self._commit_database()
@@ -435,8 +434,7 @@ class BarrierTransaction(HalfTransaction):
         """Raise `InvalidState` if the block has ended the database transaction, or left a savepoint open."""
         if self._error is not None:
             raise self._error
-        root: Any = self._root
-        if self.db.get_transaction() is not root or not root.is_active:
+        if self.db.get_transaction() is not self._root or not self._root.is_active:
             raise self._misused("the block has ended its database transaction")
         if self._db.in_nested_transaction():  # type: ignore[union-attr]
             raise self._misused("the block has left a savepoint open")
@@ -444,8 +442,10 @@ class BarrierTransaction(HalfTransaction):
     def _commit_database(self) -> Decision:
         """Insert the COMMIT row, and commit the database transaction; return the decision that then stands.
 
-        The thread that does so also ends the use of the session or connection. Raise `OutcomeUnknown` if the answer was
-        lost and the decision cannot be found now.
+        The thread that does so also ends the use of the session or connection. If the program, after the deadline or an
+        interrupt, closes its session before that, the COMMIT row may still come into the connection, so the pool gives
+        this connection to no other transaction. Raise `OutcomeUnknown` if the answer was lost and the decision cannot
+        be found now.
         """
         commit = Commit()
         row = self._barrier.commit_row(self._id, self._deadline_at)
@@ -459,11 +459,12 @@ class BarrierTransaction(HalfTransaction):
                 if inserted:
                     with self._connection.events.step("database.commit", self._id):
                         commit.ask()
+                        self._lent = False
                         db.commit()
-                sound = not commit.given_up
+                sound = True
                 return inserted
             finally:
-                self._leave(db, sound)
+                self._leave(db, commit, sound)
 
         try:
             if self._barrier.database.run(f"the commit of transaction {self._id}", work, self._deadline, commit):
@@ -477,6 +478,9 @@ class BarrierTransaction(HalfTransaction):
             kind = errors.InvalidState if isinstance(error, errors.InvalidState) else errors.TransactionAborted
             self._error = kind(f"transaction {self._id} was rolled back: {_told(error)}")
             self._error.__cause__ = error
+        finally:
+            if commit.given_up and self._pooled.is_valid:
+                self._pooled.invalidate(soft=True)
         return Decision.ABORT
 
     def _insert(self, row: sa.Insert) -> bool:
@@ -529,27 +533,22 @@ class BarrierTransaction(HalfTransaction):
     def _roll_back(self, sound: bool) -> None:
         """Roll the database transaction back, within a limited time. Unless `sound`, also close the connection."""
         db, self._db, self._lent = self._db, None, False
-        if db is None:
-            return
-        try:
-            self._barrier.database.run(
-                f"a rollback in {_WHAT}", lambda: self._leave(db, sound), Deadline(_CLOSE_SECONDS), Commit()
-            )
-        except errors.TxnBridgeError as error:
-            _log.debug("transaction %s: %s", self._id, error)
+        if db is not None:
+            self._barrier.database.roll_back(self._id, lambda commit: self._leave(db, commit, sound))
 
-    def _leave(self, db: orm.Session | sa.Connection, sound: bool) -> None:
+    def _leave(self, db: orm.Session | sa.Connection, commit: Commit, sound: bool) -> None:
         """End the use of the session or connection, which rolls back what is not committed.
 
-        If the connection is not `sound`, close it, so that nothing is left that could commit.
+        If the connection is not `sound`, close it, so that nothing is left that could commit. If the caller has given
+        up, the session may be in another transaction by now.
         """
         with suppress(exc.SQLAlchemyError):
-            if not sound and self._sql is not None and not self._sql.closed:
+            if (commit.given_up or not sound) and self._sql is not None and not self._sql.closed:
                 self._sql.invalidate()
         if isinstance(db, orm.Session) and sa.event.contains(db, "after_begin", self._refuse_second):
             sa.event.remove(db, "after_begin", self._refuse_second)
         with suppress(exc.SQLAlchemyError):
-            db.rollback()
+            (self._root if commit.given_up else db).rollback()
         if self._owned:
             with suppress(exc.SQLAlchemyError):
                 db.close()

@@ -51,8 +51,6 @@ _LONGEST_NAME = 255
 # The shortest interval between two acknowledgements: each is a transaction of the broker, which takes longer than most
 # transactions of a database.
 _ACKNOWLEDGE_SECONDS = 0.1
-# The seconds for which the end of a failed transaction waits for the database.
-_CLOSE_SECONDS = 5.0
 
 _positions = sa.Table(
     "txnbridge_positions",
@@ -417,15 +415,10 @@ class DatabaseTransaction:
         if self._open:
             self._open = False
             self.abort()
-            self._roll_back(interrupted=error is not None and not isinstance(error, Exception))
 
-    def _roll_back(self, interrupted: bool) -> None:
-        def close() -> None:
-            if interrupted:  # perhaps in the middle of a statement
-                self.connection.invalidate()
-            self.connection.close()
+            def close(_: Commit) -> None:
+                if error is not None and not isinstance(error, Exception):  # perhaps in the middle of a statement
+                    self.connection.invalidate()
+                self.connection.close()
 
-        try:
-            self._owner.database.run(f"a rollback in {_WHAT}", close, Deadline(_CLOSE_SECONDS), Commit())
-        except TxnBridgeError as error:
-            _log.debug("transaction %s: %s", self.id, error)
+            self._owner.database.roll_back(self.id, close)
