@@ -218,6 +218,8 @@ def test_a_wrong_call_says_what_is_wrong(engine, bridge):
             (lambda: box.send(engine, TOPIC, b""), "Session, AsyncSession or Connection"),
             (lambda: box.send(connection, TOPIC, {}), "bytes"),
             (lambda: box.send(connection, TOPIC, b"", partition=-1), "partition="),
+            (lambda: box.send(connection, TOPIC, b"", partition=1 << 63), "partition="),
+            (lambda: box.send(connection, "\ud800", b""), "UTF-8"),
             (lambda: box.send(connection, TOPIC, b"", timestamp=-1), "timestamp="),
             (lambda: bridge.relay("shop", engine), "Outbox"),
             (lambda: bridge.relay(box, engine, batch=0), "batch="),

@@ -107,7 +107,7 @@ def _encode_header(pair: Any) -> tuple[str, bytes | None]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InvalidOption("each header is a pair of its name and its value")
     name, value = pair
-    if not isinstance(name, str) or not _is_utf8(name):
+    if not isinstance(name, str) or not is_utf8(name):
         raise InvalidOption("a header's name must be text that can be written as UTF-8")
     if isinstance(value, str):
         try:
@@ -131,7 +131,7 @@ def encode_key(key: Any) -> bytes | None:
     raise InvalidOption(f"a key must be bytes or text, not {type(key).__name__}; give the topic a key codec")
 
 
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from txnbridge import codecs
 from txnbridge._base.deadline import check_seconds
-from txnbridge._base.messages import NO_HEADERS, Headers, Message, encode_headers, encode_key
+from txnbridge._base.messages import NO_HEADERS, Headers, Message, encode_headers, encode_key, is_utf8
 from txnbridge.codecs import Codec, CodecContext
 from txnbridge.errors import BrokerUnavailable, InvalidOption, Poison, TxnBridgeError
 
@@ -99,12 +99,12 @@ def _reason(error: Exception) -> str:
 
 def check_topic_name(name: object) -> None:
     if not isinstance(name, str) or not _can_be_named(name):
-        raise InvalidOption("a topic's name must be 1 to 249 characters of text without white space")
+        raise InvalidOption("a topic's name must be 1 to 249 characters of text, as UTF-8, without white space")
 
 
 @lru_cache(1024)  # cached, because it is called for each message that is sent
 def _can_be_named(name: str) -> bool:
-    return 0 < len(name) <= 249 and not any(c.isspace() for c in name)
+    return 0 < len(name) <= 249 and is_utf8(name) and not any(c.isspace() for c in name)
 
 
 class Encoded(NamedTuple):

@@ -91,8 +91,8 @@ class Outbox:
         what the broker accepts.
         """
         encoded = encode_message(topic, value, key, headers, _header_makers())
-        if partition is not None and (type(partition) is not int or partition < 0):
-            raise InvalidOption(f"partition= is a number from 0, not {partition!r}")
+        if partition is not None and (type(partition) is not int or not 0 <= partition < 1 << 31):
+            raise InvalidOption(f"partition= is a number from 0, of at most 31 bits, not {partition!r}")
         row = {
             "topic": encoded.topic,
             "key": encoded.key,
