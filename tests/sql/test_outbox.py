@@ -335,6 +335,22 @@ def test_a_row_with_damaged_headers_is_parked_and_the_others_are_published(engin
     assert sorted(values(bridge)) == [b"1", b"3"]
 
 
+@pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("column", ["topic", "headers"])
+def test_a_row_whose_text_is_not_utf_8_is_parked_and_the_others_are_published(engine, bridge, column):
+    send(engine, b"1", b"2", b"3")
+    rows = outbox().rows
+    with engine.begin() as connection:
+        text = sa.literal_column("CAST(x'5b5b22ff222c6e756c6c5d5d' AS TEXT)")  # [["\xff",null]]
+        connection.execute(sa.update(rows).where(rows.c.value == b"2").values({column: text}))
+        connection.execute(sa.update(rows).where(rows.c.value == b"3").values(value=sa.literal_column("'text'")))
+    with bridge.relay(outbox(), engine) as relay:
+        settled(relay)
+        (parked,) = OutboxStore(outbox(), engine).parked(Deadline(SOON))
+        assert ("damaged" if column == "headers" else "UTF-8") in parked.reason
+    assert sorted(values(bridge)) == [b"1", b"text"]
+
+
 def test_rows_that_were_inserted_by_hand_with_negative_numbers_are_published_and_deleted(engine, bridge):
     with engine.begin() as connection:
         for number in (-4, -2, -1):

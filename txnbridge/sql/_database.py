@@ -491,13 +491,9 @@ def _is_denied(error: exc.DBAPIError) -> bool:
 def in_our_words(error: Exception, what: str) -> errors.TxnBridgeError:
     """Return txnbridge's error for an error of a database; `what` names the work that failed."""
     text = f"{what}: {own(error)}".strip()
-    if isinstance(error, exc.DBAPIError):
-        if _is_denied(error):
-            return errors.AccessDenied(text)
-        # Two processes may create a table or row at the same time: the retry of the second one finds it.
-        again = state_of(error) in _EXISTS
-        if again or isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
-            return errors.BrokerUnavailable(text)
-    if isinstance(error, exc.TimeoutError | OSError):
+    if isinstance(error, exc.DBAPIError) and _is_denied(error):
+        return errors.AccessDenied(text)
+    # Two processes may create a table or row at the same time: the retry of the second one finds it.
+    if state_of(error) in _EXISTS or isinstance(error, (*_FAILURES, exc.IntegrityError, OSError)):
         return errors.BrokerUnavailable(text)
     return errors.StorageFailed(text)

@@ -65,6 +65,16 @@ def _clusters(schema: str | None) -> sa.Table:
     )
 
 
+class _StoredText(sa.TypeDecorator[str]):
+    """Text that is read as bytes. What is not UTF-8 becomes halves of characters, with which no broker takes it."""
+
+    impl = sa.LargeBinary
+    cache_ok = True
+
+    def process_result_value(self, value: bytes | None, _: sa.Dialect) -> str | None:
+        return value if value is None else value.decode(errors="surrogateescape")
+
+
 class OutboxState(NamedTuple):
     """The state of an outbox, a row of a table: the batch that is being published, its token, and the working relay."""
 
@@ -99,9 +109,17 @@ class OutboxStore:
         columns = [self._state.c[name] for name in OutboxState._fields]
         self._select_state = sa.select(*columns)
         self._look = sa.select(*columns, sa.exists().where(waiting).select_from(self._rows))
-        self._select_rows = sa.select(*(self._rows.c[name] for name in OutboxRow._fields))
         self._what = f"the outbox {outbox.name!r}"
+        self._reading = f"reading {self._what}"
         self._database = Database(database, self._what)
+        self._select_rows = sa.select(*self._columns(OutboxRow))
+
+    def _columns(self, row: type[OutboxRow | ParkedRow]) -> list[sa.ColumnElement[Any]]:
+        """Return the columns of a row, on SQLite as bytes: its driver stops at a text that is not UTF-8."""
+        is_sqlite = self._database.engine.dialect.name == "sqlite"
+        types = {sa.Text: _StoredText, sa.String: _StoredText, sa.LargeBinary: sa.LargeBinary} if is_sqlite else {}
+        columns = (self._rows.c[name] for name in row._fields)
+        return [sa.cast(each, types[type(each.type)]) if type(each.type) in types else each for each in columns]
 
     def close(self) -> None:
         self._database.close()
@@ -131,17 +149,15 @@ class OutboxStore:
             made = sa.inspect(connection).has_table(self._state.name, schema=self._state.schema)
             return made and connection.scalar(sa.select(self._state.c.number)) is not None
 
-        return self._database.ask(f"reading {self._what}", look, deadline)
+        return self._database.ask(self._reading, look, deadline)
 
     def state(self, deadline: Deadline) -> OutboxState:
-        read = self._database.ask(f"reading {self._what}", lambda c: c.execute(self._select_state).one(), deadline)
+        read = self._database.ask(self._reading, lambda c: c.execute(self._select_state).one(), deadline)
         return OutboxState(*read)
 
     def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
         """Return the outbox's state, and the first waiting rows; if `ordered`, none whose key has a refused row."""
-        return self._database.ask(
-            f"reading {self._what}", lambda connection: self._read_waiting(connection, limit, ordered), deadline
-        )
+        return self._database.ask(self._reading, lambda c: self._read_waiting(c, limit, ordered), deadline)
 
     def _read_waiting(self, connection: sa.Connection, limit: int, ordered: bool) -> Waiting:
         *columns, some_wait = connection.execute(self._look).one()
@@ -180,16 +196,15 @@ class OutboxStore:
     def count(self, deadline: Deadline) -> int:
         """Return how many rows wait."""
         counted = sa.select(sa.func.count()).select_from(self._rows).where(self._rows.c.state == WAITING)
-        return self._database.ask(f"reading {self._what}", lambda c: int(c.scalar(counted) or 0), deadline)
+        return self._database.ask(self._reading, lambda c: int(c.scalar(counted) or 0), deadline)
 
     def store_batch(self, version: int, relay: str, token: str, batch: str, deadline: Deadline) -> bool:
         """Store a batch and its token, unless the state has changed since `version`. Return whether it is stored.
 
         Raise `OutcomeUnknown` if that is not known.
         """
-        change = functools.partial(
-            self._set_state, where=self._state.c.version == version, relay=relay, token=token, batch=batch
-        )
+        same = self._state.c.version == version
+        change = functools.partial(self._set_state, where=same, relay=relay, token=token, batch=batch)
         return self._database.change(f"storing a batch of {self._what}", change, deadline)
 
     def end_batch(
@@ -212,9 +227,8 @@ class OutboxStore:
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
         """Forget the batch stored with `token`, whose transaction was aborted, so that its rows are read again."""
-        change = functools.partial(
-            self._set_state, where=self._state.c.token == token, relay=relay, token=None, batch=None
-        )
+        same = self._state.c.token == token
+        change = functools.partial(self._set_state, where=same, relay=relay, token=None, batch=None)
         self._database.ask(f"withdrawing a batch of {self._what}", change, deadline)
 
     def park(self, version: int, row: int, reason: str, relay: str, deadline: Deadline) -> bool:
@@ -243,11 +257,8 @@ class OutboxStore:
 
     def parked(self, deadline: Deadline) -> list[ParkedRow]:
         """Return the rows that the broker refused and an administrator has to judge (parked), without their values."""
-        columns = [self._rows.c[name] for name in ParkedRow._fields]
-        wanted = sa.select(*columns).where(self._rows.c.state == PARKED).order_by(self._rows.c.id)
-        return self._database.ask(
-            f"reading {self._what}", lambda c: [ParkedRow(*row) for row in c.execute(wanted)], deadline
-        )
+        wanted = sa.select(*self._columns(ParkedRow)).where(self._rows.c.state == PARKED).order_by(self._rows.c.id)
+        return self._database.ask(self._reading, lambda c: [ParkedRow(*row) for row in c.execute(wanted)], deadline)
 
     def unpark(self, rows: Sequence[int] | None, delete: bool, deadline: Deadline) -> int:
         """Let refused (parked) rows wait again, or delete them; all of them if `rows` is None. Return their number."""
@@ -516,7 +527,10 @@ class Relay(Service):
             _log.warning("a batch of the %s is aborted only after its hold: %s", self._name, error)
 
     def _end_batch(self, token: str, batch: str) -> None:
-        """Commit a stored batch by its token, and delete its rows; if it is aborted, let its rows be read again."""
+        """Commit a stored batch by its token, delete or keep its rows, and read the next ones in the same transaction.
+
+        If it is aborted, let its rows be read again.
+        """
         outcome = self._bridge.commit(token)
         if outcome is Outcome.ABORTED:
             _log.warning("the %s publishes a batch again, because its transaction was aborted", self._name)
@@ -524,25 +538,14 @@ class Relay(Service):
             self._add(aborted=1)
         elif outcome is not Outcome.COMMITTED:
             raise errors.OutcomeUnknown("the outcome of a batch is not known yet", token=token)
-        elif self._delete(token, batch):
-            self._add(published=sum(last - first + 1 for first, last in _parsed(batch)), batches=1)
-
-    def _delete(self, token: str, batch: str) -> bool:
-        """Delete or keep the rows of a batch that is committed, and read the next rows in the same transaction.
-
-        Return False if another relay has ended the batch.
-        """
-        with self._fewer_if_slow(), self._connection.events.step("outbox.delete"):
-            self._waiting = self._store.end_batch(
-                token,
-                batch,
-                self._relay,
-                self._keep is not None,
-                self._limit,
-                self._ordered,
-                self._connection.deadline(),
-            )
-        return self._waiting is not None
+        else:
+            with self._fewer_if_slow(), self._connection.events.step("outbox.delete"):
+                keep, deadline = self._keep is not None, self._connection.deadline()
+                self._waiting = self._store.end_batch(
+                    token, batch, self._relay, keep, self._limit, self._ordered, deadline
+                )
+            if self._waiting is not None:  # no other relay has ended the batch
+                self._add(published=sum(last - first + 1 for first, last in _parsed(batch)), batches=1)
 
     def _refused(self, version: int, row: OutboxRow, error: errors.TxnBridgeError) -> None:
         """Set a row aside that the broker refused in a transaction of its own, or raise `error` to try again."""
