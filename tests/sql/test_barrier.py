@@ -18,6 +18,7 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 import txnbridge
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
+from tests.failing import raising
 from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
@@ -691,6 +692,15 @@ def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, m
         ("later", Outcome.COMMITTED),
     }
     assert one_for_one(shop, bridge) == ([] if committed == "no" else [b"0"])
+
+
+def test_an_error_of_a_hook_after_the_commit_is_logged_and_leaves_the_session_free(shop, engine, bridge, caplog):
+    session = orm.Session(engine)
+    sa.event.listen(session, "after_commit", raising(ZeroDivisionError), once=True)
+    assert sell(bridge, session, b"0").outcome is Outcome.COMMITTED
+    assert "is committed, in spite of ZeroDivisionError" in caplog.text
+    sell(bridge, session, b"1")
+    assert one_for_one(shop, bridge) == numbers(2)
 
 
 def test_a_database_that_refuses_connections_after_its_commit_leaves_the_outcome_to_a_resolver(

@@ -473,8 +473,10 @@ class BarrierTransaction(HalfTransaction):
                 f"transaction {self._id} was rolled back: its deadline had passed, and a resolver may have aborted it"
             )
         except Exception as error:
-            if commit.asked:
-                return self._settle(error)
+            decision = self._settle(error) if commit.asked else Decision.ABORT
+            if decision is Decision.COMMIT:  # the answer was lost, or a hook of the session has failed
+                _log.warning("transaction %s is committed, in spite of %s", self._id, _told(error))
+                return decision
             kind = errors.InvalidState if isinstance(error, errors.InvalidState) else errors.TransactionAborted
             self._error = kind(f"transaction {self._id} was rolled back: {_told(error)}")
             self._error.__cause__ = error
@@ -502,9 +504,6 @@ class BarrierTransaction(HalfTransaction):
                 f"the answer to the commit of transaction {self._id} was lost; a resolver of {self._group!r} ends the"
                 f" transaction when the database answers ({_told(error)})"
             ) from error
-        if decision is Decision.ABORT:
-            self._error = errors.TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
-            self._error.__cause__ = error
         return decision
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
@@ -549,7 +548,7 @@ class BarrierTransaction(HalfTransaction):
             sa.event.remove(db, "after_begin", self._refuse_second)
         with suppress(exc.SQLAlchemyError):
             (self._root if commit.given_up else db).rollback()
-        if self._owned:
+        if self._owned or db.get_transaction() is self._root:  # a hook has failed after the commit
             with suppress(exc.SQLAlchemyError):
                 db.close()
 
