@@ -479,6 +479,24 @@ def test_a_session_of_asyncio_works_inside_run_sync_and_an_engine_beside_it_has_
     eventually(lambda: barrier_rows(shop.database) == [], "no resolver deletes the row")
 
 
+def test_a_session_of_another_event_loop_deletes_its_row_by_its_own_engine(shop, bridge):
+    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+    pytest.importorskip("aiosqlite")
+    used = []
+
+    async def order(value):
+        engine = aio.create_async_engine(shop.database.replace("sqlite:", "sqlite+aiosqlite:"))
+        sa.event.listen(engine.sync_engine, "before_cursor_execute", lambda *_: used.append(value))
+        async with aio.AsyncSession(engine) as session:
+            await session.run_sync(lambda session: sell(bridge, session, value))
+        await engine.dispose()
+
+    for value in numbers(2):
+        asyncio.run(order(value))
+    assert used == sorted(used)
+    assert barrier_rows(shop.database) == []
+
+
 # --- processes that die or are paused -------------------------------------------------------------------------------
 
 

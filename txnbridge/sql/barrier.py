@@ -279,11 +279,13 @@ class Barriers:
 
     def _resolver(self, barrier: BarrierTable) -> BarrierResolver:
         """Return the resolver that answers check-backs from this table; start it at its first use."""
-        key = barrier.half_group, (is_async := barrier.database.engine.dialect.is_async)
+        engine = barrier.database.engine
+        key = barrier.half_group, engine.dialect.is_async
         with self._lock:
-            if (resolver := self._resolvers.get(key)) is None:
+            resolver = self._resolvers.get(key)
+            if resolver is None or (engine.dialect.is_async and resolver.barrier.database.engine is not engine):
                 resolver = self._resolvers[key] = self._new_resolver(self._connection, barrier)
-                if not is_async:  # an `AsyncSession`'s engine works on no other thread
+                if not engine.dialect.is_async:  # an `AsyncSession`'s engine works in no other thread or event loop
                     resolver.start()
             return resolver
 
