@@ -171,11 +171,14 @@ def test_a_table_that_another_process_makes_at_the_same_time_is_looked_for_again
     append(SqlLogs(engine).decision_log("any", Deadline(SOON)), b"0")
 
 
-def test_an_engine_whose_url_names_no_database_is_taken(tmp_path):
-    engine = sa.create_engine(
-        "sqlite://", creator=lambda: sqlite3.connect(tmp_path / "created.db"), poolclass=sa.NullPool
-    )
+def test_an_engine_whose_url_names_no_database_is_taken_unless_it_binds_connections_to_threads(tmp_path, open_engine):
+    def connecting(**settings):
+        return lambda: sqlite3.connect(tmp_path / "created.db", **settings)
+
+    engine = sa.create_engine("sqlite://", creator=connecting(check_same_thread=False), poolclass=sa.NullPool)
     append(SqlLogs(engine).decision_log("any", Deadline(SOON)), b"0")
+    with pytest.raises(InvalidOption, match="check_same_thread"):
+        SqlLogs(open_engine(engine.url, creator=connecting())).decision_log("any", Deadline(SOON))
     in_memory = sa.create_engine("sqlite://", poolclass=sa.NullPool)
     with pytest.raises(InvalidOption, match="outlives"):
         SqlLogs(in_memory).decision_log("any", Deadline(SOON))

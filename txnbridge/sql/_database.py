@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
+import sqlite3
 import threading
 import time
 import uuid
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
@@ -105,7 +106,7 @@ class Database:
         """Create missing tables. Raise an error for a database that loses commits, or is refused by a trial."""
 
         def create(connection: sa.Connection) -> None:
-            _require_durable(connection, self._what)
+            _require_durable(connection, self._what, deadline)
             _make_tables(connection, tables, self._what)
 
         def check(connection: sa.Connection) -> None:
@@ -371,12 +372,10 @@ def is_locked(error: exc.OperationalError) -> bool:
 def commits_each_statement(connection: sa.Connection) -> bool:
     """Return whether the driver has no transaction open and begins none (isolation level AUTOCOMMIT)."""
     pooled: Any = connection.connection
-    try:
-        if not connection.dialect.detect_autocommit_setting(pooled.dbapi_connection):
-            return False
-    except NotImplementedError:
-        return False
-    return not is_in_transaction(connection)
+    with suppress(NotImplementedError):
+        if connection.dialect.detect_autocommit_setting(pooled.dbapi_connection):
+            return not is_in_transaction(connection)
+    return False
 
 
 def is_in_transaction(connection: sa.Connection) -> bool:
@@ -410,14 +409,19 @@ def _require_suitable(
         )
 
 
-def _require_durable(connection: sa.Connection, what: str) -> None:
-    """Raise an error for a database that is not supported, forgets confirmed commits, or is a read-only replica."""
+def _require_durable(connection: sa.Connection, what: str, deadline: Deadline) -> None:
+    """Raise an error for a database or driver that is not supported, forgets commits, or is a read-only replica."""
     dialect: Any = connection.dialect
     if dialect.name == "sqlite":
         if not connection.exec_driver_sql("PRAGMA database_list").all()[0][2]:  # the file of "main"
             raise errors.InvalidOption(_not_outliving(what))
         if int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
             raise errors.InvalidOption(f"{what} needs SQLite with PRAGMA synchronous=FULL")
+        try:
+            if isinstance(driver := connection.connection.driver_connection, sqlite3.Connection):
+                within(deadline, driver.cursor)
+        except sqlite3.ProgrammingError:
+            raise errors.InvalidOption(f"{what} needs connections for all threads: check_same_thread=False") from None
     elif dialect.name == "postgresql":
         if connection.exec_driver_sql("SHOW synchronous_commit").scalar() == "off":
             raise errors.InvalidOption(f"{what} needs PostgreSQL with synchronous_commit at least local, not off")

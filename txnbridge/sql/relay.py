@@ -152,8 +152,7 @@ class OutboxStore:
         return self._database.ask(self._reading, look, deadline)
 
     def state(self, deadline: Deadline) -> OutboxState:
-        read = self._database.ask(self._reading, lambda c: c.execute(self._select_state).one(), deadline)
-        return OutboxState(*read)
+        return OutboxState(*self._database.ask(self._reading, lambda c: c.execute(self._select_state).one(), deadline))
 
     def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
         """Return the outbox's state, and the first waiting rows; if `ordered`, none whose key has a refused row."""
@@ -437,7 +436,8 @@ class Relay(Service):
         """End the stored batch, or publish a new one. Return False if there is nothing to do for this relay."""
         waiting, self._waiting = self._waiting, None
         began = time.monotonic()
-        state, rows = waiting or self._read()
+        with self._fewer_if_slow():
+            state, rows = waiting or self._store.waiting(self._limit, self._ordered, self._look_deadline())
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             self._purge()
@@ -450,10 +450,6 @@ class Relay(Service):
         else:
             self._publish(state.version, rows)
         return True
-
-    def _read(self) -> Waiting:
-        with self._fewer_if_slow():
-            return self._store.waiting(self._limit, self._ordered, self._look_deadline())
 
     @contextmanager
     def _fewer_if_slow(self) -> Iterator[None]:
