@@ -341,7 +341,7 @@ def test_a_row_whose_text_is_not_utf_8_is_parked_and_the_others_are_published(en
     send(engine, b"1", b"2", b"3")
     rows = outbox().rows
     with engine.begin() as connection:
-        text = sa.literal_column("CAST(x'5b5b22ff222c6e756c6c5d5d' AS TEXT)")  # [["\xff",null]]
+        text: sa.ColumnElement[str] = sa.literal_column("CAST(x'5b5b22ff222c6e756c6c5d5d' AS TEXT)")  # [["\xff",null]]
         connection.execute(sa.update(rows).where(rows.c.value == b"2").values({column: text}))
         connection.execute(sa.update(rows).where(rows.c.value == b"3").values(value=sa.literal_column("'text'")))
     with bridge.relay(outbox(), engine) as relay:

@@ -51,7 +51,8 @@ _NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
 # on, a deadlock, missing resources, a lock, an administrator, the disk.
 _FAILURE_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 _FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
-_SQLITE_ERROR = 1  # SQLite's code of a statement with an error: no such table, a value that a function refuses
+# Codes of a statement that is wrong itself: SQLite's, and MariaDB's, which some drivers tell without an SQLSTATE.
+_REFUSALS = (1, 1292, 1365, 1644, 1690, 4025)  # MariaDB's: a wrong date, division by 0, SIGNAL, out of range, CHECK
 
 T = TypeVar("T")
 # A table, a column of it for texts, and values for the others, for a row that is rolled back.
@@ -434,8 +435,7 @@ def _require_durable(connection: sa.Connection, what: str, deadline: Deadline) -
 
 
 def _require_durable_mariadb(connection: sa.Connection, what: str) -> None:
-    found = connection.exec_driver_sql("SHOW VARIABLES")
-    settings = {str(name): str(value) for name, value in found}
+    settings = {str(name): str(value) for name, value in connection.exec_driver_sql("SHOW VARIABLES")}
     for wrong, needed in (
         (settings.get("innodb_flush_log_at_trx_commit") not in ("1", "3"), "innodb_flush_log_at_trx_commit=1"),
         # Without that a crash may lose the end of the binary log, and then InnoDB rolls its transactions back.
@@ -459,8 +459,8 @@ def is_failure(error: BaseException) -> bool:
     state = state_of(error)
     if state and state != "HY000":  # MariaDB's for all other errors
         return state.startswith(_FAILURE_CLASSES)
-    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None)
-    return isinstance(error, _FAILURES) and code != _SQLITE_ERROR
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", None) or _number_of(error)
+    return isinstance(error, _FAILURES) and code not in _REFUSALS
 
 
 def refuses_commit(error: exc.DBAPIError) -> bool:
