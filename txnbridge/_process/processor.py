@@ -223,7 +223,7 @@ class Processor(ConnectionUser):
         if retry is not None and max_attempts is None:
             max_attempts = 1
         self._policy = FailurePolicy(poison, fatal, max_attempts)
-        self._max_messages = max_messages
+        self._max_messages = min(max_messages, connection.timing.unacked_messages)
         self._max_wait = max_wait
         self._timeout = connection.timeout if timeout is None else timeout
         self._stop_timeout = stop_timeout

@@ -175,7 +175,7 @@ class Consumer(ConnectionUser):
 
     @one_call("poll")
     def _fill_once(self, most: int, deadline: Deadline, step: float, hurry: Callable[[], bool]) -> Batch | None:
-        self._fetch(most, min(deadline.left(), step), full=True)
+        most = self._fetch(most, min(deadline.left(), step), full=True)
         if deadline.expired or hurry() or len(self._deliveries.fetched()) >= most:
             return self._hand_out(most)
         return None
@@ -193,8 +193,11 @@ class Consumer(ConnectionUser):
         self._fetch(_FETCH, timeout)
         return self._hand_out(1)
 
-    def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
-        """Get messages from the broker's reader, unless one is fetched already (with `full`: unless `most` are)."""
+    def _fetch(self, most: int, timeout: float, full: bool = False) -> int:
+        """Get messages from the broker's reader, unless one is fetched already (with `full`: unless `most` are).
+
+        Return `most`, but not more than may be unacknowledged.
+        """
         _check_limits(most, timeout)
         most = min(most, self._connection.timing.unacked_messages)
         self._settle(timeout)
@@ -209,6 +212,7 @@ class Consumer(ConnectionUser):
                 self._deliveries.fetch(messages)
         if self._lacks_ack_context:
             self._take_ack_contexts()
+        return most
 
     def _take_ack_contexts(self) -> None:
         """Store the reader's `ack_context()`, which `Writer.ack` needs, in each new assignment of a partition."""

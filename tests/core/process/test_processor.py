@@ -241,6 +241,13 @@ def test_a_batch_is_no_larger_than_max_messages(room):
     assert seen == [3, 3, 1]
 
 
+def test_a_batch_is_no_larger_than_what_may_be_unacknowledged(room, with_timing):
+    with_timing(unacked_messages=3)
+    room.feed(*(b"%d" % n for n in range(7)))
+    room.run(each=copy, max_messages=500, max_wait=1)
+    assert len(room.broker.sent) == 7
+
+
 def test_a_batch_waits_max_wait_seconds_for_more(room):
     room.feed(b"0")
     seen: list[Any] = []

@@ -396,6 +396,11 @@ def test_the_bound_of_unacknowledged_messages_costs_no_message(room: Room, with_
     assert values(room.consumer.poll()) == [b"3", b"4"]
 
 
+def test_a_batch_is_full_with_as_many_messages_as_may_be_unacknowledged(room: Room, with_timing) -> None:
+    with_timing(unacked_messages=3)
+    assert values(next(room.consumer.batches(max_messages=500, max_wait=3600))) == [b"0", b"1", b"2"]
+
+
 def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_aborted_message(in_order: Room) -> None:
     first, second = in_order.consumer.poll(2)
     in_order.ack(first, abort=True)
