@@ -13,13 +13,13 @@ from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 
 from txnbridge._base.messages import Message, check_place, split_item
 from txnbridge._base.token import Outcome, State
 from txnbridge._base.topic import Topic, encode_message
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge.errors import InvalidOption
+from txnbridge.errors import InvalidOption, InvalidState
 
 ORDERS = ("key", "partition", "none")
 _place = attrgetter("source", "position")
@@ -28,8 +28,9 @@ _place = attrgetter("source", "position")
 class RecordedSends:
     """The messages that one call of a handler sends; it takes the place of the transaction that sends them later."""
 
-    def __init__(self, id: str, ends_at: float, header_makers: Sequence[Any]) -> None:
+    def __init__(self, id: str, ends_at: float, header_makers: Sequence[Any], refused: list[InvalidState]) -> None:
         self.id = id
+        self._refused = refused
         self.state = State.OPEN
         self.outcome: Outcome | None = None
         self._ends_at = ends_at
@@ -62,6 +63,17 @@ class RecordedSends:
             value, key, headers = split_item(item)
             self.send(topic, value, key=key, headers=headers)
 
+    def _refuse(self, *_: object) -> NoReturn:
+        self._refused.append(
+            InvalidState(
+                f"the handler only sends with transaction {self.id}: its processor acknowledges and commits; raise"
+                " txnbridge.Abort to have the messages redelivered"
+            )
+        )
+        raise self._refused[-1]
+
+    ack = ack_up_to = commit = abort = _refuse
+
     def replay(self, txn: Any) -> None:
         for sent in self._sends:
             txn._send_encoded(*sent)
@@ -82,6 +94,7 @@ class SideBySide:
         self._name = name
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = 0
+        self._refused: list[InvalidState] = []
         self._results: dict[
             tuple[Any, ...], RecordedSends | BaseException
         ] = {}  # by assignment (a topic may be made anew)
@@ -98,6 +111,7 @@ class SideBySide:
 
         Return how many messages, from the first on, are marked or have a result. No call begins after half of the
         transaction's time, or when `stopped()`. `if_slow` returns the error of a call that took so many seconds.
+        Raise `InvalidState` if a call has tried to acknowledge or to end the transaction, even if it hides that.
         """
         left = txn.deadline
         now = time.monotonic()
@@ -108,7 +122,7 @@ class SideBySide:
                 called_at = time.monotonic()
                 if called_at > latest or stopped():
                     return
-                sends = RecordedSends(txn.id, ends_at, header_makers)
+                sends = RecordedSends(txn.id, ends_at, header_makers, self._refused)
                 error: BaseException | None = None
                 try:
                     self._each(items.messages[index], sends)
@@ -134,6 +148,11 @@ class SideBySide:
             self._calls.put(partial(work, chain))
         for _ in chains:
             ended.get()
+        return self._handled(items)
+
+    def _handled(self, items: PolledBatch) -> int:
+        for refused in self._refused:
+            raise refused
         return next((i for i in items.good() if _place(items.delivered[i]) not in self._results), len(items))
 
     def _start_threads(self, wanted: int) -> None:

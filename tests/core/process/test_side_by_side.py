@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import txnbridge
 from tests.core.processor_kit import url_of, values
 from tests.in_time import wait_until
-from txnbridge import App, Bridge, Message, Poison, Transaction
+from txnbridge import App, Bridge, InvalidState, Message, Poison, Transaction
 
 KEYS = 7
 
@@ -102,6 +103,19 @@ def test_what_is_no_exception_ends_the_processor_as_it_does_in_one_thread(bridge
     with pytest.raises(ending), processor:
         wait_until(lambda: not processor.healthy)
     assert processor.stats.transactions == 0
+
+
+@pytest.mark.parametrize(("call", "hides"), [("ack", False), ("commit", True)])
+def test_a_handler_that_does_more_than_send_ends_the_processor_also_if_it_hides_that(bridge, call, hides):
+    feed(bridge, KEYS)
+
+    def stubborn(message: Message, txn: Transaction) -> None:
+        with suppress(*[InvalidState] * hides):
+            getattr(txn, call)(*[message] * (call == "ack"))
+
+    with pytest.raises(InvalidState, match="the handler only sends with transaction"):
+        bridge.processor("in", group="g", each=stubborn, concurrency=3, retry_for=0).run(until_idle=True)
+    assert sum(bridge.admin.group("g").lag.values()) == KEYS
 
 
 def test_calls_that_take_longer_than_a_transaction_are_committed_in_parts(bridge):
