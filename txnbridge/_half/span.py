@@ -349,7 +349,9 @@ class Span:
             raise errors.TransactionAborted("the span was aborted: its time was over, or an administrator aborted it")
 
     def abort(self) -> None:
-        """Abort all parts now. A second abort has no effect."""
+        """Abort all parts now. A second abort has no effect, and one behind the block's end raises `InvalidState`."""
+        if self._ending.locked() and self.outcome is not Outcome.ABORTED:
+            raise errors.InvalidState("abort() needs an open span; its block has ended")
         self.__exit__(errors.Abort, errors.Abort(), None)
 
     def _abort(self, prepared: bool = True) -> None:

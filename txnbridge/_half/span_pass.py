@@ -78,6 +78,7 @@ class SpanPass:
         self._span.abort()
 
     def _end_by(self, at: float) -> None:
+        self._span._deadline.shorten(at)
         self._target._end_by(at)
         self.of_source._end_by(at)
 

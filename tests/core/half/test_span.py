@@ -69,12 +69,15 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
     with spanning(*pair) as span:
         send(span, pair, b"1")
         assert values(pair) == [[], []]
+    with pytest.raises(InvalidState, match="its block has ended"):
+        span.abort()
     assert span.outcome is Outcome.COMMITTED
     assert values(pair) == [[b"1"], [b"1"]]
     with spanning(*pair) as span:
         send(span, pair, b"2")
         raise Abort
     assert span.outcome is Outcome.ABORTED
+    span.abort()
     with pytest.raises(ValueError, match="a test says so"), spanning(*pair) as span:
         send(span, pair, b"2")
         raise ValueError("a test says so")
@@ -401,6 +404,25 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
         a.processor("in", group="g", each=move_and_commit, to=b).run(until_idle=True)
     assert values(pair) == [[], []]
     assert open_ones(pair) == []
+
+
+def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
+    a, b = with_input(pair)
+    prepare, commit, times = PreparingWriter.prepare, Bridge.commit, list[float]()
+
+    def stop_and_prepare(self: PreparingWriter, deadline: Deadline) -> None:
+        processor._hurry(time.monotonic() + 20)
+        prepare(self, deadline)
+
+    def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 0) -> Outcome:
+        times.append(timeout)
+        return commit(self, token, timeout)
+
+    monkeypatch.setattr(PreparingWriter, "prepare", stop_and_prepare)
+    monkeypatch.setattr(Bridge, "commit", note)
+    processor = a.processor("in", group="g", each=move, to=b, timeout=60)
+    processor.run(until_idle=True)
+    assert 0 < times[0] <= 20
 
 
 def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
