@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
+from types import MappingProxyType
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, Position
 from txnbridge._base.topic import Topic
-from txnbridge._process.retries import retry_group, seconds_until_due
+from txnbridge._process.retries import parse_retry_topic, retry_group, seconds_until_due
 from txnbridge._read.consumer import RawConsumer, one_call
 from txnbridge._read.deliveries import Assignment
 from txnbridge._read.open_consumers import Consumers
@@ -173,10 +175,14 @@ class RetryConsumer(RawConsumer):
     """A processor's consumer of its retry topics: `take` returns only messages that are due.
 
     A partition is paused at its first message that is not due, and the messages that were fetched with it are set aside
-    until then. None of them is handed out, so no transaction holds them, and a rebalance simply drops them.
+    until then, or for the topic's delay if a wrong clock or a stranger has set a later time. None of them is handed
+    out, so no transaction holds them, and a rebalance simply drops them.
     """
 
-    _waiting: frozenset[Partition] = frozenset()  # the partitions that this consumer has paused
+    # The partitions that this consumer has paused, with the end of the topic's delay, by `time.monotonic`.
+    _waiting: Mapping[Partition, float] = MappingProxyType({})
+    # The positions before which the messages have waited for the delay, so that they are due whatever they say.
+    _waited: Mapping[Partition, Position] = MappingProxyType({})
 
     @one_call("poll")
     def take(self, max_messages: int, timeout: float) -> list[Message]:
@@ -204,24 +210,33 @@ class RetryConsumer(RawConsumer):
         if not self._waiting:
             return
         # A partition that is not assigned now may come back, and is resumed then.
-        ready = self._waiting.intersection(self._reader.positions()) - self._not_due()
+        positions = self._reader.positions()
+        ready = (self._waiting.keys() & positions) - self._not_due()
         if ready:
             self._reader.resume(sorted(ready))
             self._deliveries.resume(ready)
-            self._waiting -= ready
+            now, waiting = time.monotonic(), self._waiting
+            self._waited = {**self._waited, **{p: positions[p] for p in ready if waiting[p] <= now}}
+            self._waiting = {p: until for p, until in waiting.items() if p not in ready}
 
     def _pause_not_due(self) -> None:
         since: dict[Partition, Position] = {}
         for message in self._deliveries.fetched():
             partition = message.topic, message.partition
-            if partition not in since and seconds_until_due(message) > 0:
+            if partition not in since and self._waits(message):
                 since[partition] = message.position
         if since:
-            self._waiting |= since.keys()
+            now = time.monotonic()
+            until = {p: now + found[1] for p in since if (found := parse_retry_topic(p[0]))}
+            self._waiting = {**self._waiting, **until}
             self._reader.pause(sorted(since))
             self._deliveries.set_aside(since)
 
     def _not_due(self) -> set[Partition]:
         """Return the partitions whose first message is not due and was set aside until then."""
-        heads = self._deliveries.first_set_aside()
-        return {partition for partition, message in heads.items() if seconds_until_due(message) > 0}
+        heads, now = self._deliveries.first_set_aside(), time.monotonic()
+        return {p for p, message in heads.items() if self._waits(message) and now < self._waiting.get(p, math.inf)}
+
+    def _waits(self, message: Message) -> bool:
+        waited = self._waited.get((message.topic, message.partition))
+        return seconds_until_due(message) > 0 and (waited is None or message.position >= waited)

@@ -170,6 +170,14 @@ def test_a_message_that_waits_holds_only_its_retry_partition(bridge):
     assert sorted(values(bridge, "out")) == [b"0", b"due"]
 
 
+def test_a_due_time_that_is_later_than_the_delay_holds_no_partition_for_longer(bridge):
+    for number in range(3):
+        put_waiting(bridge, b"%d" % number, SOON, due_in=NEVER)
+    put_waiting(bridge, b"later", NEVER, due_in=NEVER)
+    with bridge.processor("in", group="g", each=Failing(), retry=[SOON, NEVER]):
+        eventually(lambda: values(bridge, "out") == numbers(3), "what is overdue waits on")
+
+
 @contextmanager
 def fetching(bridge: Bridge) -> Iterator[RetryConsumer]:
     """A consumer of a retry topic that has fetched what waits there."""
