@@ -29,15 +29,11 @@ class BrokerProfile:
         if not re.fullmatch(self.names, topic):
             raise InvalidOption(f"{topic!r} is no valid topic name on {self.name}: {self.naming}")
 
-    def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
+    def refuse(self, headers: RawHeaders, before: int) -> None:
         """Raise `NotSupported` for a message that the imitated broker would refuse.
 
         `before` is the number of earlier messages in the same transaction.
         """
-        if value == b"" and Capability.EMPTY_VALUE in self.lacks:
-            raise self._missing(Capability.EMPTY_VALUE)
-        if headers and Capability.REPEATED_HEADERS in self.lacks and len({name for name, _ in headers}) < len(headers):
-            raise self._missing(Capability.REPEATED_HEADERS)
         if Capability.BARE_HEADERS in self.lacks and any(not name or value is None for name, value in headers):
             raise self._missing(Capability.BARE_HEADERS)
         most = self.limits.transaction_messages
@@ -71,7 +67,6 @@ PROFILES: Mapping[str, BrokerProfile] = {
         "Pulsar",
         Limits(message_bytes=5 << 20),
         _lacks(
-            (Capability.REPEATED_HEADERS, "a message's properties are a map"),
             (Capability.BARE_HEADERS, "a message's properties are text with a name"),
         ),
     ),
@@ -83,8 +78,6 @@ PROFILES: Mapping[str, BrokerProfile] = {
             (Capability.INDIVIDUAL_ACK, _ONE_POSITION),
             (Capability.SHARE_MESSAGE, _ONE_MEMBER),
             (Capability.RESUME_SEQUENCE, "the broker keeps no sequences"),
-            (Capability.EMPTY_VALUE, "the broker fails on a message with an empty body"),
-            (Capability.REPEATED_HEADERS, "a message's properties are a map"),
             (Capability.BARE_HEADERS, "a message's properties are text with a name"),
         ),
     ),

@@ -53,7 +53,7 @@ class Settings:
     )
     half_checks: int = Option.setting(15, "unanswered check-backs after which a half message is parked")
     timing: Timing = field(default_factory=Timing)
-    # From the profile of another broker: raise an error for a message that it would refuse (value, headers, number of
+    # From the profile of another broker: raise an error for a message that it would refuse (headers, number of
     # earlier messages in the transaction), and for a topic's name.
-    refuse: Callable[[bytes | None, RawHeaders, int], None] | None = None
+    refuse: Callable[[RawHeaders, int], None] | None = None
     refuse_name: Callable[[str], None] | None = None

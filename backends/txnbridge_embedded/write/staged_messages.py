@@ -127,7 +127,7 @@ class StagedMessages:
         else:
             rows = self._find(topic, key, partition)
         if self._refuse is not None:
-            self._refuse(value, headers or (), self.count)
+            self._refuse(headers or (), self.count)
         if timestamp is not None and not 0 <= timestamp < 1 << 63:
             raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
         packed = pack(headers) if headers else None
