@@ -102,8 +102,9 @@ async def test_a_nack_has_messages_delivered_again(bridge):
         assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
 
 
-async def test_a_close_keeps_its_deadline_behind_a_cancelled_call_and_then_ends_in_its_thread(monkeypatch, url, bridge):
+async def test_a_call_keeps_its_deadline_behind_a_cancelled_one_and_a_close_then_ends_in_its_thread(monkeypatch, url):
     runs, go_on = threading.Event(), threading.Event()
+    bridge = await aio.connect(url, timeout=2)
     consumer = await bridge.consumer("a", "g")
 
     def lag(_: txnbridge.Consumer) -> None:
@@ -119,9 +120,13 @@ async def test_a_close_keeps_its_deadline_behind_a_cancelled_call_and_then_ends_
     try:
         with anyio.fail_after(SOON), pytest.raises(DeadlineExceeded, match="an earlier call"):
             await consumer.close(timeout=0.01)
+        for call in (consumer.positions, consumer.poll):
+            with anyio.fail_after(SOON), pytest.raises(DeadlineExceeded, match="an earlier call"):
+                await call()
     finally:
         go_on.set()
     await consumer.close()
+    await bridge.close()
     with txnbridge.connect(url) as other:
         assert other.admin.group("g").members == ()
 

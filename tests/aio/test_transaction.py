@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import until, values
+from tests.aio.kit import SOON, until, values
 from txnbridge import Outcome, State, Topic, aio, codecs
 from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import listening, next_commit
@@ -242,6 +242,31 @@ async def test_a_block_that_is_cancelled_waits_for_its_abort(held, bridge):
             await txn.send("a", b"1")
     assert scope.cancelled_caught and txn.outcome is Outcome.ABORTED
     assert held.came
+
+
+async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_and_aborts_later(bridge):
+    runs, go_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[bytes]:
+        runs.set()
+        go_on.wait()
+        yield b"1"
+
+    async def cancel() -> None:
+        await until(runs.is_set)
+        scope.cancel()
+
+    try:
+        with anyio.fail_after(SOON):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(cancel)
+                with anyio.CancelScope() as scope:
+                    async with bridge.transaction(timeout=0.1) as txn:
+                        await txn.send_many("a", items())
+        assert scope.cancelled_caught
+    finally:
+        go_on.set()
+    assert await txn.settle() is Outcome.ABORTED
 
 
 async def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(held, bridge):

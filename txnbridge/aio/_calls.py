@@ -91,7 +91,7 @@ class Call(Generic[R]):
                     previous = previous._previous  # a call that never runs may itself have one
             if wait.cancelled_caught:
                 raise DeadlineExceeded(
-                    f"an earlier call, whose task was cancelled, still runs after {self._patience} s"
+                    f"an earlier call, whose task was cancelled, still runs after {self._patience:g} s"
                 )
             return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
         except BaseException as error:

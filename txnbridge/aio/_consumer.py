@@ -38,6 +38,7 @@ class Consumer(ClosedByBlock):
     def __init__(self, sync: txnbridge.Consumer) -> None:
         self._sync = sync
         self._calls = OneCall(repr(sync))
+        self._timeout = sync._connection.timeout  # also the time for which a call waits for a cancelled one
 
     async def poll(self, max_messages: int = 500, timeout: float = 1.0) -> Batch:
         """Return up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
@@ -80,7 +81,7 @@ class Consumer(ClosedByBlock):
 
         If the task is cancelled before it has the batch, the next call returns the batch again (hazard H111).
         """
-        call = Call(lambda: read(lambda: call.runs_behind))
+        call = Call(lambda: read(lambda: call.runs_behind), patience=self._timeout)
         self._calls.refuse_beside_another("poll")
         batch = await self._calls.run(call)
         self._sync._received()
@@ -99,14 +100,14 @@ class Consumer(ClosedByBlock):
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
-        return await self._calls.run(Call(function))
+        return await self._calls.run(Call(function, patience=self._timeout))
 
     async def close(self, timeout: float | None = None) -> None:
         """Leave the group: other members take over at once, and get the unacknowledged messages.
 
         Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled call ends in its thread.
         """
-        deadline = Deadline(self._sync._connection.timeout if timeout is None else timeout)
+        deadline = Deadline(self._timeout if timeout is None else timeout)
 
         def close() -> None:
             self._sync.close(None if call.runs_behind else deadline.left())

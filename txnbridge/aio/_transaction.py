@@ -17,11 +17,14 @@ from txnbridge._base.token import Outcome, State
 from txnbridge._base.topic import Topic
 from txnbridge._process.handler import loggable
 from txnbridge.aio._calls import Call, OneCall, Threads, delegated, delegated_property, teller
-from txnbridge.errors import Abort, InvalidOption
+from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption
 
 _log = logging.getLogger("txnbridge")
 
 R = TypeVar("R")
+
+# A cancelled call of the broker ends by the transaction's deadline, and needs a moment more for that.
+_GRACE_SECONDS = 1.0
 
 
 class Transaction:
@@ -105,7 +108,12 @@ class Transaction:
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
-        return await self._calls.run(Call(function), *self._limit())
+        return await self._calls.run(Call(function, patience=self._patience), *self._limit())
+
+    @property
+    def _patience(self) -> float:
+        """For how long a call waits for the end of one whose task was cancelled."""
+        return self._sync.deadline + _GRACE_SECONDS
 
     def _limit(self) -> tuple[Threads | None, float]:
         """Return the threads for a call, and how long it may wait for one.
@@ -123,12 +131,12 @@ class Transaction:
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
         self._calls.refuse_beside_another("commit")
-        await self._run_commit(Call(self._sync.commit, undo=self._end_behind))
+        await self._run_commit(Call(self._sync.commit, undo=self._end_behind, patience=self._patience))
 
     async def abort(self) -> None:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
         self._calls.refuse_beside_another("abort")
-        await self._run_end(Call(self._sync.abort, undo=self._end_behind, must_run=True))
+        await self._run_end(self._last_call(self._sync.abort))
 
     async def settle(self) -> Outcome | None:
         """Wait for a call that goes on in its thread because its task was cancelled; return the outcome."""
@@ -144,7 +152,7 @@ class Transaction:
     ) -> bool:
         if error is not None:
             return await self._abort_after(error)
-        end = Call(partial(self._sync.__exit__, None, None, None), undo=self._end_behind)
+        end = Call(partial(self._sync.__exit__, None, None, None), undo=self._end_behind, patience=self._patience)
         try:
             await self._run_commit(end)
         except BaseException as cancelled:
@@ -159,8 +167,16 @@ class Transaction:
             return isinstance(error, Abort)
         leave = partial(self._sync.__exit__, type(error), error, None)
         with CancelScope(shield=True):
-            await self._run_end(Call(leave, undo=self._end_behind, must_run=True))
+            try:
+                await self._run_end(self._last_call(leave))
+            except DeadlineExceeded as late:
+                if isinstance(error, Abort):
+                    raise
+                _log.warning("transaction %s is aborted later: %s", self.id, late)
         return isinstance(error, Abort)
+
+    def _last_call(self, function: Callable[[], R]) -> Call[R]:
+        return Call(function, undo=self._end_behind, must_run=True, patience=self._patience)
 
     async def _run_end(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:
         """Run a call that ends the transaction; `Bridge.close` does not abort it meanwhile (hazard H110)."""
