@@ -75,11 +75,13 @@ class Service(ConnectionUser):
         self._stop.ask()
 
     def close(self) -> None:
-        """Stop, and wait for the end of the thread that `start` made."""
+        """Stop, and wait `stop_timeout` seconds at most for the end of the thread that `start` made."""
         self.stop()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(self._stop.left())
+            if thread.is_alive():
+                _log.warning("the %s did not end within its stop_timeout; its last step runs on", self._name)
 
     def stop_by(self, deadline: Deadline) -> None:
         """Stop because the bridge is being closed, and wait for the end of `run` until the deadline."""

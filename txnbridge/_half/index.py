@@ -169,7 +169,7 @@ class LaneIndex:
     def read_all(self, deadline: Deadline) -> None:
         """Read the topic of half messages up to its present readable end."""
         consumer = self._at_position()
-        while self._read_some(deadline) or any(consumer.lag().values()):
+        while self._read_some(deadline) or any(consumer.lag_within(deadline.left()).values()):
             deadline.check(f"reading {self._partition[0]!r}")
 
     def _read_some(self, deadline: Deadline) -> int:
@@ -229,7 +229,7 @@ class LaneIndex:
                     parts[part.number] = part.message
                     if len(parts) == left[part.transaction]:
                         del left[part.transaction]
-            if not messages and not any(consumer.lag().values()):
+            if not messages and not any(consumer.lag_within(deadline.left()).values()):
                 return
 
     def _reader(self) -> RawConsumer:

@@ -16,6 +16,7 @@ from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_conformance.plugin import NewTopic
 from txnbridge_conformance.run.sales import Sales
 from txnbridge_conformance.suite.half_messages import *  # noqa: F403
+from txnbridge_embedded.read.reader import UngroupedReader
 
 from tests.core import half_topic_backend
 from tests.in_time import Hold
@@ -192,6 +193,19 @@ def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes
     monkeypatch.setattr(LaneGroup, "_look", hold)
     with hold.asked_by(lambda: lanes(bridge, group).checks(1, Deadline(60))), pytest.raises(DeadlineExceeded):
         lanes(bridge, group).leave(Deadline(0.1))
+
+
+def test_reading_a_lane_asks_for_its_end_by_the_callers_deadline(txnbridge_url, bridge, topic, group, monkeypatch):
+    lag, left = UngroupedReader.lag, list[float]()
+
+    def note(self: UngroupedReader, deadline: Deadline) -> dict[tuple[str, int], int]:
+        left.append(deadline.left())
+        return lag(self, deadline)
+
+    leave_undecided(txnbridge_url, group, topic, b"1")
+    monkeypatch.setattr(UngroupedReader, "lag", note)
+    lanes(bridge, group).late(Deadline(5))
+    assert 0 < max(left) <= 5
 
 
 def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(bridge, topic, group, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from txnbridge._admin import Admin
 from txnbridge._base.token import State
 from txnbridge._half.half_messages import HalfMessages
 from txnbridge._half.span import sweep_of
-from txnbridge._half.span_sweep import digest, mark
+from txnbridge._half.span_sweep import SpanSweep, digest, mark
 from txnbridge.spi import Deadline, OpenTransaction
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
@@ -555,6 +556,17 @@ def test_an_open_part_that_its_process_has_prepared_since_the_look_is_not_aborte
     monkeypatch.setattr(sweep, "_settle", lambda *_: decision)
     sweep.sweep()
     assert aborted == set()
+
+
+def test_a_sweep_that_hangs_is_left_to_itself_when_its_time_is_over(pair, monkeypatch, quick_sweep, caplog):
+    runs, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(SpanSweep, "sweep", lambda _: runs.set() or go_on.wait())
+    sweep = sweep_of(pair)
+    sweep.start()
+    assert runs.wait(60)
+    sweep.close()
+    go_on.set()
+    assert "did not end within its stop_timeout" in caplog.text
 
 
 def test_a_sweep_leaves_spans_over_other_brokers_to_their_own(pair, tmp_path, quick_sweep):
