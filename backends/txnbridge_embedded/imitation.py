@@ -35,13 +35,10 @@ class BrokerProfile:
         `before` is the number of earlier messages in the same transaction.
         """
         if Capability.BARE_HEADERS in self.lacks and any(not name or value is None for name, value in headers):
-            raise self._missing(Capability.BARE_HEADERS)
+            raise NotSupported(f"{self.name} has no bare-headers: {self.lacks[Capability.BARE_HEADERS].note}")
         most = self.limits.transaction_messages
         if most is not None and before >= most:
             raise NotSupported(f"{self.name} accepts at most {most} messages in one transaction")
-
-    def _missing(self, capability: Capability) -> NotSupported:
-        return NotSupported(f"{self.name} has no {capability.value}: {self.lacks[capability].note}")
 
 
 def _lacks(*pairs: tuple[Capability, str]) -> dict[Capability, Support]:

@@ -45,12 +45,8 @@ class FailurePolicy:
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts
         self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not acknowledged
-        self.of_handler: BaseException | None = None  # the last error of the handler or a codec
+        self.of_handler: BaseException | None = None  # the last error of the handler or a codec since a success
         self.ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
-
-    def forget_errors(self) -> None:
-        """Forget the last error of the handler, because a batch was processed since."""
-        self.of_handler = None
 
     def forget_attempts(self, messages: Iterable[Message]) -> None:
         """Drop the counts of failed attempts of these messages, which are acknowledged."""

@@ -161,14 +161,10 @@ class ProcessorInputs:
         deadline = Deadline(self._timeout if timeout is None else timeout)
         with ExitStack() as stack:
             for consumer in self._consumers():
-                stack.callback(_close, consumer, deadline)
+                stack.callback(lambda each=consumer: each.close(deadline.left()))
 
     def _consumers(self) -> list[RawConsumer]:
         return [self._inputs] if self._retries is None else [self._inputs, self._retries]
-
-
-def _close(consumer: RawConsumer, deadline: Deadline) -> None:
-    consumer.close(deadline.left())
 
 
 class RetryConsumer(RawConsumer):

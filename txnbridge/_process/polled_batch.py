@@ -76,10 +76,7 @@ class PolledBatch:
 
     def _errors(self, delayed: bool) -> dict[int, Exception]:
         marks = self._set_aside
-        return {index: marks[index].error for index in sorted(marks) if self._has(index, delayed)}
-
-    def _has(self, index: int, delayed: bool) -> bool:
-        return index < len(self) and self._set_aside[index].delayed is delayed
+        return {i: marks[i].error for i in sorted(marks) if i < len(self) and marks[i].delayed is delayed}
 
     def good(self) -> Sequence[int]:
         """Return the indexes of messages that are marked neither as poison nor as delayed, for the handler."""

@@ -232,10 +232,8 @@ class Processor(ConnectionUser):
         self._start = start
         self._check_settings()
         check_side_by_side(concurrency, order, plain=batch is None and db is None)
-        self._side_by_side = None
-        if concurrency > 1 and self._each is not None:
-            self._side_by_side = SideBySide(self._each, concurrency, order, group)
-
+        many = self._each if concurrency > 1 else None
+        self._side_by_side = many and SideBySide(many, concurrency, order, group)
         if keep_order and retry is None:
             raise errors.InvalidOption("keep_order=True is for retry=")
         if keep_order and db is not None:
@@ -290,9 +288,7 @@ class Processor(ConnectionUser):
         if self._retry_for is not None:
             check_seconds("retry_for", self._retry_for)
         if self._dead_letters.topic in {topic.name for topic in self._topics}:
-            raise errors.InvalidOption(
-                f"{self._dead_letters.topic!r} is an input; its dead letters need a topic of their own"
-            )
+            raise errors.InvalidOption(f"{self._dead_letters.topic!r} is an input: dead letters need another topic")
         for topic in self._retries.topics:
             if topic == self._dead_letters.topic or topic in {topic.name for topic in self._topics}:
                 raise errors.InvalidOption(
@@ -537,7 +533,7 @@ class Processor(ConnectionUser):
                 raise
             return self._stop.asked
         self._failures = 0
-        self._policy.forget_errors()
+        self._policy.of_handler = None
         # After a full batch more messages are likely, so the request for the lag is saved.
         idle = until_idle and not rest and len(items) < self._max_messages
         return self._ends_idle(self._inputs, idle, progress=self._stats.transactions > committed)

@@ -101,9 +101,7 @@ class Redrive:
         return done
 
     def _chooses(self, letter: DeadLetter) -> bool:
-        if self._group not in (None, letter.group):
-            return False
-        return self._reason is None or self._reason in letter.reason
+        return self._group in (None, letter.group) and (self._reason is None or self._reason in letter.reason)
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
         """Send a batch's dead letters back in one transaction; return the counts in `done`, increased by this batch."""
@@ -185,8 +183,7 @@ def _send_to_retry(txn: Transaction, retry_topic: str, message: Message, letter:
         headers=Headers(without_prefix(message.headers, PREFIX)),
     )
     origin = origin_headers(_retries.PREFIX, original, letter.group, Poison(letter.reason), 0, txn.id)
-    headers = [*origin, *_retries.waiting_headers(number=0, delay=0)]
-    txn.send(retry_topic, message.value, key=message.key, headers=headers)
+    txn.send(retry_topic, message.value, key=message.key, headers=[*origin, *_retries.waiting_headers(0, delay=0)])
 
 
 def _is_through(consumer: Consumer, ends: Mapping[Partition, Position]) -> bool:

@@ -210,8 +210,8 @@ class Retries:
             else:
                 number += 1
                 waits = self._delay_of[topic]
-            origin = origin_headers(PREFIX, original, self._group, error, tried, txn.id)
-            headers = [*origin, *waiting_headers(number, waits)]
+            headers = origin_headers(PREFIX, original, self._group, error, tried, txn.id)
+            headers += waiting_headers(number, waits)
             place = None if partition is None else partition(topic, original)
             if place is not None:
                 headers.append((KEPT, b""))

@@ -64,12 +64,8 @@ class RecordedSends:
             self.send(topic, value, key=key, headers=headers)
 
     def _refuse(self, *_: object) -> NoReturn:
-        self._refused.append(
-            InvalidState(
-                f"the handler only sends with transaction {self.id}: its processor acknowledges and commits; raise"
-                " txnbridge.Abort to have the messages redelivered"
-            )
-        )
+        text = f"the handler only sends with transaction {self.id}: its processor acknowledges and commits"
+        self._refused.append(InvalidState(text))
         raise self._refused[-1]
 
     ack = ack_up_to = commit = abort = _refuse
@@ -95,9 +91,8 @@ class SideBySide:
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = 0
         self._refused: list[InvalidState] = []
-        self._results: dict[
-            tuple[Any, ...], RecordedSends | BaseException
-        ] = {}  # by assignment (a topic may be made anew)
+        # By assignment, because a topic may be made anew.
+        self._results: dict[tuple[Any, ...], RecordedSends | BaseException] = {}
 
     def handle(
         self,

@@ -168,9 +168,8 @@ class Consumer(ConnectionUser):
     ) -> Batch:
         """Wait `max_wait` seconds at most for a full batch; end the wait if `hurry()`, asked each `step` seconds."""
         deadline = Deadline(max_wait)
-        batch: Batch | None = None
-        while batch is None:
-            batch = self._fill_once(max_messages, deadline, step, hurry)
+        while (batch := self._fill_once(max_messages, deadline, step, hurry)) is None:
+            pass
         return batch
 
     @one_call("poll")
@@ -535,10 +534,7 @@ def _check_limits(max_messages: int, timeout: float) -> None:
 
 
 def _is_partition(given: object) -> bool:
-    match given:
-        case (str(), int()):
-            return True
-    return False
+    return isinstance(given, Sequence) and len(given) == 2 and isinstance(given[0], str) and isinstance(given[1], int)
 
 
 def _is_position(given: object) -> bool:

@@ -121,10 +121,6 @@ class Assignment:
         for positions in self.held.values():
             self._passed_over.update(dict.fromkeys((p for p in positions if p > first), True))
 
-    @property
-    def passes_over(self) -> bool:
-        return bool(self._passed_over)
-
     def without_held(self, messages: list[Message]) -> list[Message]:
         """Return these messages without those that a transaction acknowledges already and that were read again."""
         if not self._passed_over:
@@ -195,7 +191,7 @@ class Deliveries:
         with self.lock:
             self._most += len(messages)
             passed: dict[Assignment, Position] = {}
-            if any(assignment.passes_over for assignment in self.assignments.values()):
+            if any(assignment._passed_over for assignment in self.assignments.values()):
                 kept: list[Message] = []
                 for assignment, run in groupby(messages, _source_of):
                     came = list(run)

@@ -38,9 +38,8 @@ class Consumers:
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._alive: weakref.WeakKeyDictionary[ClosableConsumer, Reader] = weakref.WeakKeyDictionary()
         self._readers: set[Reader] = set()  # readers of open consumers, and of garbage-collected ones until closed
-        self._dropped: SimpleQueue[Reader | None] = (
-            SimpleQueue()
-        )  # readers of garbage-collected consumers; None ends the thread that closes these readers
+        # Readers of garbage-collected consumers; None ends the thread that closes these readers.
+        self._dropped: SimpleQueue[Reader | None] = SimpleQueue()
         self._closer: threading.Thread | None = None  # closes the readers of garbage-collected consumers
 
     def add(self, consumer: ClosableConsumer, reader: Reader) -> None:

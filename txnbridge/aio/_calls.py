@@ -21,12 +21,13 @@ from contextvars import copy_context
 from functools import partial, wraps
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import anyio
 from anyio import CancelScope, CapacityLimiter, to_thread
 
+from txnbridge._base.token import Outcome
 from txnbridge._process.handler import loggable
 from txnbridge.errors import DeadlineExceeded, InvalidState
 
@@ -90,9 +91,7 @@ class Call(Generic[R]):
                     await previous._wait()
                     previous = previous._previous  # a call that never runs may itself have one
             if wait.cancelled_caught:
-                raise DeadlineExceeded(
-                    f"an earlier call, whose task was cancelled, still runs after {self._patience:g} s"
-                )
+                raise DeadlineExceeded(f"an earlier call of a cancelled task still runs after {self._patience:g} s")
             return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
         except BaseException as error:
             if error is not self._error:
@@ -372,6 +371,42 @@ def delegated_property(read: Callable[[Any], R]) -> R:
     shown: Any = read
     made: Any = property(attrgetter(f"_sync.{shown.fget.__name__}"), doc=shown.__doc__)
     return made  # type: ignore[no-any-return]
+
+
+class EndedByBlock:
+    """Base of transactions for one task, which the end of an `async with` block ends."""
+
+    def __init__(self, sync: Any, threads: Threads) -> None:
+        self._sync = sync
+        self._threads = threads  # for calls that may wait for a writer
+        self._calls = OneCall(f"transaction {sync.id}")
+        self._end: Call[Any] | None = None  # the last call that ends the transaction
+
+    @property
+    def _ends_behind(self) -> bool:
+        return self._end is not None and self._end.runs_behind
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The transaction's outcome; None before its end, and while it is prepared.
+
+        UNKNOWN also while its end goes on in a thread, because the task was cancelled.
+        """
+        ends_behind = self._ends_behind  # read first: the outcome is there before this call has ended
+        outcome: Outcome | None = self._sync.outcome
+        return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
+
+    def __repr__(self) -> str:
+        return repr(self._sync)
+
+    async def settle(self) -> Outcome | None:
+        """Wait for a call that goes on in its thread because its task was cancelled; return the outcome."""
+        await self._calls.run(Call(lambda: None))
+        return self.outcome
+
+    async def __aenter__(self) -> Self:
+        self._sync.__enter__()
+        return self
 
 
 B = TypeVar("B", bound=AbstractAsyncContextManager[Any])

@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 from anyio import CancelScope
 
 import txnbridge
-from txnbridge._base.token import Decision, Outcome
-from txnbridge.aio._calls import Call, OneCall, Threads, close_opened, delegated, delegated_property
+from txnbridge._base.token import Decision
+from txnbridge.aio._calls import Call, EndedByBlock, Threads, close_opened, delegated, delegated_property
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import Check, check_cancelled
 from txnbridge.errors import Abort, InvalidState, OutcomeUnknown
@@ -21,32 +21,18 @@ R = TypeVar("R")
 Execute = Callable[["HalfTransaction", Any], Awaitable[Decision]]
 
 
-class HalfTransaction:
+class HalfTransaction(EndedByBlock):
     """A transaction of half messages: the end of its block stores the messages, and then does the local work.
 
     An exception in the block, also a cancellation, drops the messages before they are stored. If a task is cancelled at
     the end of the block, `execute` and the rest go on; until their end `outcome` is UNKNOWN, and `settle` waits for it.
     """
 
-    def __init__(self, sync: txnbridge.HalfTransaction, threads: Threads) -> None:
-        self._sync = sync
-        self._threads = threads
-        self._calls = OneCall(f"transaction {sync.id}")
-        self._end: Call[Any] | None = None
+    _sync: txnbridge.HalfTransaction
 
     id: Final = delegated_property(txnbridge.HalfTransaction.id)
 
-    @property
-    def outcome(self) -> Outcome | None:
-        """The transaction's outcome; None until it has ended. After UNKNOWN a check-back decides the outcome later."""
-        ends_behind = self._end is not None and self._end.runs_behind
-        outcome = self._sync.outcome
-        return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
-
     deadline: Final = delegated_property(txnbridge.HalfTransaction.deadline)
-
-    def __repr__(self) -> str:
-        return repr(self._sync)
 
     send: Final = delegated(txnbridge.HalfTransaction.send)
     send_many: Final = delegated(txnbridge.HalfTransaction.send_many)
@@ -54,15 +40,6 @@ class HalfTransaction:
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
         return await self._calls.run(Call(function))
-
-    async def settle(self) -> Outcome | None:
-        """Wait until the transaction has ended in its thread, after its task was cancelled; return the outcome."""
-        await self._calls.run(Call(lambda: None))
-        return self.outcome
-
-    async def __aenter__(self) -> HalfTransaction:
-        self._sync.__enter__()
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

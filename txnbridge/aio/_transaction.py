@@ -16,7 +16,7 @@ import txnbridge
 from txnbridge._base.token import Outcome, State
 from txnbridge._base.topic import Topic
 from txnbridge._process.handler import loggable
-from txnbridge.aio._calls import Call, OneCall, Threads, delegated, delegated_property, teller
+from txnbridge.aio._calls import Call, EndedByBlock, Threads, delegated, delegated_property, teller
 from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption
 
 _log = logging.getLogger("txnbridge")
@@ -27,7 +27,7 @@ R = TypeVar("R")
 _GRACE_SECONDS = 1.0
 
 
-class Transaction:
+class Transaction(EndedByBlock):
     """Sends and acknowledgements that take effect together or not at all; for one task at a time.
 
     The end of an `async with` block commits the transaction (or prepares it, with `prepare=True`); an exception in the
@@ -37,34 +37,13 @@ class Transaction:
     then the true outcome; `settle` waits for this end.
     """
 
-    def __init__(self, sync: txnbridge.Transaction, threads: Threads) -> None:
-        self._sync = sync
-        self._threads = threads  # for calls that may wait for a writer
-        self._calls = OneCall(f"transaction {sync.id}")
-        self._end: Call[Any] | None = None  # the last call that ends the transaction
+    _sync: txnbridge.Transaction
 
     id: Final = delegated_property(txnbridge.Transaction.id)
     state: Final = delegated_property(txnbridge.Transaction.state)
 
-    @property
-    def outcome(self) -> Outcome | None:
-        """The transaction's outcome; None before its end, and while it is prepared.
-
-        UNKNOWN also while its end goes on in a thread, because the task was cancelled.
-        """
-        ends_behind = self._ends_behind  # read first: the outcome is there before this call has ended
-        outcome = self._sync.outcome
-        return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
-
     deadline: Final = delegated_property(txnbridge.Transaction.deadline)
     token: Final = delegated_property(txnbridge.Transaction.token)
-
-    def __repr__(self) -> str:
-        return repr(self._sync)
-
-    @property
-    def _ends_behind(self) -> bool:
-        return self._end is not None and self._end.runs_behind
 
     async def send(
         self,
@@ -137,15 +116,6 @@ class Transaction:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
         self._calls.refuse_beside_another("abort")
         await self._run_end(self._last_call(self._sync.abort))
-
-    async def settle(self) -> Outcome | None:
-        """Wait for a call that goes on in its thread because its task was cancelled; return the outcome."""
-        await self._calls.run(Call(lambda: None))
-        return self.outcome
-
-    async def __aenter__(self) -> Transaction:
-        self._sync.__enter__()
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -412,7 +412,8 @@ def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
     prepare, commit, times = PreparingWriter.prepare, Bridge.commit, list[float]()
 
     def stop_and_prepare(self: PreparingWriter, deadline: Deadline) -> None:
-        processor._hurry(time.monotonic() + 20)
+        processor.stop()
+        wait_until(lambda: deadline.left() <= 20)
         prepare(self, deadline)
 
     def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 0) -> Outcome:
@@ -421,7 +422,7 @@ def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
 
     monkeypatch.setattr(PreparingWriter, "prepare", stop_and_prepare)
     monkeypatch.setattr(Bridge, "commit", note)
-    processor = a.processor("in", group="g", each=move, to=b, timeout=60)
+    processor = a.processor("in", group="g", each=move, to=b, timeout=60, stop_timeout=20)
     processor.run(until_idle=True)
     assert 0 < times[0] <= 20
 
