@@ -159,9 +159,11 @@ class ProcessorInputs:
     def close(self, timeout: float | None) -> None:
         """Leave the groups within `timeout` seconds, by default the bridge's timeout."""
         deadline = Deadline(self._timeout if timeout is None else timeout)
-        with ExitStack() as stack:
-            for consumer in self._consumers():
-                stack.callback(lambda each=consumer: each.close(deadline.left()))
+        try:
+            if self._retries is not None:
+                self._retries.close(deadline.left())
+        finally:
+            self._inputs.close(deadline.left())
 
     def _consumers(self) -> list[RawConsumer]:
         return [self._inputs] if self._retries is None else [self._inputs, self._retries]

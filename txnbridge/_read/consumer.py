@@ -193,10 +193,7 @@ class Consumer(ConnectionUser):
         return self._hand_out(1)
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> int:
-        """Get messages from the broker's reader, unless one is fetched already (with `full`: unless `most` are).
-
-        Return `most`, but not more than may be unacknowledged.
-        """
+        """Fetch messages unless one is there (`full`: unless `most` are). Return `most`, or how many may be there."""
         _check_limits(most, timeout)
         most = min(most, self._connection.timing.unacked_messages)
         self._settle(timeout)
