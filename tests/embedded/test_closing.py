@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
@@ -243,4 +244,5 @@ def test_a_bridge_that_is_dropped_without_close_warns_and_the_next_one_closes_it
         return len(os.listdir("/proc/self/fd")) + threading.active_count()
 
     drop()
-    assert drop() >= drop()
+    most = drop()
+    eventually(lambda: drop() <= most, "each leaves something open")

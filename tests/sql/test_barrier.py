@@ -690,14 +690,14 @@ def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, m
             return commit(connection)
         armed.clear()
         if committed == "later":
-            time.sleep(SHORT)
+            time.sleep(SHORT + 0.5)
         if committed != "no":
             commit(connection)
         raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
 
     monkeypatch.setattr(sa.Connection, "commit", lose)
     with suppress(TransactionAborted if committed == "no" else OutcomeUnknown):
-        with bridge.transaction(db=engine, group="shop", timeout=0.5 if committed == "later" else SOON) as txn:
+        with bridge.transaction(db=engine, group="shop", timeout=SHORT if committed == "later" else SOON) as txn:
             txn.db.execute(insert(b"0"))
             txn.send("orders", b"0")
             txn.send("audit", b"0")

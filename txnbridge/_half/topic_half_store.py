@@ -465,9 +465,20 @@ class LaneGroup:
     def _indexes(self, deadline: Deadline) -> Iterator[tuple[int, str, LaneIndex]]:
         listed = self._listed(deadline)
         for number in self._ends(listed, deadline):
-            with closing(self._new_index(number)) as index:
-                index.read_all(deadline)
+            with closing(self._read_index(number, deadline)) as index:
                 yield number, listed[number]["owner"], index
+
+    def _read_index(self, number: int, deadline: Deadline) -> LaneIndex:
+        while True:
+            index = self._new_index(number)
+            try:
+                index.read_all(deadline)
+            except BaseException as error:
+                index.close()
+                if not isinstance(error, PositionLost) or deadline.expired:
+                    raise  # else its holder has just removed old records
+            else:
+                return index
 
     def resume(self, half: Half, deadline: Deadline) -> None:
         while True:

@@ -34,6 +34,7 @@ from txnbridge import (
     NotSupported,
     Outcome,
     OutcomeUnknown,
+    PositionLost,
     TransactionAborted,
     connect,
     plugins,
@@ -42,6 +43,7 @@ from txnbridge._base.connection import Connection
 from txnbridge._base.events import Event
 from txnbridge._half import lane as half_lane
 from txnbridge._half import topic_half_store as half_lanes
+from txnbridge._half.index import LaneIndex
 from txnbridge._half.records import read_record
 from txnbridge._half.topic_half_store import LaneGroup
 from txnbridge._write.token_operations import Outcomes
@@ -403,7 +405,13 @@ def test_half_messages_of_a_key_committed_behind_a_refused_one_wait_for_it(
 
 
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
-def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic, group, decision):
+def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic, group, decision, monkeypatch):
+    read_all = LaneIndex.read_all
+
+    def behind_a_trim(index: LaneIndex, deadline: Deadline) -> None:
+        monkeypatch.setattr(LaneIndex, "read_all", read_all)
+        raise PositionLost("the half's holder has just removed old records")
+
     with (
         connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
         asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,
@@ -413,6 +421,8 @@ def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic
         eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
         [half] = bridge.admin.parked(group)
         assert (half.transaction, [message.value for message in half.messages]) == (txn.id, [b"1"])
+        monkeypatch.setattr(LaneIndex, "read_all", behind_a_trim)
+        assert bridge.admin.parked(group) == [half]
         bridge.admin.end_parked(group, txn.id, decision)
         assert bridge.admin.parked(group) == []
         sell(sales, topic, b"2")

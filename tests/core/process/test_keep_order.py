@@ -131,7 +131,7 @@ def serve(url: str, until_idle: bool = False) -> None:
 
 def feed_numbers(url: str, count: int, partitions: int) -> None:
     with txnbridge.connect(url) as bridge:
-        for topic in ("in", "g-retry-50ms", "g-retry-200ms"):
+        for topic in ("in", "g-retry-50ms", "g-retry-200ms", "out", "dead"):
             bridge.admin.create_topic(topic, partitions)
         for number in range(0, count, 50):
             with bridge.transaction() as txn:

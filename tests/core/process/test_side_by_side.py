@@ -210,7 +210,7 @@ def test_a_stop_cancels_asynchronous_calls_that_hang(url, bridge):
         waiting.append(value)
         await asyncio.sleep(3600)
 
-    app = App(url, stop_timeout=1)
+    app = App(url, stop_timeout=3)
     app.process("in", group="g", concurrency=5, order="none")(hang)
     with app:
         wait_until(lambda: len(waiting) == 5)
