@@ -18,12 +18,14 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from pyspark_txnbridge._read.source_options import SourceOptions
+from pyspark_txnbridge._write.batch_identity import BatchId, Written
+from pyspark_txnbridge._write.rows import Columns
+from pyspark_txnbridge._write.sink_options import NAMELESS, SinkOptions
+from txnbridge import InvalidOption, InvalidState, NotSupported
+
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from pyspark_txnbridge._write.batch_identity import BatchId, Written
-    from pyspark_txnbridge._write.rows import Columns
-    from pyspark_txnbridge._write.sink_options import SinkOptions
 
 
 @dataclass
@@ -43,7 +45,6 @@ class DefaultSource(DataSource):
     def schema(self) -> str:
         from pyspark_txnbridge._read.fetch import columns
         from pyspark_txnbridge._read.offset_ranges import topic_bounds
-        from pyspark_txnbridge._read.source_options import SourceOptions
 
         options = SourceOptions.parse(self.options)
         _, bounds = topic_bounds(options)
@@ -52,14 +53,10 @@ class DefaultSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from pyspark_txnbridge._read.readers import BatchReader
-        from pyspark_txnbridge._read.source_options import SourceOptions
 
         return BatchReader(SourceOptions.parse(self.options))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's name)
-        from pyspark_txnbridge._read.source_options import SourceOptions
-        from txnbridge import NotSupported
-
         try:
             from pyspark_txnbridge._read.readers import StreamReader
         except ImportError as error:
@@ -67,15 +64,11 @@ class DefaultSource(DataSource):
         return StreamReader(SourceOptions.parse(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        from pyspark_txnbridge._write.sink_options import NAMELESS, SinkOptions
-
         options = SinkOptions.parse(self.options)
         options.check_job()
         return BatchWriter(options, _prepare(options, schema, overwrite, options.app_id or NAMELESS))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 (Spark's name)
-        from pyspark_txnbridge._write.sink_options import SinkOptions
-
         options = SinkOptions.parse(self.options)
         return StreamWriter(options, _prepare(options, schema, overwrite))
 
@@ -84,8 +77,6 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: s
     """Check a job's or stream's options and broker before the first row is written; return the columns to send."""
     from pyspark_txnbridge._worker_gc import begin_call
     from pyspark_txnbridge._write.driver import check_broker
-    from pyspark_txnbridge._write.rows import Columns
-    from txnbridge import InvalidOption
 
     begin_call()
     if overwrite:
@@ -102,9 +93,6 @@ class BatchWriter(DataSourceArrowWriter):
     """Writes one batch job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
-        from pyspark_txnbridge._write.batch_identity import BatchId
-        from pyspark_txnbridge._write.sink_options import NAMELESS
-
         self._options = options
         self._columns = columns
         job = str(uuid.uuid4())
@@ -122,8 +110,6 @@ class BatchWriter(DataSourceArrowWriter):
         Call this in a task: only tasks can see that a streaming query runs them.
         """
         # Spark repeats batches, and a nameless job gets another name each time: the batch would be published again.
-        from txnbridge import InvalidOption
-
         if self._options.app_id is None and _context().getLocalProperty("sql.streaming.queryId"):
             raise InvalidOption(
                 'format("txnbridge") in foreachBatch would publish a batch again whenever Spark repeats it: write it'
@@ -175,9 +161,6 @@ def write_in_task(identity: BatchId, options: SinkOptions, columns: Columns, row
 
 def _micro_batch(options: SinkOptions) -> BatchId:
     """Return the micro-batch of this task, read from internal properties of Spark that no documentation names."""
-    from pyspark_txnbridge._write.batch_identity import BatchId
-    from txnbridge import NotSupported
-
     context = _context()
     names = ("sql.streaming.queryId", "streaming.sql.batchId", "spark.jobGroup.id")
     query, batch, run = (context.getLocalProperty(name) for name in names)
@@ -198,8 +181,6 @@ def _written(messages: Sequence[WriterCommitMessage | None]) -> list[Written | N
 
 
 def _of_batch(batch: int, messages: Sequence[WriterCommitMessage | None], options: SinkOptions) -> list[Written | None]:
-    from txnbridge import InvalidState
-
     written = _written(messages)
     expected = (options.version or 0) + batch
     if any(message is not None and message.identity.batch != expected for message in written):

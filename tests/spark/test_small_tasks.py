@@ -8,7 +8,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 from pyspark_txnbridge._write import driver as _driver
-from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt, Written
+from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt
 from pyspark_txnbridge._write.recovery import clear
 from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.task import SlotWriters, prepare, write_partition
@@ -49,13 +49,6 @@ def test_the_row_that_exceeds_the_limit_makes_its_task_a_large_one(sink, query):
     small, large = write(sink, identity, [["0".rjust(15_000)], ["1".rjust(8_000), "2".rjust(8_500)]])
     assert (len(small.parts), len(large.parts)) == (0, 1)
     assert small.travels and not large.travels
-
-
-@pytest.mark.offline
-def test_a_report_is_the_same_after_its_way_through_json(tmp_path):
-    sink = options(f"embedded:{tmp_path / 'broker.db'}")
-    for report in write(sink, BatchId("query", "sink", 0, "run", attempt=3), [["1"], ["2"], [3], []]):
-        assert Written.from_json(report.to_json()) == report
 
 
 @pytest.mark.offline

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import json
-from base64 import b64decode, b64encode
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from txnbridge import TxnBridgeError
 
@@ -89,13 +87,3 @@ class Written:
     settled: bool = False
     parts: list[Part] = field(default_factory=list)
     travels: builtins.bytes = b""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), default=lambda raw: b64encode(raw).decode())
-
-    @classmethod
-    def from_json(cls, text: str) -> Written:
-        fields = json.loads(text)
-        parts = [Part(**part) for part in fields["parts"]]
-        travels = b64decode(fields["travels"])
-        return cls(**fields | {"identity": BatchId(**fields["identity"]), "parts": parts, "travels": travels})

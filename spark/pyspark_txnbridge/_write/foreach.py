@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import threading
 import uuid
@@ -70,8 +71,8 @@ def _publish(call: _Call, columns: Columns) -> None:
     identity = replace(call.identity, attempt=driver.next_attempt(call.options, call.identity))
     written: list[Written | None] = []
     try:
-        for row in call.frame.mapInArrow(_writing(identity, call.options, columns), "written string").collect():
-            written.append(Written.from_json(row["written"]))
+        for row in call.frame.mapInArrow(_writing(identity, call.options, columns), "written binary").collect():
+            written.append(pickle.loads(row["written"]))
         driver.commit(call.options, written, identity)
     except BaseException:
         driver.abort(call.options, written, identity)
@@ -176,6 +177,6 @@ def _writing(
         from pyspark_txnbridge._source import write_in_task
 
         written = write_in_task(identity, options, columns, batches)
-        yield pa.RecordBatch.from_pydict({"written": [written.to_json()]})
+        yield pa.RecordBatch.from_pydict({"written": [pickle.dumps(written)]})
 
     return write
