@@ -20,7 +20,7 @@ from txnbridge_embedded.client.schema import OFFSET_BITS
 
 import txnbridge
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
-from txnbridge import Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
+from txnbridge import Admin, Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
 from txnbridge._base.messages import columns_of
 from txnbridge.spi import NO_HEADERS
 
@@ -448,6 +448,27 @@ def test_a_topic_that_is_made_anew_between_a_plan_and_its_tasks_stops_the_batch(
         stream.read(end)
     with pytest.raises(PositionLost, match="recreated"):
         values(reader, [task])
+    accepting = BatchReader(SourceOptions.parse({"url": url, "topic": topic, "failOnDataLoss": "false"}))
+    assert values(accepting, [task]) == []
+
+
+@mostly_embedded
+@pytest.mark.parametrize("is_shorter", [False, True], ids=["gone", "shorter"])
+def test_where_losses_are_accepted_a_repeated_batch_reads_what_is_left(url, bridge, topic, is_shorter, monkeypatch):
+    other = f"{topic}-other"
+    bridge.ensure_topics(other)
+    send(bridge, other, range(10), partition=0)
+    send(bridge, topic, range(10), partition=0)
+    stream = Stream(url, subscribePattern=f"{topic}.*", startingOffsets="earliest", failOnDataLoss="false")
+    end = stream.plan()
+    bridge.admin.delete_topic(topic)
+    eventually(lambda: topic not in [found.name for found in bridge.admin.topics()], "it is gone")
+    if is_shorter:
+        monkeypatch.setattr(Admin, "topic_ids", lambda *_: {})  # such a broker tells nothing of a new topic
+        with txnbridge.connect(url) as fresh:
+            fresh.admin.create_topic(topic, partitions=2)
+        stream.at[topic]["0"] = 5
+    assert stream.read(end) == list(range(10))
 
 
 @where_positions_are_numbers

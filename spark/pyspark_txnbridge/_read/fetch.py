@@ -66,7 +66,8 @@ class TopicFeed:
 
     def read(self, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
         """Yield the range's rows in order. Raise `PositionLost` for missing rows, unless failOnDataLoss is off."""
-        yield from self._read_all(wanted)
+        if not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic)):
+            yield from self._read_all(wanted)
         # The id is read after the rows: if it is unchanged, all rows came from the topic that was planned.
         now = self._bridge.admin.topic_ids(wanted.topic)
         if is_recreated(wanted.topic_id, now.get(wanted.topic)):

@@ -158,14 +158,16 @@ def ranges(
 ) -> list[OffsetRange]:
     """Return the ranges between two sets of positions.
 
-    If the broker has removed messages of a range, raise `PositionLost`; with `failOnDataLoss=false` log it. A partition
-    that only `end` names has no range: the next batch begins at its position in `end`.
+    If the broker has removed messages of a range, raise `PositionLost`; with `failOnDataLoss=false` log it, and return
+    the rest. A partition that only `end` names has no range: the next batch begins at its position in `end`.
     """
     planned = []
     for (topic, number), stop in end.items():
         at = start.get((topic, number), stop)
         if at != stop:
             _check_kept((topic, number), min(at, stop), max(at, stop), bounds, options)
+        first, last = bounds.get((topic, number), (at, at))
+        at, stop = max(at, first), min(stop, last)
         if at < stop:
             planned.append(OffsetRange(topic, number, at, stop, (topic_ids or {}).get(topic)))
     return planned
