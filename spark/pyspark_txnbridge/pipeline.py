@@ -92,10 +92,10 @@ def run(
     if max_rows_per_batch is not None:
         source["maxOffsetsPerTrigger"] = str(max_rows_per_batch)
     sink = {"url": to_url, "checkpointLocation": checkpoint} | ({} if to_topic is None else {"topic": to_topic})
-    sink |= dict(to_options or {})
+    sink |= {name.lower(): value for name, value in (to_options or {}).items()}
     on_one_broker = _cluster_of(from_url) == _cluster_of(to_url)
-    if on_one_broker and sink.get("topic") in topics:
-        raise InvalidOption(f"{_READS_ITS_OUTPUT}: {sink['topic']!r} is read and written")
+    if on_one_broker and (topic := sink.get("topic", "").strip() or None) in topics:
+        raise InvalidOption(f"{_READS_ITS_OUTPUT}: {topic!r} is read and written")
     with _session(spark) as session, _unwrapping_errors():
         rows = session.readStream.format("txnbridge").options(**source | dict(from_options or {})).load()
         changed = _change(session, rows, sql, transform)
