@@ -17,6 +17,7 @@ from pyspark_txnbridge._write.driver import with_session
 from pyspark_txnbridge._write.recovery import recover
 from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.task import write_partition
+from pyspark_txnbridge._write.transaction_cleanup import is_done
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
@@ -267,6 +268,24 @@ def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
         assert published(sink) == [0, 1, 2, 3, 4]
         child.resume()
         child.result(60)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+@mostly_embedded
+def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(start, monkeypatch):
+    sink, query = start
+    with Child(decide_and_die, start, kill="resolve/before/1") as child:
+        child.stopped()
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, FIRST)
+
+    def look_before_the_operator(session, identity):
+        monkeypatch.setattr(_driver, "is_done", is_done)
+        return is_done(session, identity) or bool(recover(session, identity.path).skipped)
+
+    monkeypatch.setattr(_driver, "is_done", look_before_the_operator)
+    _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
 

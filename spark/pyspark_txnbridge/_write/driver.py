@@ -227,7 +227,7 @@ def _decide(
     if known:
         dead = lost_parts(session, known[-1])
         return _replace(session, identity, opening, known[-1], dead, written) if dead else known[-1]
-    if any(report.settled for report in written):
+    if any(report.settled for report in written) and not is_done(session, identity):
         raise InvalidState(
             f"tasks found {identity} decided, and now the decision log has no record of it: the log has lost records"
         )
