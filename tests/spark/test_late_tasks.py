@@ -6,11 +6,11 @@ import pytest
 from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write import task as _task
 from pyspark_txnbridge._write import transaction_cleanup as _transaction_cleanup
-from pyspark_txnbridge._write.batch_identity import BatchId
+from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
 
-from tests.spark.kit import forget, left_open, new_run, options, published, rows, run_batch, write
-from txnbridge import Fenced, TransactionAborted
+from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
+from txnbridge import Admin, Fenced, TransactionAborted
 from txnbridge.testing import Child, recorded, tell
 
 ROWS = [0, 1, 2, 3, 4]
@@ -87,6 +87,22 @@ def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink,
     _driver.commit(sink, written)
     assert left_open(sink, identity.query) == []
     assert published(sink) == ROWS
+
+
+@mostly_embedded
+def test_a_transaction_that_begins_while_another_task_checks_the_log_is_known(sink, identity, monkeypatch):
+    listed = Admin.transactions
+
+    def begin_and_list(admin, owners):
+        monkeypatch.setattr(Admin, "transactions", listed)
+        written.append(_task.write_partition(identity, sink, columns, rows([5]), 1, "task 1"))
+        return listed(admin, owners)
+
+    monkeypatch.setattr(Admin, "transactions", begin_and_list)
+    columns = Columns(frozenset({"value"}), sink.topic)
+    written: list[Written] = []
+    _driver.commit(sink, [*write(sink, identity, [ROWS]), *written])
+    assert published(sink) == [*ROWS, 5]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["ours", "naive"])

@@ -11,8 +11,8 @@ from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
 
 import txnbridge
 from tests.log_contract import place_of
-from tests.spark.kit import forget, left_open, new_run, options, published, run_batch, write
-from txnbridge import Fenced
+from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, run_batch, write
+from txnbridge import Bridge, EvidenceLost, Fenced
 from txnbridge.cli import main
 from txnbridge.testing import Child
 
@@ -103,6 +103,31 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
     assert published(sink) == [3, 4, 5]
     done = json.loads(spark_command("recover", "--skip", "1", "--json")[1])
     assert done == {"published": [], "skipped": 1, "aborted": []}
+
+
+@mostly_embedded
+def test_a_batch_with_a_transaction_of_which_nothing_is_known_any_more_is_skipped_when_told(
+    sink, query, spark_command, monkeypatch
+):
+    """A driver died behind its last commit, and was started again when the broker had forgotten the transactions."""
+    die_decided(sink, query)
+    commit = Bridge.commit
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        (claim,) = bridge.decisions().claims((query, "sink", 0))
+
+    def forget_the_first(bridge, token):
+        if token == claim.data["parts"][0]["token"]:
+            raise EvidenceLost("nothing is known of it")
+        return commit(bridge, token)
+
+    monkeypatch.setattr(Bridge, "commit", forget_the_first)
+    with pytest.raises(BatchInDoubt, match=r"3 rows of task partition 0 .*--skip 0"):
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    code, text = spark_command("recover", "--skip", "0")
+    assert (code, "skipped: batch 0" in text) == (0, True)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 1, new_run()), [[5]])
+    assert published(sink) == [3, 4, 5]
 
 
 def test_clearing_ends_undecided_transactions_and_fences_the_driver(sink, query, spark_command):

@@ -73,18 +73,23 @@ def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
 
 
 def finish(session: SinkSession, claim: Claim) -> None:
-    """Commit every transaction of a decided batch. Raise `BatchInDoubt` if some of them were aborted before."""
+    """Commit every transaction of a decided batch. Raise `BatchInDoubt` if some of them were aborted before.
+
+    Raise it also if the broker no longer knows the outcome of some, which it may have committed long ago.
+    """
     dead = lost_parts(session, claim)
     if not dead:
         parts = {part["token"]: part for part in claim.data["parts"]}
 
         def commit(tokens: tuple[str, ...]) -> dict[str, Outcome]:
-            return {token: session.bridge.commit(token) for token in tokens}
+            return {token: _commit(session, token) for token in tokens}
 
         # RocketMQ publishes a transaction's messages when it is committed: those of one task are committed in order.
         by_task = groupby(parts, lambda token: parts[token]["partition"])
         answers = ask_all(commit, [tuple(tokens) for _, tokens in by_task]).values()
         dead = [parts[token] for each in answers for token, found in each.items() if found is not Outcome.COMMITTED]
+        if any(Outcome.UNKNOWN in each.values() for each in answers):
+            raise in_doubt(session, claim, dead, is_known=False)
         if dead:
             # All outcomes are known now. The log stores the tokens of aborted parts, which may be written again.
             tokens = [part["token"] for part in dead]
@@ -93,19 +98,34 @@ def finish(session: SinkSession, claim: Claim) -> None:
         raise in_doubt(session, claim, dead)
 
 
-def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
+def _commit(session: SinkSession, token: str) -> Outcome:
+    try:
+        return session.bridge.commit(token)
+    except EvidenceLost as error:
+        _log.warning("the outcome of a transaction of a decided batch cannot be known any more: %s", error)
+        return Outcome.UNKNOWN
+
+
+def in_doubt(
+    session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], more: str = "", is_known: bool = True
+) -> BatchInDoubt:
     query, sink, batch, _ = claim.id
     rows = sum(part["rows"] for part in dead)
     places = ", ".join(place(part["partition"]) for part in dead)
     topics = sorted({topic for part in dead for topic in part.get("topics", ())})
     shown = ", ".join(topics[:_MAX_TOPICS_SHOWN]) + (", …" if len(topics) > _MAX_TOPICS_SHOWN else "")
+    what = (
+        f"ended before they were committed: {rows} rows of {places} are not published (topics: {shown}), the others"
+        f" are. The broker ended them because nobody committed them in time, or an administrator did. {more}"
+        "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
+        " publish those rows in another way, then:"
+        if is_known
+        else f"were aborted, or have an outcome that the broker no longer knows: {rows} rows of {places} are published"
+        f" or not (topics: {shown}). Compare them with the topics, publish in another way those that are missing, then:"
+    )
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
-        f" transactions ended before they were committed: {rows} rows of {places} are not"
-        f" published (topics: {shown}), the others are. The broker ended them because nobody committed them in time,"
-        f" or an administrator did. {more}"
-        "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
-        f" publish those rows in another way, then: {_recover_command(session.options, query)} --skip {batch}"
+        f" transactions {what} {_recover_command(session.options, query)} --skip {batch}"
     )
 
 
@@ -150,10 +170,12 @@ def check_log(session: SinkSession, identity: BatchId) -> None:
             f" published the batches before this one, it is batch {identity.batch - 1}. Then name that batch:"
             f" {_recover_command(options, identity.query)} --skip BATCH"
         )
-    leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *identity.path))}
     begins = writer_ids(options, identity.path)
     with suppress(AccessDenied):
-        for left in session.bridge.admin.transactions(begins):
+        listed = session.bridge.admin.transactions(begins)
+        # The log is read after the list, because each task leases its slot before it begins a transaction.
+        leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *identity.path))}
+        for left in listed:
             run, _, slot = left.transactional_id.removeprefix(begins).partition(".")
             slot, _, _ = slot.partition(".")
             if run.isdigit() and slot.isdigit() and (int(run), int(slot)) not in leased:
