@@ -73,6 +73,10 @@ class Admin:
         topics = self._broker.admin.topics(self._deadline())
         return sorted((t for t in topics if internal or not t.internal), key=lambda topic: topic.name)
 
+    def unreadable(self, topics: Iterable[str]) -> list[str]:
+        """Return those of the topics that this user may not read, as far as the broker tells that before a read."""
+        return self._broker.admin.unreadable(list(topics), self._deadline())
+
     def topic(self, name: str) -> TopicInfo:
         """Return one topic. Raise `NotFound` if it does not exist."""
         for topic in self.topics(internal=True):

@@ -93,7 +93,7 @@ def run(
         source["maxOffsetsPerTrigger"] = str(max_rows_per_batch)
     sink = {"url": to_url, "checkpointLocation": checkpoint} | ({} if to_topic is None else {"topic": to_topic})
     sink |= {name.lower(): value for name, value in (to_options or {}).items()}
-    on_one_broker = _cluster_of(from_url) == _cluster_of(to_url)
+    on_one_broker = len({url.partition("?")[0].rstrip("/") for url in (from_url, to_url)}) == 1
     if on_one_broker and (topic := sink.get("topic", "").strip() or None) in topics:
         raise InvalidOption(f"{_READS_ITS_OUTPUT}: {topic!r} is read and written")
     with _session(spark) as session, _unwrapping_errors():
@@ -115,10 +115,6 @@ def _change(
         return rows.select(*_MESSAGE_COLUMNS)
     rows.createOrReplaceTempView("input")
     return spark.sql(sql)
-
-
-def _cluster_of(url: str) -> str:
-    return url.partition("?")[0].rstrip("/")
 
 
 def _refusing_read_topics(topics: Sequence[str], rows: DataFrame) -> DataFrame:

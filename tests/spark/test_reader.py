@@ -121,8 +121,19 @@ def test_a_pattern_finds_topics_also_those_that_are_made_later(url, bridge, topi
     send(bridge, f"{topic}-2", [2])
     send(bridge, f"{topic}-other", [3])
     assert flat(stream.run()) == [2]
-    with pytest.raises(NotFound, match="no topic has a name that subscribePattern=nothing matches"):
+    with pytest.raises(NotFound, match="no topic that may be read has a name that subscribePattern=nothing matches"):
         batch_of(url, subscribePattern="nothing")
+
+
+@mostly_embedded
+def test_a_topic_that_fits_a_pattern_and_may_not_be_read_stops_nothing(url, bridge, topic, caplog, monkeypatch):
+    send(bridge, topic, [1])
+    bridge.ensure_topics(f"{topic}-secret")
+    monkeypatch.setattr(Admin, "unreadable", lambda _, topics: [name for name in topics if name.endswith("-secret")])
+    stream = Stream(url, subscribePattern=f"{topic}.*", startingOffsets="earliest")
+    assert flat(stream.run()) == [1]
+    assert stream.at.keys() == {topic}
+    assert caplog.text.count(f"'{topic}-secret' fits subscribePattern, and is left out") == 1
 
 
 def test_only_assigned_partitions_are_read(url, bridge, topic):

@@ -315,6 +315,7 @@ class Admin:
     grow_topic: Final = delegated(txnbridge.Admin.grow_topic)
     bounds: Final = delegated(txnbridge.Admin.bounds)
     topic_ids: Final = delegated(txnbridge.Admin.topic_ids)
+    unreadable: Final = delegated(txnbridge.Admin.unreadable)
     groups: Final = delegated(txnbridge.Admin.groups)
     group: Final = delegated(txnbridge.Admin.group)
     describe_groups: Final = delegated(txnbridge.Admin.describe_groups)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -66,10 +67,18 @@ def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
 def _topics(bridge: Bridge, options: SourceOptions) -> Sequence[str]:
     if options.pattern is None:
         return options.topics
-    topics = [topic.name for topic in bridge.admin.topics() if re.fullmatch(options.pattern, topic.name)]
+    fitting = [topic.name for topic in bridge.admin.topics() if re.fullmatch(options.pattern, topic.name)]
+    for topic in (denied := bridge.admin.unreadable(fitting)):
+        _warn_of_unreadable(topic)
+    topics = [topic for topic in fitting if topic not in denied]
     if not topics:
-        raise NotFound(f"no topic has a name that subscribePattern={options.pattern} matches")
+        raise NotFound(f"no topic that may be read has a name that subscribePattern={options.pattern} matches")
     return topics
+
+
+@cache
+def _warn_of_unreadable(topic: str) -> None:
+    _log.warning("topic %r fits subscribePattern, and is left out: this user may not read it", topic)
 
 
 def close_planner(options: SourceOptions) -> None:

@@ -17,7 +17,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class _RangeReader:
+    _options: SourceOptions
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a task as Arrow batches."""
+        from pyspark_txnbridge._read.fetch import read_range
+
+        # If there is nothing to read, Spark makes one task without a range.
+        return iter(()) if partition.value is None else read_range(self._options, partition.value)
+
+    def _tasks(self, ranges: Sequence[offset_ranges.OffsetRange]) -> list[InputPartition]:
+        return [InputPartition(each) for each in offset_ranges.divide(ranges, self._options)]
+
+
+class StreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The reader of a streaming query. Only Spark's checkpoint stores the stream's position."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -68,16 +82,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if not offset_ranges.is_recreated(before.get(partition[0]), planned.get(partition[0]))
         }
         until = offset_ranges.without_recreated(offset_ranges.from_json(end), planned, topic_ids, self._options)
-        return tasks(offset_ranges.ranges(begin, until, bounds, self._options, planned), self._options)
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return read(self._options, partition)
+        return self._tasks(offset_ranges.ranges(begin, until, bounds, self._options, planned))
 
     def stop(self) -> None:
         offset_ranges.close_planner(self._options)
 
 
-class BatchReader(DataSourceReader):
+class BatchReader(_RangeReader, DataSourceReader):
     """The reader of a batch query: reads the options' topics once, from their starting to their ending positions."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -96,19 +107,4 @@ class BatchReader(DataSourceReader):
                     f"the end of {topic}[{number}], {offset_ranges.in_json(end[topic, number])}, lies before its"
                     f" start, {offset_ranges.in_json(at)}: endingOffsets is behind startingOffsets"
                 )
-        return tasks(offset_ranges.ranges(start, end, bounds, self._options, topic_ids), self._options)
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return read(self._options, partition)
-
-
-def tasks(ranges: Sequence[offset_ranges.OffsetRange], options: SourceOptions) -> list[InputPartition]:
-    return [InputPartition(each) for each in offset_ranges.divide(ranges, options)]
-
-
-def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a task as Arrow batches."""
-    from pyspark_txnbridge._read.fetch import read_range
-
-    # If there is nothing to read, Spark makes one task without a range.
-    return iter(()) if partition.value is None else read_range(options, partition.value)
+        return self._tasks(offset_ranges.ranges(start, end, bounds, self._options, topic_ids))

@@ -33,8 +33,6 @@ _IGNORED = {"checkpointlocation", "queryname", "includeheaders"}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 # The first character of the generated name of a job without txnAppId; no name of a user begins with it.
 NAMELESS = "#"
-# Prefixes of options that only Spark's own Kafka source and sink know.
-_SPARK_ONLY_PREFIXES = {"kafkaconsumer": "source", "fetchoffset": "source"}
 _NO_TABLES = (
     "CREATE TABLE … USING txnbridge can't work: Spark hands a table's options on to no Python data source. Use CREATE"
     ' TEMPORARY VIEW … USING txnbridge OPTIONS (…) to read, or format("txnbridge") with options'
@@ -112,10 +110,8 @@ def take_address(options: dict[str, str], purpose: str) -> tuple[str, Settings]:
     settings: dict[str, dict[str, str]] = {}
     for name in [name for name in options if "." in name]:
         backend, _, setting = name.partition(".")
-        if backend in _SPARK_ONLY_PREFIXES:
-            raise InvalidOption(
-                f"option {name!r} is only for Spark's own Kafka {_SPARK_ONLY_PREFIXES[backend]}: leave it out"
-            )
+        if backend in ("kafkaconsumer", "fetchoffset"):
+            raise InvalidOption(f"option {name!r} is only for Spark's own Kafka source: leave it out")
         settings.setdefault(backend, {})[setting] = options.pop(name)
     return url, tuple((backend, tuple(pairs.items())) for backend, pairs in settings.items())
 
