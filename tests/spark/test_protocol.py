@@ -21,7 +21,17 @@ from pyspark_txnbridge._write.transaction_cleanup import is_done
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from txnbridge import AccessDenied, Decision, EvidenceLost, Fenced, InvalidOption, StorageFailed, TransactionAborted
+from txnbridge import (
+    AccessDenied,
+    Admin,
+    Decision,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    NotSupported,
+    StorageFailed,
+    TransactionAborted,
+)
 from txnbridge.testing import Child, crash_everywhere
 
 source = pytest.importorskip("pyspark_txnbridge._source", reason="needs PySpark")
@@ -288,6 +298,18 @@ def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(s
     _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
+
+
+@mostly_embedded
+@pytest.mark.parametrize("kind", [AccessDenied, NotSupported])
+def test_where_no_transactions_are_listed_a_query_is_published(sink, query, monkeypatch, kind):
+    def refuse(*_):
+        raise kind("no transactions are listed here")
+
+    monkeypatch.setattr(Admin, "transactions", refuse)
+    for batch, rows_of_batch in enumerate((FIRST, SECOND)):
+        run_batch(sink, BatchId(query, "sink", batch, new_run()), rows_of_batch)
+    assert published(sink) == list(range(8))
 
 
 # --- attempts, aborts and dead transactions --------------------------------------------------------------------------

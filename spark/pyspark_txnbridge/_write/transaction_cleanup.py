@@ -21,6 +21,7 @@ from txnbridge import (
     InvalidOption,
     InvalidState,
     NotFound,
+    NotSupported,
     Outcome,
     Token,
     TxnBridgeError,
@@ -171,7 +172,7 @@ def check_log(session: SinkSession, identity: BatchId) -> None:
             f" {_recover_command(options, identity.query)} --skip BATCH"
         )
     begins = writer_ids(options, identity.path)
-    with suppress(AccessDenied):
+    with suppress(AccessDenied, NotSupported):
         listed = session.bridge.admin.transactions(begins)
         # The log is read after the list, because each task leases its slot before it begins a transaction.
         leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *identity.path))}
