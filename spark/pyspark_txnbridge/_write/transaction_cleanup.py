@@ -48,7 +48,7 @@ def writer_id(options: SinkOptions, path: tuple[str, str], number: int, slot: st
 
 
 def ask_all(ask: Callable[[_Asked], _Result], tokens: Iterable[_Asked]) -> dict[_Asked, _Result]:
-    """Call `ask` for each token in parallel, and return the results by token. Raise the first error after all calls."""
+    """Call `ask` for each token in parallel, and return the results by token. An error leaves out calls not begun."""
     listed = list(tokens)
     if len(listed) == 1:
         return {listed[0]: ask(listed[0])}
