@@ -561,7 +561,12 @@ def test_an_open_part_that_its_process_has_prepared_since_the_look_is_not_aborte
 
 def test_a_sweep_that_hangs_is_left_to_itself_when_its_time_is_over(pair, monkeypatch, quick_sweep, caplog):
     runs, go_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(SpanSweep, "sweep", lambda _: (runs.set(), go_on.wait()))
+
+    def hang(_: SpanSweep) -> None:
+        runs.set()
+        go_on.wait()
+
+    monkeypatch.setattr(SpanSweep, "sweep", hang)
     sweep = sweep_of(pair)
     sweep.start()
     assert runs.wait(60)
