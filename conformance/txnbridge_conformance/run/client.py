@@ -60,7 +60,7 @@ _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fa
 
 _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
-# Up to so many events a process opens its bridge; and how many events are waited for until one recurs.
+# Up to so many events a process opens its bridge; and for how many more it waits for one at which its kill is aimed.
 _LONGEST_OPENING, _LONGEST_WAIT = 3, 300
 # The target of a kill at an event that has not come yet.
 _NEW = "new"
@@ -71,8 +71,8 @@ _ENDS = frozenset(("ack", "group.commit", "commit", "prepare", "transaction.end"
 # At which events those happen, by the begins of their names, each equally often: between a decision and its answer,
 # between the request for the commit and the decision, anywhere; and in processes with spans.
 _AIMS = (
-    ("step:commit/after", "step:decide/after", "commit/after", "group.commit/after"),
-    ("step:store", "step:acks", "commit/before", "step:commit/before", "step:decide/before"),
+    ("step:commit/after", "step:decide/after", "commit/after", "group.commit/after", "half.end/after", "resolve/after"),
+    ("step:store", "step:acks", "commit/before", "step:commit/before", "step:decide/before", "half.store"),
     ("",),
 )
 _AIMS_OF_SPANS = (("resolve", "half.end", "step:decide"), ("resolve", "half.end", "step:decide"), ("",))
@@ -90,14 +90,15 @@ class KillAt:
     """A plug-in that kills its own process at an event such as "commit/before", after `number` events have passed.
 
     A low `number` kills at the next event, while the bridge opens. Otherwise the event is mostly a random one of those
-    that recur at the end of transactions, such as the one between the broker's answer and the record of the commit, or
-    the first event with a new name. Before the kill, the plug-in records it as a fault.
+    at the end of transactions, such as the one between the broker's answer and the record of the commit, or the first
+    event with a new name. Before the kill, the plug-in records it as a fault.
     """
 
     def __init__(self, number: int, client: Client) -> None:
         self._left, self._opens = number, number <= _LONGEST_OPENING
         self._client = client
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
+        self._aim = self._random.choice(_AIMS_OF_SPANS if client.process.startswith("span") else _AIMS)
         self._seen: Counter[str] = Counter()  # by name: the number of events within the end of a transaction
         self._target: str | None = None
         self._lock = threading.Lock()
@@ -120,14 +121,15 @@ class KillAt:
 
     def _choose(self, name: str) -> str | None:
         """Return the name of the event at which to kill the process, `_NEW`, or None to choose at a later event."""
-        recurring = sorted(each for each, count in self._seen.items() if count > 1)
-        aim = self._random.choice(_AIMS_OF_SPANS if self._client.process.startswith("span") else _AIMS)
-        recurring = [each for each in recurring if each.startswith(aim)] or recurring
-        behind = [each for each in recurring if each.endswith("/after")]  # the broker has done something by then
-        if recurring:
-            chosen = behind if behind and self._random.random() < _BEHIND_SHARE else recurring
-            return self._random.choice(chosen) if self._random.random() < _AIMED_SHARE else _NEW
-        return name if self._opens or self._left < -_LONGEST_WAIT else None
+        if self._opens:
+            return name
+        known = sorted(each for each, count in self._seen.items() if count)
+        aimed = [each for each in known if each.startswith(self._aim)]
+        if not aimed and self._left > -_LONGEST_WAIT:
+            return None  # the events that come first in a transaction would be chosen mostly
+        behind = [each for each in aimed if each.endswith("/after")]  # the broker has done something by then
+        chosen = behind if behind and self._random.random() < _BEHIND_SHARE else aimed or known or [name]
+        return self._random.choice(chosen) if self._random.random() < _AIMED_SHARE else _NEW
 
 
 def _ends(event: Event) -> bool:
