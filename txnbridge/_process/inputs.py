@@ -151,8 +151,8 @@ class ProcessorInputs:
             self._idle_since.pop(consumer, None)
             return lag == 0
         left = consumer.group_lag(timeout)
-        if left is not None:
-            return left == 0
+        if left == 0 or (left is not None and consumer is self._inputs):
+            return left == 0  # of the retry topics the lag of a group also counts what is not due
         now = time.monotonic()
         return now - self._idle_since.setdefault(consumer, now) >= self._without_partition
 

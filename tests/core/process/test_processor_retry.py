@@ -4,6 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
@@ -34,7 +35,7 @@ from txnbridge._process.inputs import ProcessorInputs, RetryConsumer
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.processor import Processor
 from txnbridge._process.redrive import Redrive
-from txnbridge._process.retries import PREFIX, WaitingMessage, retry_topic
+from txnbridge._process.retries import PREFIX, WaitingMessage, retry_group, retry_topic
 from txnbridge.testing import next_commit
 
 NEVER = 3600.0  # seconds: longer than any test
@@ -247,6 +248,19 @@ def test_inputs_of_which_always_a_rest_is_left_do_not_keep_due_messages_waiting(
 
     eventually(take_and_leave, "only one kind of messages comes")
     inputs.close(None)
+
+
+def test_until_idle_a_member_without_a_retry_partition_does_not_wait_for_what_is_not_due(bridge, with_timing):
+    with_timing(without_partition=0.5)
+    put_waiting(bridge, b"0", NEVER, due_in=NEVER)
+    processor = bridge.processor("in", group="g", each=Failing(), retry=[NEVER])
+    with bridge.consumer(retry_topic("g", NEVER), retry_group("g")) as holder, ThreadPoolExecutor() as pool:
+        assert len(holder.poll(timeout=60)) == 1
+        running = pool.submit(processor.run, True)
+        try:
+            eventually(lambda: holder.poll(timeout=0.05) or running.done(), "it has ended")
+        finally:
+            processor.stop()
 
 
 def test_until_idle_processes_all_that_is_due(bridge):
