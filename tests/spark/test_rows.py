@@ -56,6 +56,7 @@ def test_columns_without_anything_do_not_change_a_fingerprint():
     short = fingerprint(row, topic="out", columns=("value", "key"))
     assert fingerprint(row | {"headers": []}, topic="out") == short
     assert fingerprint(row | {"topic": "unused"}, topic="out") == short
+    assert fingerprint(row | {"timestamp": -1_000}, topic="out") == short  # of a message of Kafka without a time
     assert fingerprint({"value": "1"}, topic="out") == fingerprint({"value": "1"}, topic="out", columns=("value",))
 
 

@@ -214,9 +214,10 @@ def _header(given: dict[str, Any] | None) -> tuple[str, bytes | None]:
 
 def _milliseconds(column: Any) -> list[int | None]:
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    milliseconds = column.cast(pa.timestamp("ms", column.type.tz), safe=False)
-    return milliseconds.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]
+    found = column.cast(pa.timestamp("ms", column.type.tz), safe=False).cast(pa.int64())
+    return pc.if_else(pc.equal(found, -1), None, found).to_pylist()  # type: ignore[no-any-return]  # Kafka: no time
 
 
 def _is(*kinds: str) -> Callable[[DataType], bool]:
