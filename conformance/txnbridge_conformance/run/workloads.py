@@ -161,6 +161,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
     """Copy messages until a prepared transaction is not committed. Return it if nobody knows its token yet."""
     plan = client.plan
     undecided: Transaction | None = None
+    unsure: set[int] = set()  # partitions of which a transaction failed since the last one that was committed
     while not client.stop.is_set():
         closing = plan.closing.exists()  # a long run leaves much behind: it is copied without pauses
         messages: Sequence[Message] = consumer.poll(50 if closing else client.random.choice((1, 5, 50)), timeout=0.2)
@@ -168,7 +169,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
             _end_prepared(client, bridge, undecided)
             undecided = None
         if not closing and undecided is None and len(messages) and client.random.random() < _GIVING_BACK_SHARE:
-            messages = _give_back(client, bridge, consumer, messages)
+            messages = _give_back(client, bridge, consumer, messages, unsure)
         if messages:
             sends = {(plan.named("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
             for message in messages:
@@ -179,6 +180,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
             pause = 0 if closing else client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
             ack = (plan.named("copiers"), messages)
             txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
+            (unsure.difference_update if txn else unsure.update)({each.partition for each in messages})
             if txn and prepare:
                 if client.random.random() < _LEAVING_SHARE:
                     return txn
@@ -190,13 +192,18 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
     return None
 
 
-def _give_back(client: Client, bridge: Bridge, consumer: Consumer, messages: Sequence[Message]) -> Sequence[Message]:
-    """Give back messages from a random one on by a nack, or all by a seek, if the broker can. Return those it keeps."""
+def _give_back(
+    client: Client, bridge: Bridge, consumer: Consumer, messages: Sequence[Message], unsure: set[int]
+) -> Sequence[Message]:
+    """Give back messages from a random one on by a nack, or all by a seek, if the broker can. Return those it keeps.
+
+    A seek in the `unsure` partitions would pass over messages that no transaction has acknowledged.
+    """
     at, can = client.random.randrange(len(messages)), bridge.capabilities
     if client.plan.raw or not (can[Capability.REDELIVERY] and can[Capability.REPLAY]):
         return messages
     with client.recorded("give back"):
-        if client.random.random() < 0.5:
+        if client.random.random() < 0.5 or not unsure.isdisjoint(each.partition for each in messages):
             consumer.nack(messages[at:])
         else:
             at = 0
