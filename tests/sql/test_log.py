@@ -34,6 +34,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline
 from txnbridge.sql import decision_log as sql_log
+from txnbridge.sql._database import Database
 from txnbridge.sql._database import within as run_within
 from txnbridge.sql.decision_log import SqlLogs
 
@@ -234,6 +235,14 @@ def test_postgresql_that_does_not_wait_for_the_disk_is_refused(postgres, open_lo
     url = postgres.new_database()
     with pytest.raises(InvalidOption, match="synchronous_commit"):
         open_logs(f"{url}?options=-csynchronous_commit%3Doff").decision_log("any", Deadline(SOON))
+
+
+def test_our_own_error_of_a_missing_right_is_not_taken_for_one_of_a_socket(tmp_path):
+    def refuse(_: sa.Connection) -> None:
+        raise AccessDenied("make the tables")
+
+    with pytest.raises(AccessDenied, match=r"^make the tables$"):
+        Database(f"sqlite:///{tmp_path}/a.db", "a test").ask("opening", refuse, Deadline(SOON))
 
 
 @pytest.mark.live

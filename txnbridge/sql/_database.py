@@ -162,6 +162,8 @@ class Database:
         """
         try:
             return work() if self.engine.dialect.is_async else within(deadline, work, commit.give_up)
+        except errors.TxnBridgeError:  # some are an OSError, too
+            raise
         except FutureTimeout:
             if commit.give_up():
                 raise errors.OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
