@@ -72,7 +72,7 @@ def _publish(call: _Call, columns: Columns) -> None:
     written: list[Written | None] = []
     try:
         for row in call.frame.mapInArrow(_writing(identity, call.options, columns), "written binary").collect():
-            written.append(pickle.loads(row["written"]))
+            written.append(pickle.loads(row["written"]))  # of our own task; Spark pickles its reports, too
         driver.commit(call.options, written, identity)
     except BaseException:
         driver.abort(call.options, written, identity)
