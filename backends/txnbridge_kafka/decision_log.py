@@ -32,16 +32,15 @@ _HIGH_WATERMARK_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 # A running broker answers the client within a second.
 _LONG_SECONDS = 1.0
+_TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
 # With these error codes a record is certainly not stored. After any other code it may be stored.
 _NOT_STORED = {
+    *_TOO_LARGE,
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError.MSG_SIZE_TOO_LARGE,
-    KafkaError.RECORD_LIST_TOO_LARGE,
     KafkaError.INVALID_RECORD,
     KafkaError.POLICY_VIOLATION,
 }
-_TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
 _TRIMMED = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
 # The error if this user has no right to the consumer's group. It is ignored: the consumer never joins the group.
 _GROUP_DENIED = KafkaError.GROUP_AUTHORIZATION_FAILED
@@ -57,11 +56,10 @@ class KafkaDecisionLog(DecisionLog):
     origin = (0,)
 
     def __init__(
-        self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics | None = None
+        self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics
     ) -> None:
-        """Open the decision log of an application; `topics` is given if the caller has a connected client already."""
         self._settings = settings
-        self._topics = topics or KafkaTopics(settings)
+        self._topics = topics
         self._topic = settings.log_topic(name)
         self._lock = threading.Lock()
         self._producer: SharedProducer | None = None

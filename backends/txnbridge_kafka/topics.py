@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
@@ -19,7 +19,7 @@ from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
 from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata, result_of
 from txnbridge_kafka.client.protocol_types import BROKER, DONE, TOPIC, RequestResult
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.errors import DENIED, MISSING, kafka_error, translate
+from txnbridge_kafka.errors import DENIED, MISSING, translate
 from txnbridge_kafka.settings import KafkaSettings
 
 OFFSETS_TOPIC = "__consumer_offsets"
@@ -54,9 +54,9 @@ _log = logging.getLogger("txnbridge.kafka.client")
 class KafkaTopics:
     """Looks up, creates, changes and deletes topics. Any thread may use it; it connects at the first call."""
 
-    def __init__(self, settings: KafkaSettings, requests: Requests | None = None) -> None:
+    def __init__(self, settings: KafkaSettings, requests: Requests) -> None:
         self._settings = settings
-        self._requests = requests
+        self._requests = requests  # confluent-kafka's admin client may crash the process (hazard H21)
         self._lock = threading.Lock()
         self._client: ConfluentAdminClient | None = None
 
@@ -280,9 +280,7 @@ class KafkaTopics:
     def _settings_of(self, kind: int, names: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
         what = "asking for settings"
         configs: dict[str, dict[str, str]] = {}
-        with self._raw_requests() as requests:
-            answers = requests.configs(kind, names, deadline)
-        for name, (answer, settings) in answers.items():
+        for name, (answer, settings) in self._requests.configs(kind, names, deadline).items():
             if answer.code and answer.code not in DENIED | MISSING:
                 error = _refusal_of(answer)
                 raise translate(error, what) from error
@@ -292,15 +290,6 @@ class KafkaTopics:
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> None:
         """Drop the records of a partition before an offset. Raise `KafkaException` if the broker refuses."""
         self._repeat_until_done(lambda requests: requests.drop_records(partition, before, deadline), deadline)
-
-    @contextmanager
-    def _raw_requests(self) -> Iterator[Requests]:
-        """Yield the object for raw requests: confluent-kafka's admin client may crash the process (hazard H21)."""
-        if self._requests is not None:
-            yield self._requests
-            return
-        with closing(Requests(self._settings)) as requests:
-            yield requests
 
     def _admin(self) -> ConfluentAdminClient:
         with self._lock:
@@ -332,8 +321,7 @@ class KafkaTopics:
     def _repeat_until_done(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
         """Repeat the request `ask` until the broker has carried it out. Raise `KafkaException` if refused for good."""
         while True:
-            with self._raw_requests() as requests:
-                answer = ask(requests)
+            answer = ask(self._requests)
             if answer.code == DONE:
                 return
             error = _refusal_of(answer)
@@ -357,9 +345,7 @@ def _in_sync(copies: int) -> dict[str, str]:
 
 
 def _code(error: KafkaException) -> int:
-    cause = kafka_error(error)
-    assert cause is not None
-    return cause.code()
+    return int(error.args[0].code())
 
 
 def _is_temporary(error: KafkaException) -> bool:
@@ -372,6 +358,7 @@ def _is_temporary(error: KafkaException) -> bool:
         KafkaError.NOT_CONTROLLER,
         KafkaError.COORDINATOR_NOT_AVAILABLE,
         KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.BROKER_NOT_AVAILABLE,
     )
 

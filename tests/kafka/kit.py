@@ -1,5 +1,7 @@
 """Helpers that look behind the public interface."""
 
+from weakref import finalize
+
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
@@ -8,6 +10,8 @@ from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 
@@ -39,6 +43,13 @@ def cluster_of(bridge: Bridge) -> KafkaCluster:
 
 def requests_of(bridge: Bridge) -> Requests:
     return cluster_of(bridge).requests
+
+
+def topics_of(settings: KafkaSettings) -> KafkaTopics:
+    """Return the topics of a cluster. Their connections are closed when nobody uses them any more."""
+    topics = KafkaTopics(settings, requests := Requests(settings))
+    finalize(topics, requests.close)
+    return topics
 
 
 def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:

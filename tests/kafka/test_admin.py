@@ -28,12 +28,12 @@ from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome import transaction_state_log as state_log
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
-from txnbridge_kafka.topics import KEEP_ALL, KafkaTopics
+from txnbridge_kafka.topics import KEEP_ALL
 
 import txnbridge
 from tests.failing import raising
 from tests.in_time import takes, within
-from tests.kafka.kit import stand_still, without_epoch_bumps
+from tests.kafka.kit import stand_still, topics_of, without_epoch_bumps
 from tests.keeping import keeping
 from txnbridge import Bridge, Outcome
 from txnbridge._base.events import Emitter
@@ -120,7 +120,7 @@ def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
         settings = settings_of(broker, **changes)
         opened.append(Requests(settings))
         context = Context("tests", Emitter("tests", []), "tests", LONG, None, 0, ledger=no_ledger)
-        return Administrator(KafkaCluster(settings, opened[-1], KafkaTopics(settings), context.events), context)
+        return Administrator(KafkaCluster(settings, opened[-1], topics_of(settings), context.events), context)
 
     yield make
     for requests in opened:
@@ -143,7 +143,7 @@ def write(producer: Producer, topic: str, *values: bytes) -> None:
 
 
 def make_topic(broker: brokers.Broker, name: str) -> str:
-    KafkaTopics(settings_of(broker)).create_internal_topic(name, Deadline(LONG))
+    topics_of(settings_of(broker)).create_internal_topic(name, Deadline(LONG))
     return name
 
 
@@ -272,7 +272,7 @@ def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge,
 
 
 def test_a_broker_that_died_and_is_still_counted_does_not_hold_up_what_the_others_say(kafka_broker):
-    topics = KafkaTopics(settings_of(kafka_broker))
+    topics = topics_of(settings_of(kafka_broker))
     with within(0):
         assert list(topics.broker_configs([99, 1], Deadline(100))) == ["1"]
     with pytest.raises(DeadlineExceeded):
@@ -348,7 +348,7 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     settings = settings_of(proxy, **as_guest(proxy))
     name = "_txnbridge-log-guests"
     with pytest.raises(AccessDenied) as told:
-        KafkaTopics(settings).create_internal_topic(name, Deadline(LONG))
+        topics_of(settings).create_internal_topic(name, Deadline(LONG))
     text = str(told.value)
     assert PASSWORD not in text
     create, acls, group = (line for line in text.splitlines() if line.startswith("  kafka-"))
@@ -357,13 +357,13 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     assert KEEP_ALL.items() <= config.items()
 
     # What the two commands say, done by the administrator.
-    assert KafkaTopics(settings_of(broker)).create(name, 1, Deadline(LONG), config, 1)
+    assert topics_of(settings_of(broker)).create(name, 1, Deadline(LONG), config, 1)
     granted = [each.split(" ")[0] for each in acls.split(" --operation ")[1:]]
     grant(broker, name, [_OPERATIONS[each] for each in granted])
     assert "--operation Describe" in group
     grant(broker, group.split(" --group ")[1], ["DESCRIBE"], ResourceType.GROUP)
 
-    log = KafkaDecisionLog(settings, "guests", Deadline(LONG), Emitter("tests", []))
+    log = KafkaDecisionLog(settings, "guests", Deadline(LONG), Emitter("tests", []), topics_of(settings))
     positions = [log.append(b"record", Deadline(LONG)) for _ in range(3)]
     assert [record for _, record in log.read(None, None, Deadline(LONG))] == [b"record"] * 3
     log.trim(positions[2], Deadline(LONG))
@@ -522,7 +522,7 @@ def test_an_unreadable_log_hides_no_transaction_and_its_prepared_ones_are_not_ab
 ):
     broker = start_kafka()
     bridge = connect(broker, transactional_id="reader", create_topics=1)
-    topics = KafkaTopics(settings_of(broker))
+    topics = topics_of(settings_of(broker))
     topics.create("data", 1, Deadline(LONG))
     topics.create("_txnbridge-log-odd", 2, Deadline(LONG))
     producer = producer_of(broker, "odd.p0")
@@ -856,7 +856,7 @@ def test_topics_with_one_copy_are_a_warning(make_admin, bridge, topic, owner):
 def test_a_leader_that_may_lack_records_is_a_warning(make_admin, unique):
     name = f"_txnbridge-log-{unique('unclean')}"
     admin = make_admin()
-    KafkaTopics(settings_of_admin(admin)).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
+    topics_of(settings_of_admin(admin)).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
     assert any("may become leader" in advice.text for advice in advice_of(admin, name))
     admin.delete_topic(name, Deadline(LONG))
 

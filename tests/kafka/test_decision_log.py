@@ -20,6 +20,7 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
 from tests.in_time import takes, wait_until
+from tests.kafka.kit import topics_of
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
@@ -44,7 +45,8 @@ def settings_for(url, access=None, **client):
 
 
 def open_log(url, name, timeout=30, access=None, **client):
-    return KafkaDecisionLog(settings_for(url, access, **client), name, Deadline(timeout), Emitter("tests", []))
+    settings = settings_for(url, access, **client)
+    return KafkaDecisionLog(settings, name, Deadline(timeout), Emitter("tests", []), topics_of(settings))
 
 
 @pytest.fixture

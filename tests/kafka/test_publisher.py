@@ -9,10 +9,10 @@ from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from txnbridge_conformance import faults
-from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes, wait_until
+from tests.kafka.kit import topics_of
 from tests.kafka.test_decision_log import client_settings, pausing, settings_for  # noqa: F401
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, NotFound
 from txnbridge.spi import Deadline
@@ -44,7 +44,7 @@ def open_publisher(kafka_broker):
 
     def open_one(url=kafka_broker.url, create_topics=0, **producer):
         settings = replace(settings_for(url), create_topics=create_topics, producer=producer)
-        publishers.append(KafkaPublisher(settings, KafkaTopics(settings)))
+        publishers.append(KafkaPublisher(settings, topics_of(settings)))
         return publishers[-1]
 
     yield open_one
@@ -246,7 +246,7 @@ def test_the_retries_of_a_publisher_make_no_duplicates(kafka_broker, open_publis
 def test_messages_outlive_kill_9_of_the_broker(start_kafka):
     broker = start_kafka()
     settings = replace(settings_for(broker.url), create_topics=1)
-    publisher = KafkaPublisher(settings, KafkaTopics(settings))
+    publisher = KafkaPublisher(settings, topics_of(settings))
     expected = [b"%d" % number for number in range(3000)]
     for number, value in enumerate(expected):
         send(publisher, "killed", value)

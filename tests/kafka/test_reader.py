@@ -17,11 +17,11 @@ from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.settings.timing import Timing
-from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core import reading_kit
 from tests.core.reading_kit import rows, values
 from tests.in_time import wait_until, within
+from tests.kafka.kit import topics_of
 from tests.kafka.mock_kit import produce
 from tests.keeping import keeping
 from txnbridge.errors import (
@@ -95,7 +95,7 @@ class Member(reading_kit.Polling):
             "test", Emitter("test", ()), APPLICATION, 30, None, None, {}, lambda _, id: cluster.ledger(id)
         )
         self.cluster = asked.KafkaCluster(
-            self.settings, Requests(self.settings), KafkaTopics(self.settings), context.events
+            self.settings, Requests(self.settings), topics_of(self.settings), context.events
         )
         try:
             self.reader = KafkaReader(subscription, self.listener, context, self.cluster, Deadline(20))

@@ -17,12 +17,11 @@ from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.decision_log import KafkaDecisionLog
 from txnbridge_kafka.outcome.transaction_state_log import recorded_decisions
-from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import KafkaOwner
 
 import txnbridge
 from tests.failing import raising
-from tests.kafka.kit import describe, flush
+from tests.kafka.kit import describe, flush, topics_of
 from tests.kafka.test_settings import PLAIN, read
 from txnbridge import Bridge, Outcome, TokenState
 from txnbridge._base.connection import Connection
@@ -156,7 +155,9 @@ class User:
             assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
     def trim(self) -> None:
-        with closing(KafkaDecisionLog(self.settings(), self.name, Deadline(LONG), Emitter("test", ()))) as log:
+        settings = self.settings()
+        log = KafkaDecisionLog(settings, self.name, Deadline(LONG), Emitter("test", ()), topics_of(settings))
+        with closing(log):
             log.trim(log.append(b"x", Deadline(LONG)), Deadline(LONG))
 
     def repair(self) -> None:
@@ -168,7 +169,7 @@ class User:
         settings = self.settings()
         with closing(Requests(settings)) as requests:
             recorded_decisions(
-                KafkaCluster(settings, requests, KafkaTopics(settings), Emitter("test", ())), self.name, Deadline(LONG)
+                KafkaCluster(settings, requests, topics_of(settings), Emitter("test", ())), self.name, Deadline(LONG)
             )
 
 

@@ -43,8 +43,8 @@ EPOCH_BUMPS = 2
 TOPIC, BROKER = 2, 4
 # The special times in ListOffsets.
 EARLIEST, LATEST = -2, -1
-# The codes of ListOffsets after which it is repeated: the leader has changed, is not known yet, or is too busy.
-LEADER_RETRY_CODES = {3, 5, 6, 7, 74, 75, 76, 78}
+# The codes of ListOffsets after which it is repeated: the leader changes, is not known yet, or is too busy.
+LEADER_RETRY_CODES = {3, 5, 6, 7, 56, 74, 75, 76, 78}
 UNSTABLE_OFFSET = 88
 _INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_NOT_FOUND = 105
@@ -57,6 +57,7 @@ ACK_RETRY_CODES = {*COORDINATOR_RETRY_CODES, 3, 7}
 # The partition has no leader now, or its leader is another broker.
 NO_LEADER = {5, 6}
 UNKNOWN_TOPIC = 3
+INVALID_PARTITIONS = 37
 DENIED = {29, 30, 31, 53}
 _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 

@@ -21,6 +21,7 @@ from txnbridge_kafka.client.protocol_types import (
     DONE,
     EARLIEST,
     END_TXN_CODES,
+    INVALID_PARTITIONS,
     LATEST,
     LEADER_RETRY_CODES,
     NO_LEADER,
@@ -332,9 +333,8 @@ class Requests:
                 answer = connections.send(node, request)
                 check(answer.error_code, what)
                 for each in answer.transaction_states:
-                    listed[each.transactional_id] = TransactionListing(
-                        each.transactional_id, each.producer_id, each.transaction_state
-                    )
+                    id = each.transactional_id
+                    listed[id] = TransactionListing(id, each.producer_id, each.transaction_state)
             return list(listed.values())
 
         return self._runner.repeat(deadline, what, attempt)
@@ -434,25 +434,32 @@ class Requests:
             "configs": [{"name": key, "value": value} for key, value in config.items()],
         }
         request = partial(wire.CREATE_TOPICS, topics=[topic], validate_only=False)
-        return self._ask_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
+        return self._ask_controller(request, "topics", deadline, f"creating topic {name!r}")
 
     def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:
         request = partial(wire.DELETE_TOPICS, topic_names=[name])
-        return self._ask_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
+        return self._ask_controller(request, "responses", deadline, f"deleting topic {name!r}", UNKNOWN_TOPIC)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
         topic = {"name": name, "count": partitions, "assignments": None}
         request = partial(wire.CREATE_PARTITIONS, topics=[topic], validate_only=False)
-        return self._ask_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
+        return self._ask_controller(request, "results", deadline, f"growing topic {name!r}", INVALID_PARTITIONS)
 
     def _ask_controller(
-        self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
+        self, request: Callable[..., Any], results: str, deadline: Deadline, what: str, done: int = DONE
     ) -> RequestResult:
+        """Return the controller's result. After a lost answer the code `done` says that the request was carried out."""
+        asked = False
+
         def attempt(connections: Connections) -> RequestResult:
+            nonlocal asked
             node = connections.metadata().controller_id
+            connections.connect(node)
+            before, asked = asked, True
             answer = connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
-            (each,) = results(answer)
-            return RequestResult(each.error_code, each.error_message or error_name(each.error_code))
+            (each,) = getattr(answer, results)
+            code = DONE if before and each.error_code == done else each.error_code
+            return RequestResult(code, each.error_message or error_name(code))
 
         return self._runner.repeat(deadline, what, attempt, slow=True)
 
