@@ -3,20 +3,27 @@
 The answers are made up, each as Kafka's own source gives it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from types import SimpleNamespace as Fields
 from typing import Any
 
 import pytest
+from confluent_kafka import TopicPartition
+from txnbridge_kafka.admin import admin, groups
 from txnbridge_kafka.client import wire
 from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.protocol_types import ActiveProducer, TransactionDescription, TransactionListing
 from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.kafka.test_settings import read
-from txnbridge.spi import Deadline
+from txnbridge import BrokerUnavailable, InvalidOption, Outcome
+from txnbridge.spi import Deadline, Decision, Partition, Status, TokenState
 
 pytestmark = pytest.mark.offline
 
@@ -88,7 +95,110 @@ def test_offsets_are_asked_for_again_when_a_leaders_disk_has_failed(cluster: Clu
     assert requests.ends([("orders", 0)], Deadline(30)) == {("orders", 0): 0}
 
 
+@pytest.mark.parametrize("hidden", [topic("secret", DENIED), topic("leaderless", leader=-1)], ids=["denied", "offline"])
+def test_a_topic_whose_producers_are_not_told_hides_those_of_no_other_topic(
+    cluster: Cluster, requests: Requests, hidden: Fields
+) -> None:
+    """As when a right to one of the topics that a bridge has used is taken away."""
+    cluster.topics.append(hidden)
+    partition = Fields(partition_index=0, error_code=0, active_producers=[])
+    cluster.answers = [Fields(topics=[Fields(name="orders", partitions=[partition])])]
+    partitions = [("orders", 0), (hidden.name, 0)]
+    assert requests.producers(partitions, Deadline(1), readable_only=True) == {("orders", 0): []}
+
+
+def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(
+    cluster: Cluster, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that is away while a topic is deleted keeps the positions, and the new topic may be smaller."""
+    monkeypatch.setattr(groups, "ConfluentAdminClient", lambda settings: Administrator())
+    cluster.answers = [ends(0)]
+    topics = Fields(all=lambda deadline: {"orders": Fields(partitions={0: None})})
+    kafka: Any = Fields(settings=read(), requests=requests, topics=topics)
+    (group,) = groups.KafkaGroups(kafka, Deadline(1)).describe(["billing"]).values()
+    assert group.positions == {("orders", 0): (0,)}
+
+
+class Administrator:
+    """A client by which a group has positions in two partitions of a topic that has one."""
+
+    def describe_consumer_groups(self, names: list[str], request_timeout: float) -> dict[str, Future[Any]]:
+        return {name: told(Fields(members=[])) for name in names}
+
+    def list_consumer_group_offsets(self, asked: list[Any], request_timeout: float) -> dict[str, Future[Any]]:
+        offsets = [TopicPartition("orders", number, 0) for number in (0, 7)]
+        return {each.group_id: told(Fields(topic_partitions=offsets)) for each in asked}
+
+
+def told(result: object) -> Future[Any]:
+    answer = Future[Any]()
+    answer.set_result(result)
+    return answer
+
+
 def test_dropping_records_follows_a_leader_that_has_moved(cluster: Cluster, requests: Requests) -> None:
     cluster.answers = [ends(NOT_LEADER), ends(0)]
     KafkaTopics(read(), requests).drop_records(("orders", 0), 5, Deadline(30))
     assert not cluster.answers
+
+
+class Leftovers:
+    """The coordinator and the leader of transactions that hang in a partition, by their ids."""
+
+    def __init__(self, timeout: int = 60_000, refusal: Exception | None = None) -> None:
+        self.hanging = {"first": 1, "second": 2}
+        self._timeout, self._refusal = timeout, refusal
+        self.state = "CompleteCommit"
+
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
+        places = (("orders", 0),)
+        return {id: TransactionDescription(id, self.state, self.hanging[id], 0, 5, self._timeout, places) for id in ids}
+
+    def transactions(self, deadline: Deadline, pids: Sequence[int]) -> list[TransactionListing]:
+        return [TransactionListing(id, pid, self.state) for id, pid in self.hanging.items()]
+
+    def producers(self, partitions: Sequence[Partition], *_: object, **__: object) -> dict[Partition, Any]:
+        return {each: [ActiveProducer(pid, 0, 3, 0, 0) for pid in self.hanging.values()] for each in partitions}
+
+    def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> None:
+        if timeout_ms > 900_000:
+            raise InvalidOption("INVALID_TRANSACTION_TIMEOUT")
+
+    def write_markers(self, pid: int, *_: object) -> None:
+        if pid == 1 and self._refusal is not None:
+            raise self._refusal
+        self.hanging = {id: each for id, each in self.hanging.items() if each != pid}
+
+
+TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no time
+
+
+@pytest.mark.parametrize(
+    ("leftovers", "left"),
+    [
+        (Leftovers(refusal=BrokerUnavailable("NOT_ENOUGH_REPLICAS")), ["first"]),
+        (Leftovers(timeout=TWO_PHASE), []),
+    ],
+    ids=["too few replicas", "no time-out"],
+)
+def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
+    leftovers: Leftovers, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions = {
+        id: [RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))] for id, pid in leftovers.hanging.items()
+    }
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda _, id, __: decisions[id])
+    cluster: Any = Fields(requests=leftovers, settings=read())
+    hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
+    assert [*leftovers.hanging] == left
+
+
+def test_an_administrator_aborts_a_transaction_whose_time_out_is_above_the_brokers_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leftovers = Leftovers(timeout=TWO_PHASE)
+    leftovers.state = "Ongoing"
+    monkeypatch.setattr(admin, "status_from_state_log", lambda *_: Status(TokenState.ABORTED))
+    cluster: Any = Fields(requests=leftovers, settings=read(), topics=Fields(all=lambda deadline: {}))
+    context: Any = None
+    assert admin.KafkaAdmin(cluster, context).end("first", Decision.ABORT, Deadline(30)) is Outcome.ABORTED

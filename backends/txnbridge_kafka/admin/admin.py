@@ -29,7 +29,7 @@ from txnbridge.spi import (
 )
 from txnbridge_kafka.admin import doctor
 from txnbridge_kafka.admin.groups import KafkaGroups
-from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.client.protocol_types import COMMITTED, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
@@ -223,7 +223,7 @@ class KafkaAdmin(Admin):
                 f"no open or prepared transaction {transaction!r}: it has ended, or was never begun here"
             )
         if last.state != OPEN:
-            return _outcome(last)
+            return Outcome.COMMITTED if last.state in COMMITTED else Outcome.ABORTED
         if commit:
             raise errors.InvalidState(
                 f"transaction {transaction!r} is open and not prepared: only its writer can commit it"
@@ -255,7 +255,7 @@ class KafkaAdmin(Admin):
 
         The outcome may be a commit, because the writer may have committed the transaction just before.
         """
-        self._requests.fence(last.id, last.timeout, deadline)
+        self._requests.fence(last.id, int(self._settings.timeout * 1000), deadline)
         assert last.start is not None
         status = status_from_state_log(self._cluster, last.id, last.pid, last.epoch, last.start, deadline)
         if status.state is TokenState.UNKNOWN:
@@ -368,13 +368,6 @@ def owner_of(id: str) -> str:
     """
     writer = _WRITER.fullmatch(id)
     return id if writer is None else writer["owner"]
-
-
-def _outcome(last: TransactionDescription) -> Outcome:
-    if last.state in COMMITTED:
-        return Outcome.COMMITTED
-    assert last.state in ABORTED, last.state
-    return Outcome.ABORTED
 
 
 def _retention(seconds: float | None, size: int | None) -> dict[str, str]:

@@ -146,7 +146,7 @@ def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
     if seen.unread:
-        text = f"this user may not read {seen.unread} of the partitions that it sees, so they are not checked"
+        text = f"{seen.unread} partitions are not checked: this user may not read them, or they have no leader"
         yield Advice("warning", "rights", text, "grant it Read on their topics")
     if not (seen.hanging or seen.unknown):
         yield Advice("ok", "markers", "no control marker is missing in the partitions that this user may read")

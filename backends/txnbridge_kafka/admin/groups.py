@@ -15,6 +15,7 @@ from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, resu
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.read.assignment import open_consumer
+from txnbridge_kafka.read.start_positions import KafkaStartPositions
 
 _HAS_MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
 _SEARCH_SECONDS = 2.0
@@ -112,19 +113,14 @@ class KafkaGroups:
         # The commit of an open transaction with acknowledgements would overwrite the new offsets.
         if len(self._cluster.requests.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
             raise InvalidState(f"an open transaction has acknowledged messages for group {name!r}: end it first")
-        targets = self._offsets_at(wanted, to)
+        starts = KafkaStartPositions(self._cluster.requests, Subscription((), None, to))
+        targets = starts.first(wanted, self._deadline)
         offsets = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in targets.items()])
         answer = self._client.alter_consumer_group_offsets([offsets], request_timeout=seconds(self._deadline))[name]
         for each in self._result(answer, f"setting group {name!r}", name).topic_partitions:
             if each.error is not None:
                 raise self._refusal(KafkaException(each.error), f"setting group {name!r}", name)
         return {partition: (at,) for partition, at in targets.items()}
-
-    def _offsets_at(self, partitions: list[Partition], to: str | int) -> dict[Partition, int]:
-        offsets = self._cluster.requests
-        if isinstance(to, int):
-            return {p: first for p, (first, _) in offsets.since(partitions, to, self._deadline).items()}
-        return (offsets.begins if to == "earliest" else offsets.ends)(partitions, self._deadline)
 
     def _described(self, names: Sequence[str]) -> dict[str, Any]:
         if not names:
@@ -133,7 +129,7 @@ class KafkaGroups:
         return {name: self._result(answer, f"looking up group {name!r}") for name, answer in answers.items()}
 
     def _positions(self, names: Sequence[str]) -> dict[str, dict[Partition, int]]:
-        """Return groups' committed offsets in the topics that still exist."""
+        """Return groups' committed offsets in the partitions that still exist."""
         answers = {
             name: self._client.list_consumer_group_offsets(
                 [ConsumerGroupTopicPartitions(name)], request_timeout=seconds(self._deadline)
@@ -144,9 +140,10 @@ class KafkaGroups:
             name: self._result(answer, f"reading the positions of group {name!r}").topic_partitions
             for name, answer in answers.items()
         }
-        topics = self._cluster.topics.all(self._deadline)
+        topics = self._cluster.topics.all(self._deadline).items()
+        there = {(name, number) for name, topic in topics for number in topic.partitions}
         return {
-            name: {(p.topic, p.partition): p.offset for p in each if p.offset >= 0 and p.topic in topics}
+            name: {at: p.offset for p in each if p.offset >= 0 and (at := (p.topic, p.partition)) in there}
             for name, each in offsets.items()
         }
 

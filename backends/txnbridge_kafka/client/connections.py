@@ -12,7 +12,15 @@ from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import messages, wire
 from txnbridge_kafka.client.connection import UNREADABLE, AttemptError, Connection, api_versions
-from txnbridge_kafka.client.protocol_types import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, RetryLaterError, check
+from txnbridge_kafka.client.protocol_types import (
+    DENIED,
+    DONE,
+    EPOCH_BUMPS,
+    NO_LEADER,
+    UNKNOWN_TOPIC,
+    RetryLaterError,
+    check,
+)
 from txnbridge_kafka.settings.security import Access
 
 T = TypeVar("T")
@@ -122,19 +130,22 @@ class Connections:
         """Clear the cache of coordinators. Called after an error, because a coordinator may have moved."""
         self._coordinators.clear()
 
-    def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
-        """Return the partitions by their leader's node. A partition that does not exist is left out."""
-        wanted = set(partitions)
+    def leaders(self, partitions: Iterable[Partition], *, readable_only: bool = False) -> dict[int, list[Partition]]:
+        """Return the partitions by their leader's node. A partition that does not exist is left out.
+
+        With `readable_only` a partition is left out too if it has no leader, or this user may not see its topic.
+        """
+        wanted, passed = set(partitions), {DONE, UNKNOWN_TOPIC, *(DENIED if readable_only else ())}
         leaders: dict[int, list[Partition]] = defaultdict(list)
         for topic in self.metadata(sorted({name for name, _ in wanted})).topics:
-            if topic.error_code not in (DONE, UNKNOWN_TOPIC):
+            if topic.error_code not in passed:
                 check(topic.error_code, f"asking for the topic {topic.name!r}")
             for each in topic.partitions:
                 partition = (topic.name, each.partition_index)
-                if partition in wanted:
-                    if each.leader_id < 0:
-                        raise RetryLaterError(f"{messages.partition_name(partition)} has no leader")
+                if partition in wanted and each.leader_id >= 0:
                     leaders[each.leader_id].append(partition)
+                elif partition in wanted and not readable_only:
+                    raise RetryLaterError(f"{messages.partition_name(partition)} has no leader")
         return leaders
 
     def counts(self, topics: Iterable[str]) -> dict[str, int]:

@@ -344,14 +344,14 @@ class Requests:
     ) -> dict[Partition, list[ActiveProducer]]:
         """Return, by partition, the producers that its leader remembers. A partition that does not exist is absent.
 
-        With `readable_only` a partition that this user may not read is absent too. Without `readable_only` such a
-        partition raises `AccessDenied`.
+        With `readable_only` a partition that has no leader, or that this user may not read, is absent too. Without
+        `readable_only` it is waited for, or raises `AccessDenied`.
         """
         producers: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
 
         def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
-            leaders = connections.leaders(left)
+            leaders = connections.leaders(left, readable_only=readable_only)
             left.intersection_update(partition for led in leaders.values() for partition in led)
             for node, led in leaders.items():
                 answer = connections.send(node, wire.DESCRIBE_PRODUCERS(topics=messages.numbers_by_topic(led)))

@@ -50,10 +50,10 @@ class HangingTransaction:
 
 @dataclass(frozen=True)
 class HangingSurvey:
-    """The hanging transactions in the partitions that this user may read.
+    """The hanging transactions in the partitions that have a leader and that this user may read.
 
     `unknown` has, by producer id, the partitions with an open transaction of a producer that no coordinator lists.
-    `unread` is the number of partitions that this user may not read.
+    `unread` is the number of the other partitions.
     """
 
     hanging: list[HangingTransaction]
@@ -124,15 +124,16 @@ def write_missing_markers_of_others(
     """Find the transactions that hang in these partitions, and write their missing markers in all their partitions.
 
     Called for transactions of other processes: the producer and its broker may both be gone, so that nobody else writes
-    the markers (hazard H10). Return the markers as text. Raise `StorageFailed` if no record has a transaction's
-    outcome, and `AccessDenied`, with a command for an administrator, if this user may not write markers.
+    the markers (hazard H10). Return the markers as text. If none was written, raise the error of a transaction whose
+    markers could not be written, such as `StorageFailed` if no record has its outcome. Raise `AccessDenied`, with a
+    command for an administrator, if this user may not write markers.
     """
     requests = cluster.requests
     if not (pids := list(open_transactions(cluster, partitions, deadline))):
         return []
     before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
     written: list[str] = []
-    failed: StorageFailed | None = None
+    failed: TxnBridgeError | None = None
     for id, ended in before.items():
         if ended.pid not in open_transactions(cluster, partitions, deadline):
             continue  # the markers have just been written
@@ -141,11 +142,11 @@ def write_missing_markers_of_others(
             open_in = open_transactions(cluster, partitions, deadline).get(ended.pid, {})
             if open_in and requests.describe([id], deadline).get(id) == ended:
                 written += _fence_and_write(cluster, ended, open_in, decisions, deadline)
-        except StorageFailed as error:
-            failed = error
         except AccessDenied as error:
             command = f"txnbridge transactions repair {id} --yes --reason TEXT"
             raise AccessDenied(f"{error}. An administrator writes the missing markers by: {command}") from error
+        except TxnBridgeError as error:
+            failed = error
     if failed is not None and not written:
         raise failed
     return written
@@ -170,7 +171,7 @@ def _fence_and_write(
     if max(each.epoch for each in decided.values()) < epoch:
         epoch -= 1
     else:
-        cluster.requests.fence(ended.id, ended.timeout, deadline)
+        cluster.requests.fence(ended.id, int(cluster.settings.timeout * 1000), deadline)
     decisions = [each for each in decisions if each.pid == ended.pid and each.epoch <= epoch]
     partitions = sorted({partition for each in decisions for partition in each.partitions})
     everywhere = _by_producer(cluster.requests.producers(partitions, deadline)).get(ended.pid, {})
@@ -301,7 +302,7 @@ def open_transactions(
 ) -> dict[int, OpenPartitions]:
     """Return, by producer id, the open transactions in these partitions.
 
-    With `readable_only` the partitions that this user may not read are left out.
+    With `readable_only` the partitions that have no leader, or that this user may not read, are left out.
     """
     return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
