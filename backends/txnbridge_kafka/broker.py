@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from weakref import WeakSet
 
 from txnbridge.errors import AccessDenied, InvalidOption, NotSupported
@@ -79,6 +80,7 @@ class KafkaBroker(Broker):
         self._monitor = HangingTransactionMonitor(self._cluster)
         self._owners: dict[str, KafkaOwner] = {}  # the newest of each transactional id
         self._pool: PreparedIdPool | None = None
+        self._guard = threading.Lock()
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
 
     def _check_times(self) -> None:
@@ -117,9 +119,10 @@ class KafkaBroker(Broker):
         return list(writers)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
-        owner = self._owner_of(identity, ledger)
-        if self._pool is None:
-            self._pool = PreparedIdPool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
+        with self._guard:  # two pools would use the same ids
+            if self._pool is None:
+                owner = self._owner_of(identity, ledger)
+                self._pool = PreparedIdPool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
         return self._pool.take(deadline)
 
     def _prepared_ms(self) -> int:

@@ -4,13 +4,15 @@ The answers are made up, each as Kafka's own source gives it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace as Fields
 from typing import Any
 
 import pytest
 from confluent_kafka import TopicPartition
+from txnbridge_kafka import broker as broker_module
 from txnbridge_kafka.admin import admin, groups
 from txnbridge_kafka.client import wire
 from txnbridge_kafka.client.connection import AttemptError
@@ -21,9 +23,10 @@ from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import KafkaTopics
 
+from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
-from txnbridge.spi import Deadline, Decision, Partition, Status, TokenState
+from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, TokenState
 
 pytestmark = pytest.mark.offline
 
@@ -202,3 +205,33 @@ def test_an_administrator_aborts_a_transaction_whose_time_out_is_above_the_broke
     cluster: Any = Fields(requests=leftovers, settings=read(), topics=Fields(all=lambda deadline: {}))
     context: Any = None
     assert admin.KafkaAdmin(cluster, context).end("first", Decision.ABORT, Deadline(30)) is Outcome.ABORTED
+
+
+def test_threads_that_prepare_at_once_use_one_pool_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pools would use the same ids, so that one's transaction would abort what the other one has prepared."""
+    both = Barrier(2)
+
+    class Pool:
+        def __init__(self, *_: object) -> None:
+            with suppress(BrokenBarrierError):
+                both.wait(0.5)
+
+        def take(self, deadline: Deadline) -> Any:
+            return self
+
+    topics = Fields(overview=lambda deadline: Fields(brokers={}))
+    for name, stand_in in {
+        "Requests": lambda _: Coordinator(),
+        "KafkaTopics": lambda *_: topics,
+        "longest_transaction_ms": lambda *_: 900_000,
+        "preflight": lambda *_: {},
+        "HangingTransactionMonitor": lambda _: Fields(start=lambda: None),
+        "PreparedIdPool": Pool,
+    }.items():
+        monkeypatch.setattr(broker_module, name, stand_in)
+    context: Any = Fields(application="shop", events=None)
+    ledger: Any = None
+    broker, identity = broker_module.KafkaBroker(read(), context, Deadline(30)), Identity("shop", True, "shop", "")
+    with ThreadPoolExecutor(2) as threads:
+        taken = [threads.submit(broker.prepare_writer, identity, ledger, Deadline(30)) for _ in range(2)]
+    assert len({id(each.result()) for each in taken}) == 1

@@ -37,8 +37,13 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return opened
 
 
-def make_pool(prepared_ids: int, common_logs: bool = True, longest_ms: int = LONGEST_MS) -> PreparedIdPool:
-    nothing = SimpleNamespace(describe=lambda *asked: {})
+def make_pool(
+    prepared_ids: int,
+    common_logs: bool = True,
+    longest_ms: int = LONGEST_MS,
+    describe: Callable[..., Any] = lambda *asked: {},
+) -> PreparedIdPool:
+    nothing = SimpleNamespace(describe=describe)
     owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
     owner.check = owner.open_once = lambda deadline: None
     cluster: Any = SimpleNamespace(requests=nothing, settings=SimpleNamespace(common_logs=common_logs))
@@ -155,3 +160,16 @@ def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_dea
     owner = KafkaOwner(Identity("shop", False, "shop", ""), ledger, 1)
     with hold.asked_by(lambda: owner.open_once(Deadline(60))), pytest.raises(DeadlineExceeded):
         owner.open_once(Deadline(0.1))
+
+
+def test_an_id_that_another_thread_replaces_while_the_coordinator_is_asked_is_not_taken(
+    openings: list[tuple[str, int]],
+) -> None:
+    def describe(ids: list[str], deadline: Deadline) -> dict[str, Any]:
+        pool.replace_id(ids[0])
+        return {}
+
+    pool = make_pool(2, describe=describe)
+    for _ in range(3):
+        pool.take(Deadline(30)).close()
+    assert [id for id, _ in openings] == ["shop.None.p0", "shop.None.p1", "shop.None.p1"]

@@ -300,8 +300,8 @@ class PreparedIdPool:
             if last is not None and last.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
                 continue  # the coordinator is just ending the id's transaction
             with self._lock:
-                if id in self._taken:
-                    continue
+                if id in self._taken or id not in self._ids:
+                    continue  # another thread has taken or replaced it meanwhile
                 self._take_id(id)
                 self._next = (self._ids.index(id) + 1) % len(self._ids)
             return id, last
