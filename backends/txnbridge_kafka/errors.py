@@ -41,18 +41,21 @@ _REFUSED = {
     KafkaError.TOPIC_EXCEPTION,
     KafkaError.INVALID_REQUEST,
 }
-
-_PASSING = {
-    KafkaError._STATE,
-    KafkaError._TIMED_OUT,
-    KafkaError._TRANSPORT,
-    KafkaError._WAIT_COORD,
-    KafkaError._DESTROY,
+# The group has assigned its partitions anew since the member's last answer.
+REBALANCED = {
     KafkaError.REBALANCE_IN_PROGRESS,
     KafkaError.ILLEGAL_GENERATION,
     KafkaError.UNKNOWN_MEMBER_ID,
     KafkaError.STALE_MEMBER_EPOCH,
     KafkaError.FENCED_MEMBER_EPOCH,
+}
+_PASSING = {
+    *REBALANCED,
+    KafkaError._STATE,
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._WAIT_COORD,
+    KafkaError._DESTROY,
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR,

@@ -20,12 +20,14 @@ from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.protocol_types import ActiveProducer, TransactionDescription, TransactionListing
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.outcome.outcome import read_how
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
+from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, TokenState
 
 pytestmark = pytest.mark.offline
@@ -205,6 +207,12 @@ def test_an_administrator_aborts_a_transaction_whose_time_out_is_above_the_broke
     cluster: Any = Fields(requests=leftovers, settings=read(), topics=Fields(all=lambda deadline: {}))
     context: Any = None
     assert admin.KafkaAdmin(cluster, context).end("first", Decision.ABORT, Deadline(30)) is Outcome.ABORTED
+
+
+@pytest.mark.parametrize("how", [{"pid": 1 << 63}, {"epoch": 1 << 15}, {"pid": -1}, {"epoch": -1}], ids=str)
+def test_a_token_with_numbers_that_kafka_does_not_have_is_damaged(how: dict[str, int]) -> None:
+    with pytest.raises(InvalidToken, match="damaged"):
+        read_how({"id": "shop.0", "pid": 1, "epoch": 0, "start": 5, **how})
 
 
 def test_threads_that_prepare_at_once_use_one_pool_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:

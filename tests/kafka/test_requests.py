@@ -600,7 +600,7 @@ def test_without_a_broker_every_call_ends_by_its_deadline(call):
     ours.close()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid", "no..host"])
 def test_a_bridge_to_an_address_where_nothing_listens_says_so_in_one_line_without_waiting(host):
     with pytest.raises(BrokerUnavailable, match=f"nothing listens at {host}:1 .* correct the URL") as refused:
         txnbridge.connect(f"kafka://{host}:1", timeout=600)

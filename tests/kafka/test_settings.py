@@ -211,7 +211,9 @@ def test_a_setting_with_an_owner_is_refused_with_the_reason(name):
 
 
 @pytest.mark.parametrize(
-    "told", [{"linger.ms": "soon"}, {"fetch.min.bytes": -1}, {"security.protocol": "TLS"}], ids=str
+    "told",
+    [{"linger.ms": "soon"}, {"fetch.min.bytes": -1}, {"security.protocol": "TLS"}, {"socket.timeout.ms": "soon"}],
+    ids=str,
 )
 def test_a_value_that_the_client_does_not_take_is_refused(told):
     (name,) = told

@@ -163,8 +163,9 @@ def _connected(host: str, port: int, until: float) -> socket.socket:
     """Connect to the first address of a host that accepts. Each address gets an equal share of the time."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise NotConnectedError(f"{host}:{port}: {error.strerror}", nobody_listens=True) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the host's name is empty or too long
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise NotConnectedError(f"{host}:{port}: {reason}", nobody_listens=True) from None
     failures = list[OSError]()
     for number, (family, kind, protocol, _, address) in enumerate(addresses):
         connection = socket.socket(family, kind, protocol)

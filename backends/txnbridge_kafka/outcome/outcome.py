@@ -121,10 +121,8 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
         return Outcome.COMMITTED if commit else Outcome.ABORTED
     # The transaction had ended before, or its id was opened again. The error code does not have the outcome.
     status = prepared_status(cluster, token, ledger, deadline)
-    if status.state is TokenState.COMMITTED:
-        return Outcome.COMMITTED
-    if status.state is TokenState.ABORTED:
-        return Outcome.ABORTED
+    if status.state in (TokenState.COMMITTED, TokenState.ABORTED):
+        return Outcome(status.state.value)
     if status.permanent:
         raise errors.EvidenceLost(f"transaction {token.transaction}: {status.reason}")
     raise errors.OutcomeUnknown(
@@ -164,6 +162,7 @@ def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
 
 def _numbers(how: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
     values = (how.get("id"), *(how.get(name) for name in names))
-    if not isinstance(values[0], str) or not all(type(number) is int for number in values[1:]):
+    sound = [type(how.get(name)) is int and 0 <= how[name] < 1 << (15 if name == "epoch" else 63) for name in names]
+    if not isinstance(values[0], str) or not all(sound):
         raise errors.InvalidToken(f"this token is damaged: it lacks its id, or one of the numbers {', '.join(names)}")
     return values

@@ -100,18 +100,23 @@ class Access:
 
 def access(client: Mapping[str, str]) -> Access:
     """Return the TLS and login settings for raw requests, from settings with librdkafka's names."""
-    patience = int(client["socket.timeout.ms"]) / 1000
+    patience, setup = (_seconds(client, f"socket.{name}.ms") for name in ("timeout", "connection.setup.timeout"))
     mechanism = client["sasl.mechanism"] if client["security.protocol"].startswith("SASL") else ""
     return Access(
         client_id=client["client.id"],
         answer_seconds=patience,
-        setup_seconds=int(client["socket.connection.setup.timeout.ms"]) / 1000,
+        setup_seconds=setup,
         tls=ssl_context(client) if client["security.protocol"].endswith("SSL") else None,
         mechanism=mechanism,
         username=client.get("sasl.username", "") if mechanism else "",
         password=client.get("sasl.password", "") if mechanism else "",
         tokens=OAuthTokens(client, patience) if mechanism == _OAUTH else None,
     )
+
+
+def _seconds(client: Mapping[str, str], option: str) -> float:
+    with _naming_option(option):
+        return int(client[option]) / 1000
 
 
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:

@@ -16,16 +16,9 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
-from txnbridge_kafka.errors import DENIED, kafka_error
+from txnbridge_kafka.errors import DENIED, REBALANCED, kafka_error
 
-_GROUP_MOVED_ON = {
-    KafkaError.ILLEGAL_GENERATION,
-    KafkaError.UNKNOWN_MEMBER_ID,
-    KafkaError.FENCED_INSTANCE_ID,
-    KafkaError.REBALANCE_IN_PROGRESS,
-    KafkaError.STALE_MEMBER_EPOCH,
-    KafkaError.FENCED_MEMBER_EPOCH,
-}
+_GROUP_MOVED_ON = {*REBALANCED, KafkaError.FENCED_INSTANCE_ID}
 _FENCED = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
 # The codes after which the coordinator has ended the transaction, or another producer has the transactional id.
 ENDED = {*_FENCED, KafkaError.INVALID_TXN_STATE, KafkaError.INVALID_PRODUCER_ID_MAPPING}
