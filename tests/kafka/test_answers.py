@@ -11,7 +11,7 @@ from types import SimpleNamespace as Fields
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import ConsumerGroupType, KafkaError, KafkaException, TopicPartition
 from txnbridge_kafka import broker as broker_module
 from txnbridge_kafka.admin import admin, groups
 from txnbridge_kafka.client import wire
@@ -27,7 +27,7 @@ from txnbridge_kafka.topics import KafkaTopics
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
-from txnbridge.errors import InvalidToken
+from txnbridge.errors import AccessDenied, InvalidToken
 from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, TokenState
 
 pytestmark = pytest.mark.offline
@@ -124,11 +124,29 @@ def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(
     assert group.positions == {("orders", 0): (0,)}
 
 
+def test_a_group_that_this_user_may_not_describe_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may describe the cluster is told the names of all groups."""
+    monkeypatch.setattr(groups, "ConfluentAdminClient", lambda settings: Administrator())
+    kafka: Any = Fields(settings=read())
+    found = groups.KafkaGroups(kafka, Deadline(1))
+    assert found.members() == {"billing": 0}
+    with pytest.raises(AccessDenied, match="secret"):
+        found.group("secret")
+
+
 class Administrator:
-    """A client by which a group has positions in two partitions of a topic that has one."""
+    """A client by which a group has positions in two partitions of a topic that has one. Another group is secret."""
+
+    def list_consumer_groups(self, request_timeout: float) -> Future[Any]:
+        valid = [Fields(group_id=name, type=ConsumerGroupType.CLASSIC) for name in ("secret", "billing")]
+        return told(Fields(valid=valid))
 
     def describe_consumer_groups(self, names: list[str], request_timeout: float) -> dict[str, Future[Any]]:
-        return {name: told(Fields(members=[])) for name in names}
+        answers = {name: told(Fields(members=[])) for name in names}
+        if "secret" in names:
+            answers["secret"] = Future()
+            answers["secret"].set_exception(KafkaException(KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED)))
+        return answers
 
     def list_consumer_group_offsets(self, asked: list[Any], request_timeout: float) -> dict[str, Future[Any]]:
         offsets = [TopicPartition("orders", number, 0) for number in (0, 7)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, ConsumerGroupType, KafkaError, KafkaException, TopicPartition
 
-from txnbridge.errors import InvalidState, NotFound
+from txnbridge.errors import AccessDenied, InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position, Subscription
 from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, result_of, seconds
 from txnbridge_kafka.cluster import KafkaCluster
@@ -32,11 +32,11 @@ class KafkaGroups:
         self._client = ConfluentAdminClient({**cluster.settings.client, "log_level": 0, "error_cb": ignore})
 
     def members(self) -> dict[str, int]:
-        """Return every group's name with the number of its members."""
-        what = "listing groups"
-        listed = self._result(self._client.list_consumer_groups(request_timeout=seconds(self._deadline)), what)
-        names = [each.group_id for each in listed.valid if each.type in _CONSUMER_GROUP_TYPES]
-        return {name: len(group.members) for name, group in self._described(names).items()}
+        """Return the number of members of every group that this user may see, by the group's name."""
+        answer = self._client.list_consumer_groups(request_timeout=seconds(self._deadline))
+        found = self._result(answer, "listing groups").valid
+        names = [each.group_id for each in found if each.type in _CONSUMER_GROUP_TYPES]
+        return {name: len(group.members) for name, group in self._described(names, AccessDenied).items()}
 
     def group(self, name: str) -> GroupInfo:
         """Return a group's members, offsets and lag. Raise `NotFound` if it has neither members nor offsets."""
@@ -122,11 +122,13 @@ class KafkaGroups:
                 raise self._refusal(KafkaException(each.error), f"setting group {name!r}", name)
         return {partition: (at,) for partition, at in targets.items()}
 
-    def _described(self, names: Sequence[str]) -> dict[str, Any]:
-        if not names:
-            return {}
-        answers = self._client.describe_consumer_groups(list(names), request_timeout=seconds(self._deadline))
-        return {name: self._result(answer, f"looking up group {name!r}") for name, answer in answers.items()}
+    def _described(self, names: Sequence[str], *left_out: type[Exception]) -> dict[str, Any]:
+        wait, described = seconds(self._deadline), dict[str, Any]()
+        answers = self._client.describe_consumer_groups(list(names), request_timeout=wait) if names else {}
+        for name, answer in answers.items():
+            with suppress(*left_out):
+                described[name] = self._result(answer, f"looking up group {name!r}")
+        return described
 
     def _positions(self, names: Sequence[str]) -> dict[str, dict[Partition, int]]:
         """Return groups' committed offsets in the partitions that still exist."""
