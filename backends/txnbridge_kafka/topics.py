@@ -147,9 +147,6 @@ class KafkaTopics:
     def all(self, deadline: Deadline) -> dict[str, TopicMetadata]:
         return dict(self.overview(deadline).topics)
 
-    def brokers(self, deadline: Deadline) -> list[int]:
-        return sorted(self.overview(deadline).brokers)
-
     def overview(self, deadline: Deadline) -> ClusterMetadata:
         """Return the living brokers and every topic from one metadata request."""
         what = "listing brokers and topics"
@@ -223,7 +220,7 @@ class KafkaTopics:
         """
         if self._settings.replicas > 0:
             return self._settings.replicas
-        return min(_REPLICAS, len(self.brokers(deadline)))
+        return min(_REPLICAS, len(self.overview(deadline).brokers))
 
     def _creation_text(self, name: str) -> str:
         server = f"--bootstrap-server {self._settings.bootstrap}"

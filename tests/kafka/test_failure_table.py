@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
+from typing import Any
 
 import confluent_kafka
 import pytest
@@ -268,6 +269,17 @@ def test_a_program_sees_the_listed_error_when_a_request_is_refused(
             assert type(caught.value) in (raised, TransactionAborted if acks and raised is DeliveryFailed else raised)
             assert isinstance(caught.value.__cause__, KafkaException)
         send(bridge)
+
+
+@pytest.mark.parametrize(
+    ("where", "raised"), [({"partition": -1}, NotFound), ({"headers": {"a\0b": "x"}}, InvalidOption)], ids=str
+)
+def test_a_message_that_the_client_would_change_is_refused(
+    bridge: Bridge, where: dict[str, Any], raised: type[TxnBridgeError]
+) -> None:
+    """The client takes the partition -1 for any partition, and what follows a NUL for no part of a header's name."""
+    with pytest.raises(raised), bridge.transaction() as txn:
+        txn.send(TOPIC, b"x", **where)
 
 
 def test_a_message_that_the_broker_has_stored_already_counts_as_stored(world: World, bridge: Bridge) -> None:

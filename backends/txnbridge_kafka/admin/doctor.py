@@ -46,9 +46,9 @@ def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice
 
 
 def _check_transaction_timeouts(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    settings = cluster.settings
+    settings, brokers = cluster.settings, sorted(cluster.topics.overview(deadline).brokers)
     wanted = settings.timeout + (settings.hold or 0)
-    for number, config in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
+    for number, config in cluster.topics.broker_configs(brokers, deadline).items():
         if not config:
             text = f"this user may not see the settings of broker {number}, so they are not checked"
             yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")

@@ -27,7 +27,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin._metadata import ClusterMetadata
 
 from txnbridge.errors import BackendMissing, DeadlineExceeded, InvalidOption
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, RawHeaders
 from txnbridge_kafka.settings import KafkaSettings
 
 # A client repeats what it has to say of a broker that is away many times a second; each line is logged so often.
@@ -160,22 +160,19 @@ def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
 
 
-class ConfluentProducer(confluent_kafka.Producer):
+class _Client:
     def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__(settings)
+        super().__init__(settings)  # type: ignore[call-arg]  # of confluent-kafka's client, the next base class
         _clients.add(self)
 
 
-class ConfluentConsumer(confluent_kafka.Consumer):
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__(settings)
-        _clients.add(self)
+class ConfluentProducer(_Client, confluent_kafka.Producer): ...
 
 
-class ConfluentAdminClient(confluent_kafka.admin.AdminClient):
-    def __init__(self, settings: dict[str, Any]) -> None:
-        super().__init__(settings)
-        _clients.add(self)
+class ConfluentConsumer(_Client, confluent_kafka.Consumer): ...
+
+
+class ConfluentAdminClient(_Client, confluent_kafka.admin.AdminClient): ...
 
 
 def make_producer(
@@ -215,6 +212,13 @@ def milliseconds(timestamp: int | None) -> int:
     if timestamp < 1:
         raise InvalidOption(f"a timestamp is milliseconds since 1970, at least 1, not {timestamp}")
     return timestamp
+
+
+def sendable(headers: RawHeaders | None) -> list[Any]:
+    """Return headers as `produce` takes them. Raise `InvalidOption` for a name that the client would cut short."""
+    if headers and any("\0" in name for name, _ in headers):
+        raise InvalidOption("on Kafka a header's name must not hold a NUL: the client would cut the name there")
+    return list(headers or ())
 
 
 def too_large(topic: str) -> InvalidOption:

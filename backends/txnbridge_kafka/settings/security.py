@@ -100,7 +100,8 @@ class Access:
 
 def access(client: Mapping[str, str]) -> Access:
     """Return the TLS and login settings for raw requests, from settings with librdkafka's names."""
-    patience, setup = (_seconds(client, f"socket.{name}.ms") for name in ("timeout", "connection.setup.timeout"))
+    with _naming_option("socket.timeout.ms, or socket.connection.setup.timeout.ms,"):
+        patience, setup = (int(client[f"socket.{name}.ms"]) / 1000 for name in ("timeout", "connection.setup.timeout"))
     mechanism = client["sasl.mechanism"] if client["security.protocol"].startswith("SASL") else ""
     return Access(
         client_id=client["client.id"],
@@ -112,11 +113,6 @@ def access(client: Mapping[str, str]) -> Access:
         password=client.get("sasl.password", "") if mechanism else "",
         tokens=OAuthTokens(client, patience) if mechanism == _OAUTH else None,
     )
-
-
-def _seconds(client: Mapping[str, str], option: str) -> float:
-    with _naming_option(option):
-        return int(client[option]) / 1000
 
 
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:

@@ -16,10 +16,11 @@ from txnbridge_kafka.client.librdkafka import (
     milliseconds,
     refresh_metadata,
     seconds,
+    sendable,
     too_large,
     warm_up,
 )
-from txnbridge_kafka.errors import DENIED, kafka_error, translate
+from txnbridge_kafka.errors import DENIED, MISSING, kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KafkaTopics
 
@@ -31,7 +32,6 @@ _log.addFilter(lambda record: "enable.gapless.guarantee is experimental" not in 
 _SERVE_AFTER = 1000
 _LONGEST_CALL = 0.1
 _RETRY_SECONDS = 0.01
-_UNKNOWN = {KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
 class KafkaPublisher(Publisher):
@@ -88,13 +88,13 @@ class KafkaPublisher(Publisher):
     ) -> bool:
         """Pass a message to the client. Return False if it has no buffer space, or no metadata of the partition yet."""
         try:
-            producer.produce(topic, value, key, partition=partition, timestamp=timestamp, headers=list(headers))
+            producer.produce(topic, value, key, partition=partition, timestamp=timestamp, headers=sendable(headers))
         except BufferError:
             self._serve(producer, min(_LONGEST_CALL, seconds(deadline)))
             return False
         except KafkaException as error:
             cause: KafkaError = error.args[0]
-            if cause.code() in _UNKNOWN:
+            if cause.code() in MISSING:
                 self._refresh_metadata(producer, topic, partition, deadline)
                 return False
             if cause.code() == KafkaError.MSG_SIZE_TOO_LARGE:

@@ -27,7 +27,7 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_kafka.client.librdkafka import milliseconds, too_large
+from txnbridge_kafka.client.librdkafka import milliseconds, sendable, too_large
 from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
@@ -174,14 +174,14 @@ class KafkaWriter(Writer):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        if topic not in self._partitions or (partition is not None and partition >= self._partitions[topic]):
+        if topic not in self._partitions or (partition is not None and not 0 <= partition < self._partitions[topic]):
             self._check_topic(topic, partition, self._begun.deadline)
         where: dict[str, Any] = {}
         if headers is not None or partition is not None or timestamp is not None:
             where = {
                 "partition": -1 if partition is None else partition,
                 "timestamp": milliseconds(timestamp),
-                "headers": list(headers or ()),
+                "headers": sendable(headers),
             }
         while True:
             try:
