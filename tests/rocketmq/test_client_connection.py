@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import socket
 import struct
 import threading
 from collections.abc import Callable
@@ -37,6 +38,19 @@ def connection(broker):
 @pytest.fixture
 def peer(broker, connection):
     return broker.peer()
+
+
+# --- connecting -------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(broker, monkeypatch):
+    lacking = (250, socket.SOCK_STREAM, 0, "", ("::1", 1))  # as IPv6 on a host without it
+    found = [lacking, *socket.getaddrinfo(*broker.address.split(":"), type=socket.SOCK_STREAM)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
+    RemotingConnection(broker.address, LONG).close()
+    del found[1:]
+    with pytest.raises(errors.Unreachable, match="not supported"):
+        RemotingConnection(broker.address, LONG)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

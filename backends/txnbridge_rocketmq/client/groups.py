@@ -23,17 +23,7 @@ from txnbridge_rocketmq.client.protocol.frames import (
 _SUCCESS = int(ResponseCode.SUCCESS)
 # The responses to a request that the broker relays to a member: a member that does not know the request, a member that
 # is not connected, and a member that does not respond.
-_ANSWERS_OF_MEMBERS = frozenset(
-    map(
-        int,
-        (
-            ResponseCode.SUCCESS,
-            ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
-            ResponseCode.SYSTEM_ERROR,
-            ResponseCode.CONSUME_MSG_TIMEOUT,
-        ),
-    )
-)
+_ANSWERS_OF_MEMBERS = OR_ABSENT | {int(ResponseCode.REQUEST_CODE_NOT_SUPPORTED), int(ResponseCode.CONSUME_MSG_TIMEOUT)}
 
 
 @dataclass(frozen=True)

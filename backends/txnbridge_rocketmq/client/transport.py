@@ -121,8 +121,9 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> so
         left = until - time.monotonic()
         if left <= 0:
             break
-        sock = socket.socket(family, kind, protocol)
+        sock: socket.socket | None = None
         try:
+            sock = socket.socket(family, kind, protocol)
             sock.settimeout(left)
             sock.connect(target)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -131,7 +132,8 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> so
                 sock = tls.wrap_socket(sock, server_hostname=host)
             return sock
         except (OSError, ValueError) as error:
-            sock.close()
+            if sock is not None:
+                sock.close()
             reason = error
     raise Unreachable(f"{address}: {reason}") from (reason if isinstance(reason, Exception) else None)
 

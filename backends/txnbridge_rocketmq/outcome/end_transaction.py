@@ -46,7 +46,6 @@ _log = logging.getLogger("txnbridge")
 _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE_PROPERTY = "REAL_QID"
 
-
 # The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them,
 # and for some halves that their owner has just ended.
 _MOST_REMEMBERED = 10_000

@@ -29,17 +29,6 @@ PULL_MOST = 32
 MOST_LOOKED_UP = 64
 
 _SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag
-_PULLED = frozenset(
-    map(
-        int,
-        (
-            ResponseCode.SUCCESS,
-            ResponseCode.PULL_NOT_FOUND,
-            ResponseCode.PULL_RETRY_IMMEDIATELY,
-            ResponseCode.PULL_OFFSET_MOVED,
-        ),
-    )
-)
 _QUERIED = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.QUERY_NOT_FOUND)})
 # The end of a look-up's time range. Brokers compare it with the store time by their own clock, which may be ahead of
 # ours, so it is the last possible time.
@@ -102,7 +91,7 @@ def pull(
             subVersion=0,
             expressionType="TAG",
         ),
-        accepted=_PULLED,
+        accepted=frozenset(map(int, PullStatus)),
     )
 
 
