@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from txnbridge_rocketmq import half_store
-from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.protocol.codes import Property, RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome import end_transaction, outcome
@@ -382,6 +382,19 @@ def test_a_bridge_looks_again_at_half_messages_discarded_while_it_could_not_read
         other.checks.close()
 
 
+def test_a_half_whose_properties_cannot_be_read_holds_up_no_other(owner, other, broker):
+    properties = {Property.GROUP: owner.cluster.settings.producer_group, Property.UNIQUE_KEY: "odd"}
+    named = {"txnbridge.transaction": "a/b/1", "txnbridge.number": "0", "txnbridge.deadline": "0"}
+    broker.keep("a", 0, {**properties, **named, "txnbridge.log": "[" * 20_000}, b"odd")
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    store.put(half(1, 60), Deadline(60))
+    wait_for_deadline(stored(owner, timeout=0.01))
+    asked = broker.ask()
+    other.checks.answer(asked)
+    assert [broker.halves[number].body for number in broker.open] == [b"odd", b"1"]
+    assert asker.ask() == [half(1, 60).transaction]
+
+
 def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
     writer = written(owner)
     writer.commit(Deadline(60))
@@ -744,9 +757,13 @@ class Asker(RocketMQHalfStore):
         self._broker = broker
         self._check_backs["shop"] = OrderedDict()
 
+    def note(self) -> None:
+        """Run a round of check-backs."""
+        self._note_check_backs("shop", self._broker.ask())
+
     def ask(self) -> list[str]:
         """Run a round of check-backs, and return the transactions that the application is asked about."""
-        self._note_check_backs("shop", self._broker.ask())
+        self.note()
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
 
@@ -772,7 +789,7 @@ def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(own
 def test_only_the_broker_keeps_the_bodies_of_half_messages_that_wait_for_their_check_back(owner, other, broker):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
-    asker._note_check_backs("shop", broker.ask())
+    asker.note()
     [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._check_backs.values()]
     assert check.record.body == b""
     [found] = asker.checks("shop", 1, Deadline(60))
@@ -835,7 +852,7 @@ def test_a_half_message_whose_end_is_lost_is_published_once(owner, broker, fault
 def test_an_abort_answered_to_a_check_back_drops_no_published_message(owner, other, broker, log):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     put = store.put(half(1, 100), Deadline(60))
-    asker._note_check_backs("shop", broker.ask())
+    asker.note()
     (asked,) = asker.checks("shop", 4, Deadline(60))
     assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
     assert asker.end(asked, Decision.ABORT, Deadline(60)) is Outcome.COMMITTED

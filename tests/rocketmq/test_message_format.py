@@ -174,7 +174,7 @@ def test_a_message_of_another_client_has_its_properties_as_headers_and_its_keys_
     assert message.timestamp == 1_700_000_000_002
 
 
-@pytest.mark.parametrize("odd", ["not base64!", "=", "[1]", "null", "{", "-1", "x"])
+@pytest.mark.parametrize("odd", ["not base64!", "=", "[1]", "null", "{", "-1", "x", "[" * 20_000, "9" * 5_000])
 def test_odd_properties_of_our_names_are_no_reason_to_fail(odd):
     names = [
         "txnbridge.key",

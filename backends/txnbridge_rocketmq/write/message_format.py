@@ -204,7 +204,7 @@ def _key(properties: Mapping[str, str]) -> bytes | None:
 def timestamp_of(record: MessageExt) -> int:
     """Return the sender's timestamp, or the store time if there is none."""
     text = record.properties.get(_TIMESTAMP, "")
-    return int(text) if re.fullmatch(r"-?\d+", text) else record.stored_time
+    return int(text) if re.fullmatch(r"-?\d{1,19}", text) else record.stored_time
 
 
 def _headers(properties: Mapping[str, str]) -> Headers:
@@ -233,7 +233,7 @@ def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
 def _names(order: str | None) -> list[str]:
     try:
         names = json.loads(order) if order is not None else []
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 

@@ -54,7 +54,7 @@ def origin_of(record: MessageExt) -> HalfOrigin | None:
     deadline, whole_until = record.properties.get(_DEADLINE, ""), record.properties.get(_WHOLE, "")
     try:
         log = json.loads(record.properties.get(_LOG, ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(log, dict) or not _DIGITS.fullmatch(deadline):
         return None
