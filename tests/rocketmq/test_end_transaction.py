@@ -382,6 +382,11 @@ def test_a_bridge_looks_again_at_half_messages_discarded_while_it_could_not_read
         other.checks.close()
 
 
+def test_discarded_halves_are_looked_at_within_an_hour_although_the_broker_discards_none_for_centuries(other, broker):
+    broker.told["transactionCheckMax"] = str((1 << 31) - 1)
+    assert other.checks._end_discarded_once() <= 3600
+
+
 def test_a_half_whose_properties_cannot_be_read_holds_up_no_other(owner, other, broker):
     properties = {Property.GROUP: owner.cluster.settings.producer_group, Property.UNIQUE_KEY: "odd"}
     named = {"txnbridge.transaction": "a/b/1", "txnbridge.number": "0", "txnbridge.deadline": "0"}

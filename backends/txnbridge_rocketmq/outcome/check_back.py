@@ -25,6 +25,9 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
+# Brokers may keep halves for longer than a thread can wait, and other clients may enter a producer group at any time.
+_LONGEST_PAUSE_SECONDS = 3600.0
+
 
 class CheckBackHandler:
     """Answers brokers' check-backs: ends half messages of decided transactions, and leaves undecided ones alone.
@@ -191,7 +194,7 @@ class CheckBackHandler:
                 and self._is_own(half)
             ]
             if not left:
-                pause = patience / 3
+                pause = min(patience / 3, _LONGEST_PAUSE_SECONDS)
         except Exception as error:  # after any error the next call may succeed
             _log.debug("discarded halves are tried again later: %s", error)
         return max(self._timing.discarded_pause, pause)
