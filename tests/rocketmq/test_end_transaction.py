@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from txnbridge_rocketmq import half_store
+from txnbridge_rocketmq.admin.open_halves import OpenHalves, PendingHalf, end_open
 from txnbridge_rocketmq.client.protocol.codes import Property, RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
@@ -17,7 +18,7 @@ from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 
 from tests.core.decisions_kit import MemoryLog
-from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, same_hash, send
+from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, choose, same_hash, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
 from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
@@ -398,6 +399,14 @@ def test_a_half_whose_properties_cannot_be_read_holds_up_no_other(owner, other, 
     other.checks.answer(asked)
     assert [broker.halves[number].body for number in broker.open] == [b"odd", b"1"]
     assert asker.ask() == [half(1, 60).transaction]
+
+
+def test_all_halves_of_another_client_with_one_unique_key_are_aborted_by_hand(other, broker):
+    for queue in (0, 1):  # the official client sends a message again without a pause, and proxies choose the queue
+        broker.keep("a", queue, {Property.GROUP: "others", Property.UNIQUE_KEY: "one"}, b"x")
+    halves = [PendingHalf(HOME, check.record) for check in broker.ask()]
+    assert end_open(other.ender, OpenHalves("one", "open", halves), Decision.ABORT, Deadline(60)) is Outcome.ABORTED
+    assert not broker.open
 
 
 def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):

@@ -349,16 +349,18 @@ def _known_topics(listed: OpenHalves) -> list[HalfCount]:
 
 
 def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """Abort one half of another client. Raise `InvalidState` for COMMIT: only the other client may commit its half."""
-    (half,) = listed.halves
+    """Abort halves of another client that have one unique key: a client that sends a message again stores several.
+
+    Raise `InvalidState` for COMMIT: only the other client may commit its halves.
+    """
     if decision is Decision.COMMIT:
         raise InvalidState(f"half {listed.name!r} is another client's: only that client can commit it")
-    key = half.record.unique_key or ""
-    action = f"looking for halves on broker {half.broker}"
-    (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], action, deadline)
-    if newest is None:
-        raise EvidenceLost(f"half {listed.name!r} is gone: broker {half.broker} no longer finds it")
-    _ask(cluster, half.broker, end(address_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
+    for broker, key in sorted({(half.broker, half.record.unique_key or "") for half in listed.halves}):
+        copies = _ask(cluster, broker, read_requests.by_unique_key(HALF_TOPIC, key), deadline)
+        if not copies:
+            raise EvidenceLost(f"half {listed.name!r} is gone: broker {broker} no longer finds it")
+        for copy in copies:  # also older ones, whose abort has no effect
+            _ask(cluster, broker, end(address_of_copy(copy), HalfEnd.ABORT, from_check=True), deadline)
     return Outcome.ABORTED
 
 
