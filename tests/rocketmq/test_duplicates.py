@@ -1,6 +1,6 @@
 """Tests of the filter for duplicates: by memory, and by the broker's look-ups."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -172,3 +172,12 @@ def test_messages_of_others_are_never_taken_for_repeats():
     for _ in range(3):
         queue.publish(None)
     assert Reading(queue, first=1).read(0, 3) == [0, 1, 2]
+
+
+def test_messages_of_another_client_with_the_headers_of_one_of_ours_are_no_repeats():
+    queue = in_order(1)
+    (ours,) = queue.records
+    for number in (1, 2):
+        own = {**ours.properties, Property.UNIQUE_KEY: str(number)}
+        queue.records.append(replace(ours, queue_offset=number, properties=own))
+    assert Reading(queue).read(0, 3) == [0, 1, 2]

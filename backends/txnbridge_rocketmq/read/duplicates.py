@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, place_of
+from txnbridge_rocketmq.write.transaction_properties import place_of
 
 
 class DuplicateFilter:
@@ -33,8 +33,8 @@ class DuplicateFilter:
         self._begin = self._end = at
         self._since = since
         self._since_newer: int | None = None
-        self._older: dict[TransactionPlace, int] = {}
-        self._newer: dict[TransactionPlace, int] = {}
+        self._older: dict[str, int] = {}  # the first offset of a message, by its unique key
+        self._newer: dict[str, int] = {}
 
     def suspects(self, records: Sequence[MessageExt], first_offset: int) -> list[MessageExt]:
         """Return the records that must be looked up by unique key. The queue's first message is at `first_offset`."""
@@ -49,8 +49,8 @@ class DuplicateFilter:
         return [record for record in records if self._is_suspect(record)]
 
     def _is_suspect(self, record: MessageExt) -> bool:
-        place = place_of(record)
-        if place is None or place in self._newer or place in self._older:
+        key = _key_of(record)
+        if key is None or key in self._newer or key in self._older:
             return False
         return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPY_PROPERTIES)
 
@@ -60,20 +60,24 @@ class DuplicateFilter:
 
     def _is_first(self, record: MessageExt, others: Sequence[MessageExt]) -> bool:
         self._end = max(self._end, record.queue_offset + 1)
-        place = place_of(record)
-        if place is None:
+        key = _key_of(record)
+        if key is None:
             return True
-        first = self._newer.get(place, self._older.get(place))
+        first = self._newer.get(key, self._older.get(key))
         if first is None:
-            copies = [other for other in others if other.queue == record.queue and place_of(other) == place]
-            first = min(each.queue_offset for each in (record, *copies))
-            self._remember(place, first, record)
+            copies = [other for other in others if other.queue == record.queue and _key_of(other) == key]
+            first = self._newer[key] = min(each.queue_offset for each in (record, *copies))
+            if self._since_newer is None:
+                self._since_newer = record.log_offset
         return first == record.queue_offset
 
-    def _remember(self, place: TransactionPlace, first: int, record: MessageExt) -> None:
-        if self._since_newer is None:
-            self._since_newer = record.log_offset
-        self._newer[place] = first
+
+def _key_of(record: MessageExt) -> str | None:
+    """Return the unique key of a message that a bridge sent in a transaction; None for messages of other clients.
+
+    Another client may copy the headers of a bridge's message into several messages, each with a unique key of its own.
+    """
+    return None if place_of(record) is None else record.unique_key
 
 
 # The properties that brokers add to a half when they copy it for a check-back.
