@@ -6,6 +6,8 @@ import uuid
 import pytest
 from txnbridge_rocketmq.admin.doctor import check_disk, check_open, check_settings
 from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, encode
+from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
 from tests.rocketmq.kit import LONG, cluster_for, settings_for
@@ -240,6 +242,13 @@ def test_the_defaults_of_a_broker_are_taken_where_it_tells_no_setting():
     assert (told.transaction_timeout, told.check_interval, told.check_max, told.op_message_interval) == (6, 30, 15, 3)
     assert (told.discarded_after, told.retention, told.message_bytes) == (450, 72 * 3600, 4 << 20)
     assert told.half_topic == "RMQ_SYS_TRANS_HALF_TOPIC"
+
+
+def test_a_message_as_large_as_any_broker_allows_fits_into_one_request():
+    most = BrokerConfig("b", {"maxMessageSize": str(64 << 20)}).message_bytes
+    message = WireMessage("t", bytes(most), {"a": "\x03" * 30_000})  # JSON writes each character by six
+    request = send(message, "g", 0)
+    assert encode(RemotingCommand(request.code, fields=request.fields, body=request.body))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.client.protocol.frames import LARGEST_FRAME
 from txnbridge_rocketmq.client.retry import retry, retry_call
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
@@ -79,8 +80,8 @@ class BrokerConfig:
 
     @property
     def message_bytes(self) -> int:
-        """The largest message body that the broker takes."""
-        return self.number("maxMessageSize", 4 << 20)
+        """The largest message body that the broker takes: with its properties it has to fit into one request."""
+        return min(self.number("maxMessageSize", 4 << 20), LARGEST_FRAME - (256 << 10))
 
     @property
     def half_topic(self) -> str:
