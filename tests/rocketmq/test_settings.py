@@ -108,6 +108,11 @@ def test_any_text_becomes_part_of_a_name_and_comes_back(text):
     assert topic_name(f"x{encoded(text)}") == f"x{encoded(text)}"
 
 
+@pytest.mark.parametrize("text", ["%FF", "%C3x"])
+def test_a_name_of_others_that_is_no_encoded_text_stands_for_itself(text):
+    assert decoded(text) == text
+
+
 @for_any(st.text(min_size=1, max_size=5), st.text(min_size=1, max_size=5))
 def test_two_texts_have_two_names(one, other):
     assert (encoded(one) == encoded(other)) is (one == other)

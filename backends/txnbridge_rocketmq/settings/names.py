@@ -18,7 +18,11 @@ def encoded(text: str) -> str:
 
 
 def decoded(text: str) -> str:
-    return unquote(text, errors="surrogatepass")
+    """Return the text of a name that `encoded` gave, and any other name as it is."""
+    try:
+        return unquote(text, errors="surrogatepass")
+    except UnicodeDecodeError:
+        return text
 
 
 def topic_name(name: str) -> str:
