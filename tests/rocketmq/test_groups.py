@@ -6,19 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import take
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import Unreachable
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 from txnbridge_rocketmq.read import start_positions
-from txnbridge_rocketmq.read.rebalance import assign
+from txnbridge_rocketmq.read.rebalance import _SleepDetector, assign
 
 from tests.core.reading_kit import SOON, values
 from tests.failing import raising
@@ -345,6 +346,19 @@ def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
         assert sorted(each.queue for mine in found.values() for each in mine) == list(range(10))
         sizes = [len(found.get(each, ())) for each in readers]
         assert max(sizes) - min(sizes) <= 1
+
+
+def test_members_that_have_left_are_forgotten() -> None:
+    class Client:
+        client_id = "a"
+
+        def submit(self, *request: Any) -> None:
+            raise Unreachable("away")
+
+    detector = _SleepDetector(cast(Any, Client()), "group")
+    for each in ("b", "c", "d"):
+        detector.asleep(BROKER, ["a", each])
+    assert [*detector._ask_at] == ["d"]
 
 
 def test_the_member_before_sleeping_ones_reads_their_queues() -> None:

@@ -249,6 +249,7 @@ class _SleepDetector:
                 del self._calls[each]
                 self._record(each, call)
         self._asleep &= set(ids)
+        self._ask_at = {each: at for each, at in self._ask_at.items() if each in ids}
         for each in self._to_probe(ids):
             if each not in self._calls and time.monotonic() >= self._ask_at.get(each, 0.0):
                 self._ask_at[each] = time.monotonic() + _PROBE_INTERVAL_SECONDS
