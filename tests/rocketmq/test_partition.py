@@ -1,6 +1,7 @@
 """Tests of a reader's partition with responses that a broker seldom gives."""
 
 import struct
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,6 +227,15 @@ def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
     assert cursor.fault is None and cursor.is_cut_off
     cursor.is_cut_off = False
     assert go(cursor, broker) == [(0, b"x", 1)]
+
+
+def test_a_gap_that_the_broker_reports_as_nothing_new_is_a_lost_position():
+    gap = PullResult(PullStatus.NOTHING_NEW, 50, 0, 100, [])  # as without the consume queue's file (OFFSET_FOUND_NULL)
+    cursor, broker = reading(*[gap] * 1000)
+    while cursor.fault is None and broker.pulls:
+        go(cursor, broker, rounds=1)
+        time.sleep(0.001)
+    assert isinstance(cursor.fault, PositionLost)
 
 
 # --- a topic that was created again ----------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ class QueueReader:
             for record in pull.without_duplicates(self._duplicates):
                 self._ready.append(record)
                 self._bytes += len(record.body)
-        elif pull.pulled.status is not PullStatus.NOTHING_NEW:
+        elif pull.pulled.status is not PullStatus.NOTHING_NEW or pull.pulled.next_offset > self._read:
             self._handle_missing_record(pull.pulled)
         self._needs_check = self.reference is not None
 
