@@ -129,6 +129,17 @@ def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):
             assert client._name_servers[0] == cluster.name_server.address
 
 
+def test_a_name_server_that_is_not_ready_leaves_it_to_the_next(cluster):
+    def refuse(peer: Peer, command: RemotingCommand) -> None:
+        peer.answer(command, ResponseCode.SYSTEM_ERROR, remark="name server not ready")
+
+    with FakeBroker(refuse) as starting:
+        with RemotingClient([starting.address, cluster.name_server.address]) as client:
+            assert client.brokers(LONG) == {"a": cluster.broker.address}
+        with RemotingClient([starting.address]) as client, pytest.raises(errors.ErrorResponse, match="not ready"):
+            client.brokers(LONG)
+
+
 def test_without_any_name_server_the_last_reason_is_told():
     with FakeBroker() as gone:
         pass

@@ -51,6 +51,8 @@ _CLOSE_SECONDS = 5.0
 _LEAVE_SECONDS = 1.0
 # The maximum age of a cached route, as in the Java client.
 _ROUTE_SECONDS = 30.0
+# The response codes of a name server that cannot look now.
+_BUSY = (ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY)
 
 
 class RemotingClient:
@@ -164,7 +166,7 @@ class RemotingClient:
         return cast(T, result)
 
     def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
-        """Send an idempotent request to one name server after the other, and return the first response."""
+        """Send an idempotent request to one name server after the other, and return the first result."""
         until = time.monotonic() + timeout
         last: RemotingError | None = None
         for number, address in enumerate(list(self._name_servers)):
@@ -174,9 +176,10 @@ class RemotingClient:
             try:
                 # Divide the time, so that a silent name server leaves time for the others.
                 return self.call_address(address, request, left / (len(self._name_servers) - number))
-            except ErrorResponse:
-                raise
             except RemotingError as error:
+                # A name server that has just started (needWaitForService), or is overloaded, leaves it to the others.
+                if isinstance(error, ErrorResponse) and error.code not in _BUSY:
+                    raise
                 last = error
                 with self._lock:
                     self._name_servers.sort(key=lambda each: each == address)  # it is asked last from now on
