@@ -19,7 +19,7 @@ from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, HalfStore, Identity, LedgerClaim, Outcome, Token
-from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
+from txnbridge_rocketmq.admin.open_halves import OpenHalves, PendingHalf, list_open, resume_check_backs
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt
@@ -324,7 +324,6 @@ def _how(log: Mapping[str, Any], prepared: PrepareRecord) -> dict[str, Any]:
 
 
 def _message(record: MessageExt) -> HalfMessage:
-    topic = record.properties.get(Property.REAL_TOPIC, record.topic)
-    number = record.properties.get("REAL_QID", "0")
-    message = from_wire(record, topic, int(number) if number.isdigit() else 0)
+    topic, number = PendingHalf("", record).partition
+    message = from_wire(record, topic, number)
     return HalfMessage(topic, message.value, message.key, message.headers.raw, message.partition, message.timestamp)

@@ -5,9 +5,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Membership
@@ -26,7 +28,7 @@ from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
 from tests.rocketmq.reading_kit import commit, connect_to, member, new_topic, publish, store_half, unique
 from txnbridge import Bridge
-from txnbridge.errors import InvalidState
+from txnbridge.errors import AccessDenied, InvalidState
 from txnbridge.spi import Deadline
 
 NOW = int(time.time() * 1000)
@@ -181,6 +183,30 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
             with member(bridge, topic) as reader:
                 reader.seek({(topic, 0): (start,)})
                 assert reader.up_to(b"end") == []
+
+
+# --- rights ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_goes_on_once_it_may_read_again(bridge: Bridge, client: RemotingClient, topic: str) -> None:
+    change = administration.create_topic(topic, 1)
+
+    def set_permission(bits: int) -> None:
+        client.call(BROKER, dataclasses.replace(change, fields={**change.fields, "perm": str(bits)}), LONG)
+
+    with member(bridge, topic) as reader:
+        publish(client, topic, b"1")
+        reader.take(1)
+        set_permission(2)  # to write
+        publish(client, topic, b"2")
+        with pytest.raises(AccessDenied, match="forbidden"):
+            reader.take(1)
+        set_permission(6)
+        found: list[bytes] = []
+        while not found:
+            with suppress(AccessDenied):  # of a request from before
+                found = values(reader.poll())
+    assert found == [b"2"]
 
 
 # --- messages of others -----------------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ _log = logging.getLogger("txnbridge")
 # The group of the locks that keep two resolvers from publishing the same transaction at once. The locks are hints: a
 # broker forgets them a minute after the last renewal, and when it restarts (hazard H64).
 _LOCK_GROUP = "txnbridge-resolver"
+# Timeout of requests about locks for which no caller waits. A call may connect for them after its deadline.
+_LOCK_REQUEST_SECONDS = 1.0
 _REAL_QUEUE_PROPERTY = "REAL_QID"
 
 # The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them,
@@ -146,7 +148,7 @@ class HalfEnder:
         """Send the lock or unlock request that `action` makes for a queue, without waiting for the response."""
         try:
             self.cluster.client.submit(
-                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), self._timing.index_timeout
+                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _LOCK_REQUEST_SECONDS
             )
         except RemotingError as error:
             _log.debug("a request about a lock was not sent: %s", error)

@@ -162,7 +162,8 @@ class RocketMQReader(Reader):
     def _raise_faults(self) -> None:
         for reader in self._readers.values():
             if (fault := reader.fault) is not None and not reader.paused:
-                if isinstance(fault, errors.NotFound):  # the topic may be created again, so the next `poll` tries again
+                # The topic may be created again, or the right be granted, so the next `poll` tries again.
+                if isinstance(fault, errors.NotFound | errors.AccessDenied):
                     reader.fault = None
                 raise fault
 
