@@ -44,8 +44,9 @@ def peer(broker, connection):
 
 
 def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(broker, monkeypatch):
+    host, port = broker.address.split(":")
     lacking = (250, socket.SOCK_STREAM, 0, "", ("::1", 1))  # as IPv6 on a host without it
-    found = [lacking, *socket.getaddrinfo(*broker.address.split(":"), type=socket.SOCK_STREAM)]
+    found = [lacking, *socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
     RemotingConnection(broker.address, LONG).close()
     del found[1:]
