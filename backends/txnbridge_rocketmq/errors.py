@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -29,6 +30,8 @@ _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
     ResponseCode.FLUSH_SLAVE_TIMEOUT: StorageFailed,
     ResponseCode.SLAVE_NOT_AVAILABLE: StorageFailed,
 }
+# The remark names a full disk also for other reasons, such as a replica that is no master. But it has the disk's use.
+_FULL_DISK = re.compile(r": +(0[.,]9|1[.,])\d")
 
 
 def translate(error: RemotingError, action: str) -> TxnBridgeError:
@@ -39,7 +42,7 @@ def translate(error: RemotingError, action: str) -> TxnBridgeError:
     if isinstance(error, CannotDecompress):
         return NotSupported(text)
     if isinstance(error, ErrorResponse):
-        if error.code == ResponseCode.SERVICE_NOT_AVAILABLE and "disk" in error.remark:
+        if error.code == ResponseCode.SERVICE_NOT_AVAILABLE and _FULL_DISK.search(error.remark):
             return StorageFailed(text)
         return _REFUSALS.get(error.code, BrokerUnavailable)(text)
     return BrokerUnavailable(text)

@@ -25,8 +25,10 @@ from txnbridge_rocketmq.client.protocol.send_requests import (
     send_half,
     send_together,
 )
+from txnbridge_rocketmq.errors import translate
 
 from tests.rocketmq.kit import pairs, stored
+from txnbridge.errors import BrokerUnavailable, StorageFailed
 
 pytestmark = pytest.mark.offline
 
@@ -316,6 +318,17 @@ def test_a_topic_is_made_with_its_kind():
 
 def test_settings_are_lines():
     assert administration.broker_settings().result(RemotingCommand(0, body=b"a=1\n\nb=x=y\n")) == {"a": "1", "b": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("used", "kind"),
+    [("0.95", StorageFailed), ("0,97", StorageFailed), ("1.00", StorageFailed), ("0.42", BrokerUnavailable)],
+)
+def test_a_broker_that_stores_nothing_now_is_asked_again_unless_its_disk_is_full(used, kind):
+    text = (
+        f"reasons: the broker's disk is full [CL:  {used} CQ:  0.42 INDEX:  0.42], messages are put to the slave, etc."
+    )
+    assert type(translate(ErrorResponse(ResponseCode.SERVICE_NOT_AVAILABLE, text, "sending"), "sending")) is kind
 
 
 # --- the package ------------------------------------------------------------------------------------------------------

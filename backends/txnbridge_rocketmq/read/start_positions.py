@@ -253,7 +253,6 @@ class GroupPositions:
                 continue
             self._publish_before({p for p, target in targets.items() if target is None and p in current}, deadline)
             return self._resolved(targets, {**current, **begun}, lost, queues, deadline)
-
         return ResolvedPositions()
 
     def _resolved(

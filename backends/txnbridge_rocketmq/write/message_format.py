@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -260,6 +260,10 @@ def ordering_key(message: WireMessage, key: bytes | None) -> bytes | None:
         return key
     group = message.properties.get(Property.MESSAGE_GROUP)
     return None if group is None else group.encode()
+
+
+def choose_queue(key: bytes | None, count: int, round_robin: Iterator[int]) -> int:
+    return next(round_robin) % count if key is None else partition_of(key, count)
 
 
 def partition_of(key: bytes, partitions: int) -> int:

@@ -20,7 +20,7 @@ from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.send_requests import SendResult, WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire
+from txnbridge_rocketmq.write.message_format import choose_queue, ordering_key, to_wire
 
 # The producer group in the publisher's requests. It has no members, and no half messages.
 GROUP = "txnbridge-publisher"
@@ -80,11 +80,8 @@ class RocketMQPublisher(Publisher):
             raise errors.InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
         message = to_wire(topic, value, key, headers, timestamp, unique_key=uuid.uuid4().hex.upper())
         key = ordering_key(message, key)
-        number = self._queue_number(key, len(queues)) if partition is None else partition
+        number = choose_queue(key, len(queues), self._round_robin) if partition is None else partition
         self._take(message, queues[number], deadline)
-
-    def _queue_number(self, key: bytes | None, count: int) -> int:
-        return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _take(self, message: WireMessage, queue: Queue, deadline: Deadline) -> None:
         with self._changed:

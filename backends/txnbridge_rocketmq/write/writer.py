@@ -40,7 +40,7 @@ from txnbridge_rocketmq.write.half_buffer import (
     halves_from_json,
     immunity,
 )
-from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire
+from txnbridge_rocketmq.write.message_format import choose_queue, ordering_key, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
 _log = logging.getLogger("txnbridge")
@@ -119,12 +119,9 @@ class RocketMQWriter(Writer):
         own = properties(place, self._origin)
         message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, place))
         key = ordering_key(message, key)
-        number = partition if partition is not None else self._queue_number(key, len(written.queues))
+        number = partition if partition is not None else choose_queue(key, len(written.queues), self._round_robin)
         self._halves.take(written, written.queues[number], message, deadline)
         self.messages += 1
-
-    def _queue_number(self, key: bytes | None, count: int) -> int:
-        return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _written_topic(self, topic: str, partition: int | None, deadline: Deadline) -> WrittenTopic:
         """Return the transaction's `WrittenTopic` for a topic, after a look-up of the topic at its first message.
