@@ -48,7 +48,7 @@ class PulsarLog(DecisionLog):
         if self.end(deadline) is None:
             return None
         with self._reading(wire.EARLIEST, deadline) as reader:
-            return _position(self._next(reader, deadline))
+            return self._next(reader, deadline).id[:2]
 
     def end(self, deadline: Deadline) -> Position | None:
         last = self._retry(
@@ -126,7 +126,7 @@ class PulsarLog(DecisionLog):
         expected = at
         while True:
             entry = self._next(reader, deadline)
-            position = _position(entry)
+            position = entry.id[:2]
             if position < expected:
                 continue
             if position != expected:
@@ -205,10 +205,6 @@ class PulsarLog(DecisionLog):
         if isinstance(error, wire.TopicNotFound):
             return BrokerUnavailable(f"{what}: its topic is missing; it was deleted, or the broker has just started")
         return translate(error, what)
-
-
-def _position(entry: wire.ReceivedEntry) -> Position:
-    return entry.id.ledger, entry.id.entry
 
 
 def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: PulsarTopics, deadline: Deadline) -> str:

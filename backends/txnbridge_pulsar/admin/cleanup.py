@@ -24,7 +24,6 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 
 _log = logging.getLogger("txnbridge")
 
-
 # Proof topics of other owners in one cleanup, chosen at random so that bridges share the work.
 _MAX_OTHER_TOPICS = 20
 _TOPIC_SECONDS = 30.0

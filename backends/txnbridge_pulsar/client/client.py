@@ -33,7 +33,6 @@ DEFAULT_PERMITS = 5000
 # waits for the same loading.
 OPENING_ATTEMPT_SECONDS = 15.0
 
-
 Opened = TypeVar("Opened", PulsarConsumer, PulsarProducer)
 
 

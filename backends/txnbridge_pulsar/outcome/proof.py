@@ -83,10 +83,6 @@ class ProofRecord:
             return None
 
 
-def new_nonce() -> str:
-    return secrets.token_hex(8)
-
-
 def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
     """Return the last readable record of a proof topic and its location, if the record is a presence record, else None.
 
@@ -130,7 +126,7 @@ def _search_proof(
             entry = next(entries, None)
             if entry is None:
                 if probe is None:  # all stored entries are read: write a record after the proof message
-                    probe = new_nonce()
+                    probe = secrets.token_hex(8)
                     write_plain(cluster, proof.topic, ProofRecord(PROBE, probe), deadline)
                 continue
             verdict = _judge(entry, txn, proof.at, probe)
@@ -177,7 +173,7 @@ def write_presence(
     earlier transactions on the topic must have ended. `transaction` is the name of a prepared transaction, else "";
     `owned` says whether the writer has a transactional id.
     """
-    nonce = new_nonce()
+    nonce = secrets.token_hex(8)
     settings = cluster.settings
     until = int((time.time() + settings.timing.presence_seconds + settings.longest_transaction) * 1000)
     since = write_plain(cluster, topic, ProofRecord(PRESENCE, nonce, transaction, until, owned), deadline)

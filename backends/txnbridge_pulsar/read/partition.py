@@ -16,7 +16,6 @@ from txnbridge_pulsar.write.message_format import to_headers
 # The position before all messages of a topic: no ledger has the number 0.
 BEGIN: Position = (0, 0, 0)
 
-
 _EntryId = tuple[int, int]  # ledger and entry
 _Bits = dict[_EntryId, int]  # batch indexes as bits, by entry
 
@@ -372,11 +371,7 @@ class PulsarPartition:
         for entry_id in set(entry_ids):
             size = self._sizes.pop(entry_id, 1)
             had = self._outstanding.pop(entry_id, 0)
-            if (
-                self._rest
-                and self._rest_of is not None
-                and entry_id == (self._rest_of.id.ledger, self._rest_of.id.entry)
-            ):
+            if self._rest and self._rest_of is not None and entry_id == self._rest_of.id[:2]:
                 had = 1
                 self._rest.clear()
             parts = self._parts.pop(entry_id, ())  # a message in chunks is redelivered only with all its chunks

@@ -173,10 +173,8 @@ class PulsarOwner:
                     return transactions.begin(ttl_ms, patience)
                 except wire.PulsarError as error:
                     # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
-                    if (
-                        not (error.retriable or isinstance(error, wire.RequestTimedOut))
-                        or deadline.left() <= _MIN_RETRY_SECONDS
-                    ):
+                    may_succeed = error.retriable or isinstance(error, wire.RequestTimedOut)
+                    if not may_succeed or deadline.left() <= _MIN_RETRY_SECONDS:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
