@@ -24,7 +24,7 @@ from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
 from txnbridge_pulsar.write.acks import PulsarAckContext
-from txnbridge_pulsar.write.batching import TransactionProducer
+from txnbridge_pulsar.write.batching import PendingReceipts, TransactionProducer
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
@@ -312,12 +312,25 @@ def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing()
     monkeypatch.setattr(TransactionProducer, "ready", lambda *_: None)
-    found = PulsarWriter(owner._cluster, owner, "w")
+    found = PulsarWriter(cluster_with(), owner, "w")
     found._txn, found.proof = TXN, PROOF_LOCATION
     found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
     with pytest.raises(DeliveryFailed):
         found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
     assert list(found._announced) == [PROOF_LOCATION.topic] and not written
+
+
+def test_a_writer_that_hangs_up_leaves_the_room_of_its_lost_entries_to_others() -> None:
+    with fake_broker() as broker:
+        owns_everything(broker)
+        with wire.PulsarClient(broker.url, unconfirmed_bytes=1000) as client:
+            end_delivery = SimpleNamespace(wait_for_unload_notices=lambda: None)
+            owner: Any = SimpleNamespace(opening="o", end_delivery=end_delivery)
+            dropped = PulsarWriter(cluster_with(client=client), owner, "w")
+            producer = dropped._producer("t")
+            producer.send(wire.Single(bytes(900)), TXN, PendingReceipts(), Deadline(SOON))
+            dropped.close()
+            client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

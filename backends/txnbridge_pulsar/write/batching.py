@@ -162,6 +162,11 @@ class TransactionProducer:
         """Return the topic as a participant of the transaction; None if this producer was never opened."""
         return None if self._producer is None else participant_of(self.concrete, None, self._producer)
 
+    def forget(self) -> None:
+        """Drop entries without a receipt, after the connection is closed. They count as under way until then."""
+        if self._producer is not None:
+            self._producer.forget()
+
     def _track(self, send: wire.Send, receipts: PendingReceipts, again: bool) -> None:
         receipts.sent(self)
         send.when_done(lambda send: receipts.done(self, self._result_of(send, again)))

@@ -536,6 +536,8 @@ class PulsarWriter(Writer):
         """Close this writer's connections. Messages that were already sent may still arrive at brokers."""
         self._owner.end_delivery.wait_for_unload_notices()
         self._cluster.client.hang_up(self._connection_key)
+        for producer in self._producers.values():
+            producer.forget()
         self._producers.clear()
 
     def close(self) -> None:
