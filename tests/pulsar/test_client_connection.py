@@ -18,7 +18,8 @@ from txnbridge_pulsar.client.connecting.connection import BrokerConnection, Conn
 from txnbridge_pulsar.client.connecting.pending_response import answer_to
 from txnbridge_pulsar.client.connecting.transport import Transport
 from txnbridge_pulsar.client.deadline import ClientDeadline
-from txnbridge_pulsar.client.format.frames import command
+from txnbridge_pulsar.client.format.codec import encode
+from txnbridge_pulsar.client.format.frames import command, parse, send_command
 from txnbridge_pulsar.client.retry import backoff_pauses
 
 from tests.in_time import within
@@ -776,6 +777,23 @@ def test_a_consumer_gets_no_permits_before_the_broker_has_made_it(broker, client
     (flow,) = broker.wait_for("flow")
     assert (early, flow.fields["message_permits"] > 0) == ([], True)
     consumer.close(SOON)
+
+
+def test_permits_that_an_odd_entry_claims_to_have_used_up_are_granted_in_a_number_that_brokers_take(broker, client):
+    odd = {"producer_name": "p", "sequence_id": 0, "publish_time": 1, "num_messages_in_batch": 2**31 - 1}
+    entry = send_command({"producer_id": 1, "sequence_id": 0}, encode("MessageMetadata", odd), b"")
+
+    def deliver(peer: Peer, fields: dict[str, Any]) -> None:
+        message = command("message", consumer_id=fields["consumer_id"], message_id={"ledger_id": 1, "entry_id": 0})
+        tail = parse(entry[4:]).tail
+        peer.raw((len(message) - 4 + len(tail)).to_bytes(4, "big") + message[4:] + tail)
+        del broker.handlers["flow"]
+
+    broker.handlers["flow"] = deliver
+    consumer = client.subscribe("t", "s", timeout=SOON)
+    consumer.receive(SOON)
+    _, flow = broker.wait_for("flow", 2)
+    assert flow.fields["message_permits"] == 2**31 - 1
 
 
 def test_a_broker_is_asked_to_redeliver_before_it_gets_new_permits(broker, client):

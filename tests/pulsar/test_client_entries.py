@@ -104,6 +104,20 @@ def test_the_key_of_a_batchs_first_message_routes_it():
     assert batch.metadata()["partition_key_b64_encoded"]
 
 
+def test_a_key_that_is_not_the_base64_that_it_claims_to_be_is_taken_as_text():
+    odd = wire.Single(b"v", "é")
+    (message,) = entry_of(odd, partition_key_b64_encoded=True).messages()
+    assert message.key == "é".encode()
+
+
+def test_a_batch_that_claims_billions_of_messages_takes_no_such_memory():
+    entry = entry_of(batch_of(b"x"), num_messages_in_batch=2**31 - 1)
+    tracemalloc.start()
+    is_acknowledged, (_, peak) = entry.is_acknowledged, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not is_acknowledged and peak < 1_000_000
+
+
 def test_an_entry_says_which_transaction_it_belongs_to_also_if_that_is_0_0():
     assert entry_of(wire.Single(b"x")).txn is None
     assert entry_of(wire.Single(b"x"), **wire.TxnId(0, 0).fields).txn == wire.TxnId(0, 0)

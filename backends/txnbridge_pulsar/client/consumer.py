@@ -42,6 +42,7 @@ FIRST_PERMITS = 16
 _SIZE_DECAY = 0.99
 # With this limit a command stays far below the size of a frame, even with the bits of large batches.
 MAX_IDS_PER_COMMAND = 5000
+MAX_GRANT = (1 << 31) - 1
 _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
@@ -265,7 +266,8 @@ class PulsarConsumer:
 
     def _grant_up_to(self, room: Callable[[], int], worth: int) -> None:
         with self._state:
-            grant = (wanted := room()) - self._outstanding
+            # A broker closes the connection at more than an int32. An invalid entry may claim to use up as many.
+            grant = min((wanted := room()) - self._outstanding, MAX_GRANT)
             # A broker drops flow permits that arrive before it has created the consumer.
             if self._connection is None or self._lost is not None or not self._subscribed:
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import struct
 import threading
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def _key(described: Fields) -> bytes | None:
         return text.encode()
     try:
         return base64.b64decode(text)
-    except binascii.Error:
+    except ValueError:  # also for text that is not ASCII
         return text.encode()
 
 
@@ -136,7 +135,7 @@ class ReceivedEntry:
     @property
     def is_acknowledged(self) -> bool:
         """Return whether all messages of a batch are acknowledged, also by transactions that are still open."""
-        return self.left_out == (1 << self.count) - 1
+        return bool(self._index_words) and self.left_out == (1 << self.count) - 1
 
     @property
     def txn(self) -> TxnId | None:
