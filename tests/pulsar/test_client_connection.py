@@ -25,7 +25,7 @@ from txnbridge_pulsar.client.retry import backoff_pauses
 from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
-from tests.pulsar.client_kit import acknowledge, connection_of
+from tests.pulsar.client_kit import acknowledge, connection_of, cut
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
 from txnbridge.spi import Deadline
 
@@ -794,6 +794,29 @@ def test_permits_that_an_odd_entry_claims_to_have_used_up_are_granted_in_a_numbe
     consumer.receive(SOON)
     _, flow = broker.wait_for("flow", 2)
     assert flow.fields["message_permits"] == 2**31 - 1
+
+
+@pytest.mark.parametrize("kind", ["producer", "consumer"])
+def test_an_interrupt_behind_any_call_of_a_reopening_leaves_what_works_or_is_known_to_be_lost(broker, client, kind):
+    def deliver(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.say("message", consumer_id=fields["consumer_id"], message_id={"ledger_id": 1, "entry_id": 0})
+
+    def store(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=fields["sequence_id"])
+
+    broker.handlers.update(flow=deliver, send=store)
+    made = client.subscribe("t", "s", timeout=SOON) if kind == "consumer" else client.create_producer("t", timeout=SOON)
+    number, where = 0, "the start"
+    while where:
+        if made.lost is None and kind == "consumer":
+            assert made.receive(5) or made.receive(5), f"nothing comes after an interrupt at {where}"
+        elif made.lost is None:
+            made.send(wire.Single(b""), timeout=SOON).result(5)
+        if made.lost is None:
+            cut(made)
+        number += 1
+        where = interrupted_at(lambda: made.reopen(SOON), number, (f"client/{kind}.py",))
+    assert number > 5
 
 
 def test_a_broker_is_asked_to_redeliver_before_it_gets_new_permits(broker, client):

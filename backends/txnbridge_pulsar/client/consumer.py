@@ -148,25 +148,25 @@ class PulsarConsumer:
 
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
-        with self._state:
-            self._connection, self._id = connection, self._next_id()
-            self.generation += 1
-            self._outstanding = self.arrived = self._taken = 0
-            self._chunks.clear()
-            self.active = self._lost = None
-            self._subscribed = False
-        connection.add_consumer(self._id, self._callbacks(self.generation))
         try:
+            with self._state:
+                self._connection, self._id = connection, self._next_id()
+                self.generation += 1
+                self._outstanding = self.arrived = self._taken = 0
+                self._chunks.clear()
+                self.active = self._lost = None
+                self._subscribed = False
+            connection.add_consumer(self._id, self._callbacks(self.generation))
             connection.ask("subscribe", deadline, **self._subscribe_fields())
+            self.inbox.join(self)
+            self._subscribed = self._was_subscribed = True
+            self._grant()
         except BaseException as error:
             connection.remove("consumer", self._id)
             self._lost = BrokerConnectionLost("the subscription was not made", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
             raise
-        self.inbox.join(self)
-        self._subscribed = self._was_subscribed = True
-        self._grant()
 
     def _subscribe_fields(self) -> Fields:
         options = self._options

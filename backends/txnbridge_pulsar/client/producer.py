@@ -119,24 +119,24 @@ class PulsarProducer:
 
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
-        with self._state:
-            # From now on the connection may be lost again, even before the producer is known to be open.
-            self._connection, self._lost = None, None
-        connection.add_producer(self.id, self)
         try:
+            with self._state:
+                # From now on the connection may be lost again, even before the producer is known to be open.
+                self._connection, self._lost = None, None
+            connection.add_producer(self.id, self)
             answer = self._open_on_broker(connection, deadline)
+            with self._state:
+                self.name = answer["producer_name"]
+                self.last_sequence_id = answer.get("last_sequence_id", -1)
+                self.topic_epoch = answer.get("topic_epoch")
+                self._next = max(self._next, self.last_sequence_id + 1)
+                self._connection = connection
         except BaseException as error:
             connection.remove("producer", self.id)
             self._lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_producer", producer_id=self.id, request_id=0))
             raise
-        with self._state:
-            self.name = answer["producer_name"]
-            self.last_sequence_id = answer.get("last_sequence_id", -1)
-            self.topic_epoch = answer.get("topic_epoch")
-            self._next = max(self._next, self.last_sequence_id + 1)
-            self._connection = connection
 
     def _open_on_broker(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
         """Request the producer from the broker. If the producer has held the topic exclusively, it first asks for that
