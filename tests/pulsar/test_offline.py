@@ -320,6 +320,34 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
     assert list(found._announced) == [PROOF_LOCATION.topic] and not written
 
 
+def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:
+    client = SimpleNamespace(create_producer=lambda *_, **__: SimpleNamespace(send=raising(KeyboardInterrupt)))
+    receipts = PendingReceipts()
+    with pytest.raises(KeyboardInterrupt):
+        TransactionProducer(cluster_with(client=client), "t", "").send(wire.Single(b""), TXN, receipts, Deadline(SOON))
+    assert not receipts.settled
+
+
+def test_messages_whose_acknowledgement_was_interrupted_come_again_after_the_abort() -> None:
+    consumer: Any = SimpleNamespace(generation=0, activations=0, start_acknowledge=raising(KeyboardInterrupt))
+    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    partition.arrive(None, BEGIN)
+    context = PulsarAckContext("group", False, {("t", 0): partition}, threading.Lock())
+
+    def delivered() -> list[Any]:
+        partition.put(
+            SimpleNamespace(
+                **vars(entry_at(1)), records=lambda: [(0, b"", {})], left_out=0, arrival=1, metadata={}, parts=()
+            )
+        )  # type: ignore[arg-type]
+        return partition.take(1)[0]
+
+    (message,) = delivered()
+    with pytest.raises(KeyboardInterrupt):
+        context.acknowledge(TXN, {("t", 0): [message.position]}, Deadline(SOON))
+    assert [each.position for each in delivered()] == [message.position]
+
+
 def test_a_writer_that_hangs_up_leaves_the_room_of_its_lost_entries_to_others() -> None:
     with fake_broker() as broker:
         owns_everything(broker)

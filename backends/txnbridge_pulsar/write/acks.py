@@ -120,6 +120,10 @@ class SentAcks:
                 each.answers = each.partition.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
             except wire.PulsarError as error:
                 self._error = self._error or error
+            except BaseException:  # an interrupt: no writer has these acknowledgements, so their messages come again
+                self._error = wire.BrokerConnectionLost("interrupted")
+                self._note_result()
+                raise
 
     @property
     def has_lost_partition(self) -> bool:

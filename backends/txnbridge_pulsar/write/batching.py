@@ -97,7 +97,8 @@ class TransactionProducer:
         while True:
             producer = self.open(deadline)
             try:
-                send = producer.send(content, txn, timeout=deadline.left())
+                self._track(producer.send(content, txn, timeout=deadline.left()), receipts, again=False)
+                return
             except wire.BrokerConnectionLost as error:
                 if error.may_have_had_effect:
                     receipts.sent(self)
@@ -108,9 +109,9 @@ class TransactionProducer:
                 self._reopen_and_resend(error, receipts, deadline)
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self.concrete}") from error
-            else:
-                self._track(send, receipts, again=False)
-                return
+            except BaseException:  # an interrupt: the entry may be under way, and nobody waits for its receipt
+                receipts.sent(self)
+                raise
 
     def _reopen_and_resend(
         self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline
