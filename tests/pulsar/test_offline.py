@@ -25,6 +25,7 @@ from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
 from txnbridge_pulsar.write.acks import PulsarAckContext
 from txnbridge_pulsar.write.batching import PendingReceipts, TransactionProducer
+from txnbridge_pulsar.write.fence import Fence
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
@@ -318,6 +319,16 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
     with pytest.raises(DeliveryFailed):
         found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
     assert list(found._announced) == [PROOF_LOCATION.topic] and not written
+
+
+def test_a_fence_topic_that_cannot_be_taken_leaves_no_connection() -> None:
+    hung_up: list[str] = []
+    client = SimpleNamespace(create_producer=raising(wire.NotAuthorized(4, "no")), hang_up=hung_up.append)
+    fence = Fence(cluster_with(topics=SimpleNamespace(internal=lambda *_: "t"), client=client), "id", "opening")
+    with pytest.raises(AccessDenied):
+        fence.take(Deadline(SOON))
+    fence.close(Deadline(SOON))
+    assert hung_up == ["fence opening"]
 
 
 def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:

@@ -253,4 +253,4 @@ class Fence:
         """Close the producer, so that the next owner finds the fence topic free."""
         if self._producer is not None:
             self._producer.close(deadline.left())
-            self._cluster.client.hang_up(self._connection_key)
+        self._cluster.client.hang_up(self._connection_key)
