@@ -443,6 +443,12 @@ def test_credentials_that_are_refused_are_an_error_of_their_own_and_not_tried_ag
     assert len(broker.wait_for("connect")) == 1
 
 
+def test_credentials_that_cannot_be_read_are_an_error_of_the_client(broker, tmp_path):
+    with wire.PulsarClient(broker.url, authentication=wire.token_file(tmp_path / "missing")) as client:
+        with pytest.raises(wire.NotAuthenticated, match="FileNotFoundError"):
+            client.partitions("t", SOON)
+
+
 def test_no_secret_is_shown(caplog):
     caplog.set_level(logging.DEBUG)
 

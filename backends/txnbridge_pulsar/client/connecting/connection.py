@@ -22,6 +22,7 @@ from txnbridge_pulsar.client.errors import (
     BrokerConnectionLost,
     Closed,
     ConnectFailed,
+    NotAuthenticated,
     ProtocolError,
     PulsarError,
     RequestTimedOut,
@@ -136,10 +137,14 @@ class BrokerConnection:
 
     def _send_connect(self, deadline: ClientDeadline) -> None:
         authentication = self._options.authentication
+        try:
+            credentials = authentication.data()
+        except Exception as error:  # any exception of the user's function, whose text may have a secret
+            raise NotAuthenticated(3, f"the credentials could not be read: {type(error).__name__}") from None
         hello = command(
             "connect",
             client_version=CLIENT_VERSION,
-            auth_data=authentication.data() or None,
+            auth_data=credentials or None,
             protocol_version=PROTOCOL_VERSION,
             auth_method_name=authentication.method,
             proxy_to_broker_url=None if self._logical is None else str(self._logical),
