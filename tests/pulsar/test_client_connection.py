@@ -6,7 +6,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -285,6 +285,24 @@ def test_a_port_where_nobody_listens_is_named():
         BrokerConnection.open(Address("127.0.0.1", port), ConnectionOptions(), ClientDeadline(SOON))
 
 
+def test_an_address_of_a_host_that_does_not_answer_leaves_time_for_the_next_one(broker, monkeypatch):
+    with socket.socket() as full, ExitStack() as queued:
+        full.bind(("127.0.0.2", broker.port))
+        full.listen(0)
+        for _ in range(4):  # more than its queue holds: it answers nobody any more
+            waiting = queued.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        resolve = socket.getaddrinfo
+
+        def found(host: str, *where: Any, **named: Any) -> list[Any]:
+            hosts = ("127.0.0.2", "127.0.0.1") if host == "broker" else (host,)
+            return [resolve(each, *where, **named)[0] for each in hosts]
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+        BrokerConnection.open(Address("broker", broker.port), ConnectionOptions(), ClientDeadline(4)).close()
+
+
 def test_a_broker_that_stops_reading_blocks_no_writer_beyond_its_deadline():
     stop = threading.Event()
     with fake_broker(flow=lambda peer, fields: stop.wait(SOON)) as broker, closing(connect(broker)) as connection:
@@ -318,6 +336,20 @@ def test_a_transaction_without_an_id_is_refused(broker, client):
         broker.handlers[name] = empty_answer(name)
     with pytest.raises(wire.ProtocolError, match="without an id"):
         client.transactions.begin(1000, SOON)
+
+
+def test_a_coordinator_that_does_not_answer_is_looked_for_again(broker, client):
+    def begun(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.answer(fields, "new_txn_response", txnid_least_bits=7, txnid_most_bits=0)
+
+    connected_to = empty_answer("tc_client_connect_request")
+    with fake_broker(tc_client_connect_request=connected_to, new_txn=begun) as other:
+        owns_everything(other)
+        broker.handlers.update(partition_metadata=partitions, tc_client_connect_request=connected_to)
+        with pytest.raises(wire.RequestTimedOut):
+            client.transactions.begin(1000, 0.5, 0)
+        broker.handlers["lookup"] = other.handlers["lookup"]
+        assert client.transactions.begin(1000, 5, 0) == wire.TxnId(0, 7)
 
 
 def empty_answer(name: str) -> Any:

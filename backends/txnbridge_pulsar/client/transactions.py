@@ -181,10 +181,10 @@ class Transactions:
 
     @contextmanager
     def _forgetting_lost_coordinator(self, coordinator: int) -> Iterator[None]:
-        """If the block fails because the coordinator is down or has moved, forget the connection to it."""
+        """If the block fails because the coordinator is down or may have moved, forget the connection to it."""
         try:
             yield
         except PulsarError as error:
-            if error.retriable:
+            if error.retriable or isinstance(error, RequestTimedOut):
                 self._connections.pop(coordinator, None)
             raise
