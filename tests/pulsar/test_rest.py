@@ -14,7 +14,7 @@ from txnbridge.spi import Deadline
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Says which request it was; of /admin/half only the beginning."""
+    """Says which request it was; of /admin/half only the beginning, and of /admin/page what no broker says."""
 
     def do_GET(self) -> None:
         self.server.seen.append(self.command)  # type: ignore[attr-defined]
@@ -23,7 +23,7 @@ class Answering(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'"here"')
+        self.wfile.write(b"<html>" if self.path == "/admin/page" else b'"here"')
 
     def do_PUT(self) -> None:
         self.do_GET()
@@ -69,3 +69,8 @@ def test_a_change_whose_answer_is_lost_is_not_asked_for_again() -> None:
 def test_rest_addresses_where_nobody_listens_raise_broker_unavailable() -> None:
     with pytest.raises(BrokerUnavailable, match="refused"):
         rest_of(*free_ports(2)).get("/admin/x", Deadline(SOON))
+
+
+def test_an_answer_that_no_broker_gives_is_an_error_that_names_the_option() -> None:
+    with answering() as server, pytest.raises(BrokerUnavailable, match="admin_url"):
+        rest_of(server.server_port).get("/admin/page", Deadline(SOON))

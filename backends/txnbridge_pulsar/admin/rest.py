@@ -74,7 +74,10 @@ class Rest:
         If no answer arrives, the broker may still have made the change.
         """
         _, answer = self.exchange(method, path, deadline, body)
-        return json.loads(answer) if answer else None
+        try:
+            return json.loads(answer) if answer else None
+        except ValueError as error:
+            raise BrokerUnavailable(f"{method} {path}: no broker has answered (admin_url): {error}") from error
 
     def headers(self, path: str, deadline: Deadline) -> Mapping[str, str]:
         """Return the headers of the answer to GET, by their lower-case names."""
