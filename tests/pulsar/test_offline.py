@@ -19,6 +19,7 @@ from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
+from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.write import owner as owner_module
@@ -48,7 +49,7 @@ from txnbridge import (
     Token,
     TxnBridgeError,
 )
-from txnbridge.spi import Begin, Deadline, Emitter, Identity, TopicInfo
+from txnbridge.spi import Begin, Deadline, Emitter, Identity, Subscription, TopicInfo
 
 pytestmark = pytest.mark.offline
 
@@ -649,6 +650,36 @@ def test_entries_that_a_broker_skips_after_it_went_back_unasked_are_missed() -> 
     assert not arrives(partition, 1, 2, 9)
     redelivers(partition)
     assert arrives(partition, 1, 2, 3, 4, 9)
+
+
+def unreadable(number: int, publish_time: int) -> Any:
+    broken = raising(wire.CorruptEntry("broken"))
+    return SimpleNamespace(
+        **{**vars(entry_at(number)), "publish_time": publish_time, "messages": broken, "records": broken}
+    )
+
+
+def test_an_unreadable_entry_from_before_the_time_at_which_a_group_begins_does_not_stop_it() -> None:
+    sought: list[wire.MessageId] = []
+    consumer = SimpleNamespace(
+        progress=lambda _: (wire.MessageId(7, 2), None),
+        receive=lambda _: [unreadable(1, 50), unreadable(2, 150)],
+        seek=lambda position, _: sought.append(position),
+        close=lambda _: None,
+    )
+    client: Any = SimpleNamespace(subscribe=lambda *_, **__: consumer)
+    mode = mode_of(client, Subscription(("t",), "group", start=100), wire.Inbox(), "")
+    mode.open("t", True, Deadline(SOON))
+    assert sought == [wire.MessageId(7, 2)]
+
+
+@pytest.mark.parametrize("published", [50, 150])
+def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_on(published: int) -> None:
+    partition = PulsarPartition(("t", 0), "t", SimpleNamespace(generation=0, activations=0), False, 100)  # type: ignore[arg-type]
+    partition.since = 100, (9, 0, 0)
+    partition.put(unreadable(1, published))
+    assert partition.take(1) == ([], 0)
+    assert (partition.fault is None) == (published < 100)
 
 
 @pytest.mark.parametrize("call", ["append", "end"])

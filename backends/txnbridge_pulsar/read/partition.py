@@ -225,6 +225,9 @@ class PulsarPartition:
             try:
                 self._rest.extend(self._read(entry))
             except wire.PulsarError as error:
+                since = self.since
+                if since is not None and entry.publish_time < since[0] and position_of(entry.id) < since[1]:
+                    return [], 0
                 # The entry stays the next one: only a seek skips it.
                 self._waiting.appendleft(entry)
                 topic, number = self.key

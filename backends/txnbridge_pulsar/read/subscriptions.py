@@ -305,11 +305,19 @@ def _last_before(
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")
         for entry in consumer.receive(deadline.left()):
-            for message in entry.messages():
-                if (message.event_time or entry.publish_time) >= timestamp:
+            for time_ms, id in _times(entry):
+                if time_ms >= timestamp:
                     return passed
-                passed = message.id
+                passed = id
     return passed
+
+
+def _times(entry: wire.ReceivedEntry) -> list[tuple[int, wire.MessageId]]:
+    """Return the times and ids of an entry's messages; of an entry that cannot be read, its own."""
+    try:
+        return [(message.event_time or entry.publish_time, message.id) for message in entry.messages()]
+    except wire.PulsarError:  # a member that reaches the entry gets this error
+        return [(entry.publish_time, entry.id)]
 
 
 def _position_after(id: wire.MessageId) -> wire.MessageId:
