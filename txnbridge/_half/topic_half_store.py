@@ -407,8 +407,7 @@ class LaneGroup:
         return {topics[topic]: end for (topic, _), (_, end) in bounds.items()}
 
     def _take_over(self, number: int, owner: str, seen: _Seen, still: float, deadline: Deadline) -> None:
-        index = self._new_index(number)
-        with closing(index), suppress(PositionLost):  # its holder removes old records, so it lives
+        with closing(self._new_index(number)) as index, suppress(PositionLost):  # its holder removes records: it lives
             index.read_all(deadline)
             if all(each.parked for each in index.undone.values()) and not index.freed():
                 seen.settled = True
