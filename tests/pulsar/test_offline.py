@@ -347,11 +347,9 @@ def test_messages_whose_acknowledgement_was_interrupted_come_again_after_the_abo
     context = PulsarAckContext("group", False, {("t", 0): partition}, threading.Lock())
 
     def delivered() -> list[Any]:
-        partition.put(
-            SimpleNamespace(
-                **vars(entry_at(1)), records=lambda: [(0, b"", {})], left_out=0, arrival=1, metadata={}, parts=()
-            )
-        )  # type: ignore[arg-type]
+        given = {"left_out": 0, "arrival": 1, "metadata": {}, "parts": ()}
+        entry: Any = SimpleNamespace(**vars(entry_at(1)), **given, records=lambda: [(0, b"", {})])
+        partition.put(entry)
         return partition.take(1)[0]
 
     (message,) = delivered()

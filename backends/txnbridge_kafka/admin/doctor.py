@@ -146,7 +146,7 @@ def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
     if seen.unread:
-        text = f"{seen.unread} partitions are not checked: this user may not read them, or they have no leader"
+        text = f"this user may not read {seen.unread} partitions, or they have no leader, so they are not checked"
         yield Advice("warning", "rights", text, "grant it Read on their topics")
     if not (seen.hanging or seen.unknown):
         yield Advice("ok", "markers", "no control marker is missing in the partitions that this user may read")
