@@ -18,6 +18,7 @@ from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
+from txnbridge_pulsar.outcome.proof import ProofRecord
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings.timing import Timing
@@ -278,6 +279,13 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
     owner.require_no_doubt(["t"], Deadline(SOON))
     assert unclear in swept and not owner._under_way
     owner.late_write_guard.close(Deadline(SOON))
+
+
+@pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
+def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
+    assert ProofRecord.unpack(text) is None
+    with pytest.raises(EvidenceLost):
+        FenceRecord.unpack(text)
 
 
 # --- announcing -------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class ProofRecord:
             if kind != PRESENCE:
                 return cls(kind, nonce, transaction)
             return cls(kind, nonce, transaction, int(fields["e"]), bool(fields.get("o")))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             return None
 
 

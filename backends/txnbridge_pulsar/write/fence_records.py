@@ -141,7 +141,7 @@ class FenceRecord:
                 at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
                 fence_id=str(fields["l"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EvidenceLost("a record on a fence topic was not written by this or an earlier txnbridge") from error
 
 
