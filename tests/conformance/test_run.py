@@ -167,16 +167,22 @@ def test_a_report_s_command_keeps_only_secrets_that_are_elsewhere(options, shown
     assert without_secrets(f"kafka://host{options}") == f"kafka://host{shown}"
 
 
-def test_a_process_that_waits_is_ended_by_sigterm(tmp_path):
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_a_process_that_waits_is_ended_by_sigterm(thread, tmp_path):
     plan = Plan("embedded:", "a", 1, 1.0, str(tmp_path))
     client = Client(plan, "p", Recorder(tmp_path / "p.jsonl", "p", "c"), random.Random(1))
     before = signal.getsignal(signal.SIGTERM)
     try:
         program._stop_by_signal(client)
-        with client.stop._cond:  # type: ignore[attr-defined]  # as `stop.wait` holds it; a handler that took it would wait for itself
-            signal.raise_signal(signal.SIGTERM)
+        if thread == "main":
+            # As `stop.wait` holds it: a handler that took it would wait for itself.
+            with client.stop._cond:  # type: ignore[attr-defined]
+                signal.raise_signal(signal.SIGTERM)
+        else:
+            threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
         assert client.stop.wait(60)
     finally:
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, before)
         client.recorder.close()
 

@@ -6,13 +6,13 @@ events of txnbridge. Half of the other processes pause at random events.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from queue import SimpleQueue
 from urllib.parse import urlsplit
 
 import txnbridge
@@ -58,17 +58,20 @@ def main(role: str, process: str, number: str) -> None:
 def _stop_by_signal(client: Client) -> None:
     """Let SIGTERM set the client's event `stop`.
 
-    Another thread sets it. A signal handler runs on the main thread, perhaps inside of `stop.wait`, which holds the
-    lock that `stop.set` takes. The put of a SimpleQueue takes no lock.
+    Another thread sets it, woken through a pipe. A signal handler runs on the main thread, perhaps inside of
+    `stop.wait`, which holds the lock that `stop.set` takes; and the system may give the signal to another thread, so
+    that no handler runs while the main thread waits.
     """
-    asked: SimpleQueue[None] = SimpleQueue()
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
 
     def stop() -> None:
-        asked.get()
+        os.read(woken, 1)
         client.stop.set()
 
     threading.Thread(target=stop, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 if __name__ == "__main__":
