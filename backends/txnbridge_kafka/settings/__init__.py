@@ -128,7 +128,7 @@ REFUSED: Mapping[str, str] = {
         "the backend does not deliver statistics": "statistics.interval.ms",
         _REPORTS: "delivery.report.only.error produce.offset.report",
         _PARTITIONER: "partitioner.class partitioner.ignore.keys partitioner.adaptive.partitioning.enable "
-        "partitioner.availability.timeout.ms",
+        "partitioner.availability.timeout.ms partitioner.rack.aware",
         _CODECS: "key.serializer value.serializer key.deserializer value.deserializer",
         _PLUGINS: "interceptor.classes plugin.library.paths metric.reporters metrics.num.samples "
         "metrics.recording.level metrics.sample.window.ms",
@@ -159,7 +159,9 @@ REFUSED: Mapping[str, str] = {
         "sasl.oauthbearer.header.urlencode sasl.oauthbearer.jwks.endpoint.refresh.ms "
         "sasl.oauthbearer.jwks.endpoint.retry.backoff.max.ms sasl.oauthbearer.jwks.endpoint.retry.backoff.ms "
         "sasl.oauthbearer.jwks.endpoint.url sasl.oauthbearer.jwt.retriever.class "
-        "sasl.oauthbearer.jwt.validator.class sasl.oauthbearer.scope.claim.name",
+        "sasl.oauthbearer.jwt.validator.class sasl.oauthbearer.scope.claim.name bootstrap.resolve.timeout.ms "
+        "sasl.oauthbearer.allow.unverified.audience sasl.oauthbearer.allow.unverified.issuer "
+        "metadata.cluster.check.enable buffer.memory.allocation.strategy",
     }.items()
     for name in listed.split()
 }
