@@ -34,6 +34,7 @@ from txnbridge_rocketmq.cluster import open_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.settings import RocketMQSettings
 
 if TYPE_CHECKING:
@@ -104,18 +105,12 @@ class RocketMQBroker(Broker):
         return TopicRules()
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_rocketmq.outcome.outcome import end_prepared
-
         return end_prepared(self._ender, token, Decision.COMMIT, ledger, deadline)
 
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_rocketmq.outcome.outcome import end_prepared
-
         return end_prepared(self._ender, token, Decision.ABORT, ledger, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        from txnbridge_rocketmq.outcome.outcome import status_of
-
         return status_of(self._ender, token, ledger, deadline)
 
     @property

@@ -91,6 +91,12 @@ def wait_for_deadline(writer: Any) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.parametrize("id", ["a\x01b", "\ud800"], ids=ascii)
+def test_a_transactional_id_that_no_message_can_hold_is_refused(broker, log, id):
+    with pytest.raises(errors.InvalidOption, match="transactional_id"):
+        Process(broker, log, "owner", id)
+
+
 def test_each_message_is_published_once_and_in_order(owner, broker):
     writer = written(owner)
     send(writer, "b", *VALUES)

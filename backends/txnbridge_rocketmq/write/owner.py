@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from txnbridge.errors import DeadlineExceeded, Fenced
+from txnbridge.errors import DeadlineExceeded, Fenced, InvalidOption
 from txnbridge.spi import Deadline, FairSemaphore, Identity, Ledger, Writer
+from txnbridge_rocketmq.client.protocol.records import pack_properties
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
@@ -25,6 +26,10 @@ class RocketMQOwner:
     """
 
     def __init__(self, cluster: RocketMQCluster, identity: Identity, ledger: Ledger, ender: HalfEnder) -> None:
+        try:
+            pack_properties({"transaction": identity.name})
+        except ValueError as error:
+            raise InvalidOption(f"transactional_id {identity.name!r} is a property of each message: {error}") from error
         self.cluster = cluster
         self.ledger = ledger
         self.ender = ender
