@@ -203,7 +203,9 @@ def test_a_reader_goes_on_once_it_may_read_again(bridge: Bridge, client: Remotin
             reader.take(1)
         set_permission(6)
         found: list[bytes] = []
+        deadline = Deadline(SOON)
         while not found:
+            deadline.check("reading on")
             with suppress(AccessDenied):  # of a request from before
                 found = values(reader.poll())
     assert found == [b"2"]
