@@ -6,15 +6,7 @@ from collections.abc import Callable
 
 from confluent_kafka import KafkaError
 
-from txnbridge.errors import (
-    AccessDenied,
-    Conflict,
-    DeliveryFailed,
-    Fenced,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 from txnbridge_kafka.errors import DENIED, REBALANCED, kafka_error
 
@@ -49,10 +41,10 @@ def failure(
     error: KafkaError,
     what: str,
     id: str,
-    newer_owner: Callable[[], Fenced | None],
+    newer_owner: Callable[[], errors.Fenced | None],
     deadline: Deadline,
-    otherwise: type[TransactionAborted],
-) -> TxnBridgeError:
+    otherwise: type[errors.TransactionAborted],
+) -> errors.TxnBridgeError:
     """Return txnbridge's error for an error of confluent-kafka after which a transaction is, or must be, aborted.
 
     `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner. An
@@ -60,12 +52,12 @@ def failure(
     """
     code, text = error.code(), f"{what}: {error.str()} ({error.name()})"
     if code in _GROUP_MOVED_ON:
-        return Conflict(f"{text}: other members of the group have these partitions now")
+        return errors.Conflict(f"{text}: other members of the group have these partitions now")
     if code in DENIED:
         needed = f"; the user of {id} needs {_NEEDED[code]}" if code in _NEEDED else ""
-        return AccessDenied(text + needed)
+        return errors.AccessDenied(text + needed)
     if code == KafkaError.MSG_SIZE_TOO_LARGE:
-        refused = DeliveryFailed(f"{text}: the message is larger than its topic's max.message.bytes; send smaller ones")
+        refused = errors.DeliveryFailed(f"{text}: it is larger than its topic's max.message.bytes; send smaller ones")
         refused.permanent = True
         return refused
     fenced = newer_owner() if code in ENDED or _is_lost(error) else None
@@ -74,10 +66,10 @@ def failure(
     return _lost(error, text, deadline) if _is_lost(error) else otherwise(f"{text}; run it again")
 
 
-def _lost(error: KafkaError, text: str, deadline: Deadline) -> TxnBridgeError:
+def _lost(error: KafkaError, text: str, deadline: Deadline) -> errors.TxnBridgeError:
     """Return the error for a transaction whose producer cannot go on, although no newer owner of its id is known."""
     if error.code() not in ENDED:
-        return TransactionAborted(f"{text}: the client failed, and the transaction is aborted; run it again")
+        return errors.TransactionAborted(f"{text}: the client failed, and the transaction is aborted; run it again")
     if deadline.expired:
-        return TransactionTimedOut(f"{text}: the transaction timed out and was aborted; run it again")
-    return TransactionAborted(f"{text}: the broker or an administrator ended the transaction; run it again")
+        return errors.TransactionTimedOut(f"{text}: the transaction timed out and was aborted; run it again")
+    return errors.TransactionAborted(f"{text}: the broker or an administrator ended the transaction; run it again")
