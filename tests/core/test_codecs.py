@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txnbridge import InvalidOption, Poison, Topic, codecs
+from txnbridge import AccessDenied, BrokerUnavailable, InvalidOption, Poison, Topic, codecs
 from txnbridge.spi import NO_HEADERS, Message
 
 
@@ -64,6 +65,20 @@ def test_a_tombstone_passes_every_codec() -> None:
 def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: codecs.Codec, value: Any) -> None:
     with pytest.raises(InvalidOption, match="orders"):
         Topic("orders", codec).encode_value(value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"), [(AccessDenied, AccessDenied), (InvalidOption, InvalidOption), (MemoryError, BrokerUnavailable)]
+)
+def test_a_codecs_error_of_ours_stays_and_memory_that_is_short_does_not_blame_the_message(
+    raised: Any, told: Any
+) -> None:
+    topic = Topic(
+        "t", Mock(**{"encode.side_effect": raised("reason")}), Mock(**{"encode.side_effect": raised("reason")})
+    )
+    for encode in (topic.encode_value, topic.encode_key):
+        with pytest.raises(told, match="reason" if raised is told else "t raised MemoryError"):
+            encode(1)
 
 
 @given(st.binary())

@@ -40,27 +40,21 @@ class Topic:
         return self.codec is codecs.bytes and self.key is None
 
     def encode_value(self, value: Any, headers: Headers = NO_HEADERS) -> bytes | None:
-        if value is None:
-            return None
-        try:
-            return _bytes(self.codec.encode(value, CodecContext(self.name, "value", headers)))
-        except Exception as error:
-            raise self._unencoded("value", error) from error
+        return self._encode(self.codec, value, CodecContext(self.name, "value", headers))
 
     def encode_key(self, key: Any) -> bytes | None:
-        if key is None or self.key is None:
-            return encode_key(key)
-        try:
-            return _bytes(self.key.encode(key, CodecContext(self.name, "key")))
-        except Exception as error:
-            raise self._unencoded("key", error) from error
+        return encode_key(key) if self.key is None else self._encode(self.key, key, CodecContext(self.name, "key"))
 
-    def _unencoded(self, what: str, error: Exception) -> TxnBridgeError:
-        if isinstance(error, OSError):
-            return BrokerUnavailable(
-                f"the codec of {self.name} raised {type(error).__name__}: the {what} is not encoded"
-            )
-        return InvalidOption(f"the {what} for {self.name} cannot be encoded: {_reason(error)}")
+    def _encode(self, codec: Codec, given: Any, context: CodecContext) -> bytes | None:
+        try:
+            return None if given is None else _bytes(codec.encode(given, context))
+        except TxnBridgeError:  # some are an OSError, too
+            raise
+        except (OSError, MemoryError) as error:
+            what = f"the codec of {self.name} raised {type(error).__name__}: the {context.field} is not encoded"
+            raise BrokerUnavailable(what) from error
+        except Exception as error:
+            raise InvalidOption(f"the {context.field} for {self.name} cannot be encoded: {_reason(error)}") from error
 
     def decode(self, message: Message) -> Message:
         """Return a message with key and value decoded. Raise `Poison` with the undecoded message if a codec fails.
