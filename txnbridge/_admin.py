@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import datetime
 
 from txnbridge._base.connection import Connection
-from txnbridge._base.deadline import Deadline
+from txnbridge._base.deadline import check_seconds
 from txnbridge._base.messages import Position, milliseconds
 from txnbridge._base.token import Decision, Outcome
-from txnbridge._base.topic import Topic, check_topic_name
+from txnbridge._base.topic import Topic, check_partitions, check_topic_name
 from txnbridge._half.common import check_decision, half_store
 from txnbridge._half.span_sweep import PART_OF_SPAN, is_part
 from txnbridge.capabilities import Capability, Level
@@ -24,7 +24,7 @@ class Admin:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._broker = connection.broker
-        self._timeout = connection.timeout
+        self._deadline = connection.deadline
         self._events = connection.events
 
     def create_topic(
@@ -37,11 +37,11 @@ class Admin:
     ) -> bool:
         """Create a topic, or return False if it exists. Raise `InvalidOption` if its number of partitions differs."""
         check_topic_name(name)
-        if partitions < 1:
-            raise InvalidOption(f"a topic has at least 1 partition, not {partitions}")
-        for what, kept in (("retention_seconds", retention_seconds), ("retention_bytes", retention_bytes)):
-            if kept is not None and not kept > 0:
-                raise InvalidOption(f"{what} must be above 0, not {kept}")
+        check_partitions(partitions)
+        if retention_seconds is not None:
+            check_seconds("retention_seconds", retention_seconds, above_0=True)
+        if retention_bytes is not None and (type(retention_bytes) is not int or not 0 < retention_bytes < 1 << 63):
+            raise InvalidOption(f"retention_bytes is a whole number above 0, below 2**63, not {retention_bytes!r}")
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         return self._broker.admin.create_topic(
             name,
@@ -95,6 +95,7 @@ class Admin:
     def grow_topic(self, name: str, partitions: int) -> None:
         """Add partitions until a topic has `partitions`. Stored messages stay in their partitions; new ones use all."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
+        check_partitions(partitions)
         self._broker.admin.grow_topic(name, partitions, self._deadline())
 
     def bounds(self, topics: str | Iterable[str]) -> dict[Partition, tuple[Position, Position]]:
@@ -219,6 +220,3 @@ class Admin:
             outcome = self._broker.admin.end(transaction, decision, self._deadline())
             found["outcome"] = outcome.value
         return outcome
-
-    def _deadline(self) -> Deadline:
-        return Deadline(self._timeout)

@@ -596,6 +596,8 @@ class Bridge:
         self._connection.check_open()
         self.capabilities.require(Capability.IDEMPOTENT_SEND)
         if name is not None:
+            if not (isinstance(name, str) and name.strip()):
+                raise InvalidOption("a publisher's name is non-empty text; leave it out to have none")
             self.capabilities.require(Capability.RESUME_SEQUENCE)
         connection = self._connection
         with connection.call():

@@ -56,6 +56,16 @@ CALLS: dict[str, Callable[[Bridge], Any]] = {
     "a start before 1970": lambda b: b.consumer("t", start=-1),
     "keeping messages for no time": lambda b: b.admin.create_topic("never", retention_seconds=0),
     "keeping fewer than no bytes": lambda b: b.admin.create_topic("never", retention_bytes=-1),
+    "keeping messages for ever": lambda b: b.admin.create_topic("never", retention_seconds=float("inf")),
+    "keeping messages for text": lambda b: b.admin.create_topic("never", retention_seconds="1"),  # type: ignore[arg-type]
+    "keeping more than 63 bits of bytes": lambda b: b.admin.create_topic("never", retention_bytes=1 << 63),
+    "keeping a fraction of bytes": lambda b: b.admin.create_topic("never", retention_bytes=1.5),  # type: ignore[arg-type]
+    "a fraction of partitions": lambda b: b.admin.create_topic("never", 1.5),  # type: ignore[arg-type]
+    "partitions of text": lambda b: b.admin.create_topic("never", "3"),  # type: ignore[arg-type]
+    "growing by nothing": lambda b: b.admin.grow_topic("t", None),  # type: ignore[arg-type]
+    "growing to a fraction": lambda b: b.admin.grow_topic("t", 2.5),  # type: ignore[arg-type]
+    "a publisher named by a number": lambda b: b.publisher(5),  # type: ignore[arg-type]
+    "a publisher with an empty name": lambda b: b.publisher(""),
     "a sequence beyond 63 bits": lambda b: b.publisher("p").send("t", b"", sequence=1 << 63),
     "sharing of an unknown kind": lambda b: b.consumer("t", "g", sharing="all"),
     "a start that is no time": lambda b: b.consumer("t", "g", start="yesterday"),

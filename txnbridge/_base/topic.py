@@ -29,8 +29,8 @@ class Topic:
 
     def __post_init__(self) -> None:
         check_topic_name(self.name)
-        if self.partitions is not None and (type(self.partitions) is not int or self.partitions < 1):
-            raise InvalidOption(f"the partitions of a topic are a whole number from 1, not {self.partitions!r}")
+        if self.partitions is not None:
+            check_partitions(self.partitions)
         if self.retention_seconds is not None:
             check_seconds("retention_seconds of a topic", self.retention_seconds, above_0=True)
 
@@ -94,6 +94,11 @@ def _reason(error: Exception) -> str:
 def check_topic_name(name: object) -> None:
     if not isinstance(name, str) or not _can_be_named(name):
         raise InvalidOption("a topic's name must be 1 to 249 characters of text, as UTF-8, without white space")
+
+
+def check_partitions(count: object) -> None:
+    if type(count) is not int or count < 1:
+        raise InvalidOption(f"the partitions of a topic are a whole number from 1, not {count!r}")
 
 
 @lru_cache(1024)  # cached, because it is called for each message that is sent
