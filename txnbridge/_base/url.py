@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import urllib.parse
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,8 @@ def check_opening(
     for name, given in (("transactional_id", transactional_id), ("application", application)):
         if given is not None and not (isinstance(given, str) and given.strip()):
             raise InvalidOption(f"{name} is non-empty text; leave it out to have none")
+    if transactional_id and len(json.dumps(transactional_id)) > 1000:  # a token of Kafka has it twice
+        raise InvalidOption("transactional_id takes more than 1,000 characters in JSON: no token could hold it")
     check_times(timeout, hold)
     if type(writers) is not int or writers < 1:
         raise InvalidOption("writers is a whole number from 1")
@@ -97,12 +100,9 @@ def find_backend(scheme: str) -> Backend:
     for backend in backends:
         if scheme in backend.schemes:
             return backend
-    if scheme in _EXTRAS:
-        extra = _EXTRAS[scheme]
-        raise BackendMissing(
-            f"there is no backend for {scheme}: here; in a clone of txnbridge,"
-            f" pip install -e '.[{extra}]'" + plugin_failures()
-        )
+    if extra := _EXTRAS.get(scheme):
+        text = f"there is no backend for {scheme}: here; in a clone of txnbridge, pip install -e '.[{extra}]'"
+        raise BackendMissing(text + plugin_failures())
     known = ", ".join(sorted(s for backend in backends for s in backend.schemes)) or "none"
     text = f"no backend knows the URL scheme {scheme!r}; known here: {known}; a host is kafka://{scheme}:9092, say"
     raise BackendMissing(text + plugin_failures())

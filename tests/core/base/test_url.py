@@ -120,6 +120,7 @@ NO_SECONDS = [float("inf"), float("nan"), -1, "30", True, 1e300]
         {"transactional_id": ""},
         {"transactional_id": " "},
         {"transactional_id": b"billing"},
+        {"transactional_id": "é" * 180},
         {"application": ""},
         {"timeout": 0},
         {"writers": 0},
