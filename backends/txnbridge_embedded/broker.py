@@ -148,7 +148,6 @@ class EmbeddedBroker(Broker):
     def close(self, deadline: Deadline) -> None:
         if self._closed:
             return
-        self._closed = True
         for writer in list(self._writers):
             if not writer.in_use:  # else the caller that ends its transaction closes it
                 writer.close()
@@ -160,6 +159,7 @@ class EmbeddedBroker(Broker):
             self._leave(connection, leaving)
         self.session.close()
         self.store.close()
+        self._closed = True  # last: after an exception from a signal handler the next call does the rest
 
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
         """Delete the rows in `writers` of closed writers that no token names, and retire rows of other closed writers.

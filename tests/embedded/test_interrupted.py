@@ -4,16 +4,18 @@ Here it comes at the entry of each function in turn. The program catches it and 
 consumer: nothing may be lost, skipped or doubled, and no writer or place in a queue may stay taken.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 import txnbridge
 from tests.failing import raising
-from tests.interrupts import Interrupted, interrupted_everywhere
+from tests.interrupts import Interrupted, interrupted_at, interrupted_everywhere
 from txnbridge import Batch, Bridge, InvalidState, OutcomeUnknown
 from txnbridge._base.token import State
 
@@ -161,3 +163,27 @@ def test_writers_whose_opening_is_interrupted_anywhere_are_opened_by_the_next_th
     files = "/_write/writers.py", "/_decisions/logs.py", "/engine.py", "/follower.py", "/shared_connection.py"
     assert interrupted_everywhere(act, recover, files) > 20
     bridge.close()
+
+
+def test_closing_a_bridge_waits_for_no_call_that_was_interrupted(path, caplog):
+    with txnbridge.connect(f"embedded:{path}", timeout=1, create_topics=1) as bridge:
+        with bridge.transaction(prepare=True) as txn:
+            txn.send("out", b"1")
+        where = ["/_base/connection.py"]
+        assert interrupted_everywhere(lambda: bridge.status(txn.token), lambda: None, where) > 3
+    assert "calls of other threads" not in caplog.text
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
+def test_a_bridge_whose_close_was_interrupted_is_closed_by_the_next_close(path):
+    points = 0
+    while True:
+        bridge = txnbridge.connect(f"embedded:{path}")
+        where = interrupted_at(bridge.close, points + 1, ["txnbridge_embedded/broker.py", "shared_connection.py"])
+        bridge.close()
+        open_files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        assert not any(str(path) in name for name in open_files), where
+        if not where:
+            break
+        points += 1
+    assert points > 10

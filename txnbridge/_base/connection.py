@@ -59,7 +59,7 @@ class Connection:
         self.forked: bool = False
         self._broker: Broker | None = None
         self._changed = threading.Condition()
-        self._running_calls = 0
+        self._running_calls: set[object] = set()
 
     @property
     def broker(self) -> Broker:
@@ -92,22 +92,23 @@ class Connection:
     def call(self) -> Iterator[None]:
         """Count the block as a running call, for which `Bridge.close` waits. Raise `InvalidState` if closed."""
         self.check_open()
-        with self._changed:
-            refused = self.closed
-            self._running_calls += not refused
-        if refused:
-            raise self.refusal()
+        call = object()
         try:
+            with self._changed:
+                if not self.closed:
+                    self._running_calls.add(call)
+            if call not in self._running_calls:
+                raise self.refusal()
             yield
         finally:
+            self._running_calls.discard(call)
             with self._changed:
-                self._running_calls -= 1
                 self._changed.notify_all()
 
     @property
     def running_calls(self) -> int:
         """The number of running calls, without calls on transactions, which `Writers.busy` counts."""
-        return self._running_calls
+        return len(self._running_calls)
 
     def wait_for_call(self, seconds: float) -> None:
         """Wait until any running call has ended, at most `seconds`."""

@@ -38,6 +38,6 @@ class SharedConnection:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        if (connection := self._connection) is not None:
             connection.close()
+            self._connection = None
