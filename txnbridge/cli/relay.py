@@ -123,8 +123,7 @@ def _add_changing(verb: str, delete: bool, help: str, done: str) -> None:
         with _store(name, schema, database) as store:
             if not yes:
                 chosen = [each.id for each in store.parked(Deadline(30)) if every or each.id in rows]
-                cli.say(f"would {verb} {len(chosen)} rows; do it with --yes")
-                return ExitCode.USAGE
+                return cli.would({"rows": len(chosen), "would": verb}, f"would {verb} {len(chosen)} rows", "--yes")
             changed = store.unpark(None if every else rows, delete, Deadline(30))
         _log.warning("outbox %s: %d rows were %s by hand", name, changed, done)
         cli.answer({"rows": changed}, f"{changed} rows were {done}")
@@ -152,12 +151,12 @@ def end_batch(
         if state.token != token or state.batch is None:
             raise NotFound("no batch with this token is being published")
         if not yes:
-            cli.say(f"would {'delete the rows' if published else 'publish the rows again'}; do it with --yes")
-            return ExitCode.USAGE
+            text = f"would {'delete the rows' if published else 'publish the rows again'}"
+            return cli.would({"token": token, "published": published, "would": "end-batch"}, text, "--yes")
         if published:
             store.end_batch(token, state.batch, None, False, 1, False, Deadline(30))
         else:
             store.withdraw_batch(token, None, Deadline(30))
     _log.warning("outbox %s: a batch was ended by hand as %s", name, "published" if published else "not published")
-    cli.say("done")
+    cli.answer({"token": token, "published": published}, "done")
     return ExitCode.OK
