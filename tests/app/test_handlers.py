@@ -17,19 +17,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.in_time import wait_until
-from txnbridge import (
-    App,
-    InvalidOption,
-    Message,
-    NotFound,
-    Outgoing,
-    Poison,
-    Processor,
-    Router,
-    Topic,
-    Transaction,
-    codecs,
-)
+from txnbridge import App, Message, Outgoing, Processor, Router, Topic, Transaction, codecs, errors
 from txnbridge._process.processor import HandlerSettings
 from txnbridge.sql import Outbox
 
@@ -359,7 +347,7 @@ def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
             return later[-1]
 
     send(bridge, b'{"id": 1}')
-    with pytest.raises(InvalidOption, match=sentence):
+    with pytest.raises(errors.InvalidOption, match=sentence):
         run(Shop().surprise, to=to)
     if callable(result):
         later[-1].close()
@@ -395,7 +383,7 @@ def test_the_log_names_the_line_of_an_asynchronous_function_that_fails(bridge, c
         raise ValueError("secret")
 
     send(bridge, b"1")
-    with caplog.at_level(logging.WARNING), pytest.raises(Poison) as raised:
+    with caplog.at_level(logging.WARNING), pytest.raises(errors.Poison) as raised:
         run(fail, max_attempts=2, backoff=(0.01, 0.01))
     assert "ValueError at " + __file__ in caplog.text and "ValueError at " + __file__ in str(raised.value)
     assert "secret" not in caplog.text + str(raised.value)
@@ -449,7 +437,7 @@ def test_a_function_that_cannot_work_is_refused_where_it_is_decorated(function, 
 
     if function is not take_anything:
         settings = {"group": "h", **settings}
-    with pytest.raises(InvalidOption) as raised:
+    with pytest.raises(errors.InvalidOption) as raised:
         app.process(**{"inputs": "in", "group": "g", **settings})(function)
     assert sentence in str(raised.value)
     assert [handler.function for handler, _ in app._collect()] == [before]
@@ -459,11 +447,11 @@ def test_a_router_with_the_topic_and_group_of_another_function_is_not_included()
     app, router = App(), Router()
     app.process("in", group="g")(take_text)
     router.process("in", group="g")(take_bytes)
-    with pytest.raises(InvalidOption, match="take_text and take_bytes both read"):
+    with pytest.raises(errors.InvalidOption, match="take_text and take_bytes both read"):
         app.include(router)
     outer = Router()
     outer.include(router)
-    with pytest.raises(InvalidOption, match="cannot include itself"):
+    with pytest.raises(errors.InvalidOption, match="cannot include itself"):
         router.include(outer)
     app.process("in", group="other")(take_bytes)
 
@@ -471,10 +459,10 @@ def test_a_router_with_the_topic_and_group_of_another_function_is_not_included()
 def test_a_function_with_retries_has_a_group_of_its_own():
     app = App()
     app.process("in", group="g")(take_bytes)
-    with pytest.raises(InvalidOption, match="take_bytes and take_text are both in group 'g'"):
+    with pytest.raises(errors.InvalidOption, match="take_bytes and take_text are both in group 'g'"):
         app.process("other", group="g", retry=[10])(take_text)
     app.process("other", group="h", retry=[10])(take_text)
-    with pytest.raises(InvalidOption, match="take_text and take_bytes are both in group 'h'"):
+    with pytest.raises(errors.InvalidOption, match="take_text and take_bytes are both in group 'h'"):
         app.process("third", group="h")(take_bytes)
 
 
@@ -491,7 +479,7 @@ def test_a_topic_that_is_missing_is_told_at_the_start(bridge, inputs, settings, 
     app.process("in", group="g")(take_bytes)
     router.process(inputs, group="h", **{"to": "out", **settings})(one)
     app.include(router)
-    with pytest.raises(NotFound) as raised, app:
+    with pytest.raises(errors.NotFound) as raised, app:
         pass
     assert (
         str(raised.value) == f"{sentence}there is no topic 'missing'; create it with: txnbridge topics create missing"
@@ -499,7 +487,7 @@ def test_a_topic_that_is_missing_is_told_at_the_start(bridge, inputs, settings, 
 
 
 def test_an_app_without_functions_is_told_at_the_start(url):
-    with pytest.raises(InvalidOption, match="no functions"), App():
+    with pytest.raises(errors.InvalidOption, match="no functions"), App():
         pass
 
 
@@ -550,7 +538,7 @@ def test_a_batch_function_that_takes_no_list_or_one_message_is_refused():
     def both(orders: list[Order], message: Message) -> None: ...
 
     for function, sentence in ((one, "is a list, such as list"), (both, "with batch=True it gets many")):
-        with pytest.raises(InvalidOption, match=sentence):
+        with pytest.raises(errors.InvalidOption, match=sentence):
             app.process("in", group="g", batch=True)(function)
 
 
@@ -566,7 +554,7 @@ def test_middleware_is_around_each_call_and_what_it_raises_is_the_functions_fail
         try:
             yield
         except ValueError as error:
-            raise Poison("no number") from error
+            raise errors.Poison("no number") from error
         steps.append("end")
 
     def number(value: Any) -> None:

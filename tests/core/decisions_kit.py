@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from txnbridge import errors
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
 from txnbridge._base.timing import Timing
@@ -35,16 +36,6 @@ from txnbridge._decisions.records import (
     Snapshot,
     decode,
     digest,
-)
-from txnbridge.errors import (
-    BrokerUnavailable,
-    Conflict,
-    EvidenceLost,
-    Fenced,
-    InvalidState,
-    OutcomeUnknown,
-    PositionLost,
-    TxnBridgeError,
 )
 from txnbridge.spi import Ack, DecisionLog, Ledger, LedgerClaim
 
@@ -78,7 +69,7 @@ class MemoryLog(DecisionLog):
         begin = self.records[0][0] if self.records else (self.next,)
         first = begin if first is None else first
         if first < begin:
-            raise PositionLost(f"{first} was trimmed")
+            raise errors.PositionLost(f"{first} was trimmed")
         for position, raw in self.records[first[0] - begin[0] :]:
             if last is not None and position > last:
                 return
@@ -398,11 +389,11 @@ class Actor:
             except Killed:
                 self.world.told["killed"] += 1
                 return turns
-            except EvidenceLost:
+            except errors.EvidenceLost:
                 self.world.told["EvidenceLost"] += 1
                 if self.world.chances.renewed:
                     return turns  # it has to be started again
-            except TxnBridgeError as error:
+            except errors.TxnBridgeError as error:
                 self.world.told[type(error).__name__] += 1
         return 0
 
@@ -543,7 +534,7 @@ class Actor:
             return
         try:
             claim = ledger.claim(token.id, Decision.COMMIT, data, deadline, log=token.begin, acks=acks)
-        except Conflict:
+        except errors.Conflict:
             claim = ledger.claim(token.id, Decision.ABORT, data, deadline, log=token.begin)
             self.world.told["Conflict"] += 1
         self._learnt(token, claim)
@@ -587,7 +578,7 @@ class Actor:
                 else:
                     claim = ledger.claim(token.id, Decision.COMMIT, self._data(), deadline, log=token.begin, acks=acks)
                 break
-            except Conflict:
+            except errors.Conflict:
                 self.world.told["again"] += 1
         if claim.data["bulk"] == "moved":
             self.world.findings.append(f"{self.name} could not commit {token.id}, which held its partitions")
@@ -621,7 +612,7 @@ class Actor:
                 data = self._data()
                 self._learnt(token, ledger.claim(token.id, Decision.COMMIT, data, Deadline(30), log=token.begin))
             newest = ledger.newest_opening(Deadline(30))
-        except Fenced:
+        except errors.Fenced:
             newest = None
         if newest is None or newest[0] != owner:
             self.world.findings.append(f"{self.name} was called fenced from {owner}, which nobody else opens")
@@ -680,7 +671,7 @@ class Actor:
     def _claim(self, id: Any, decision: Decision, **how: Any) -> Claim | None:
         try:
             claim = self.decisions.claim(id, decision, self._data(), **how)
-        except Fenced:
+        except errors.Fenced:
             at = self._end()
             self._check(
                 lambda oracle: (
@@ -691,7 +682,7 @@ class Actor:
                 how["opening"].position,
             )
             raise
-        except InvalidState:
+        except errors.InvalidState:
             at = self._end()
             self._check(lambda oracle: None if oracle.is_done(id, at) else f"{id} was called done and is not")
             raise
@@ -755,7 +746,7 @@ class _StepLog(DecisionLog):
         if draw < chances.killed:
             raise Killed
         if may_fail and draw < chances.killed + chances.refused:
-            raise BrokerUnavailable("refused")
+            raise errors.BrokerUnavailable("refused")
 
     def begin(self, deadline: Deadline) -> Position | None:
         self._step()
@@ -777,7 +768,7 @@ class _StepLog(DecisionLog):
         if rng.random() < 0.5:
             self._log.append(record)
         self._step(may_fail=False)
-        raise OutcomeUnknown("no answer")
+        raise errors.OutcomeUnknown("no answer")
 
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline

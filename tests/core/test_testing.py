@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from txnbridge import (
-    Bridge,
-    Capability,
-    InvalidOption,
-    Outcome,
-    OutcomeUnknown,
-    TransactionAborted,
-    connect,
-    hookimpl,
-    plugins,
-)
+from txnbridge import Bridge, Capability, Outcome, connect, errors, hookimpl, plugins
 from txnbridge.testing import (
     Child,
     Point,
@@ -112,7 +102,7 @@ def test_events_of_bridges_opened_inside_are_recorded(bridge_url: str) -> None:
 
 def test_next_commit_concerns_only_one_commit(bridge: Bridge) -> None:
     next_commit(bridge, Outcome.UNKNOWN)
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknown):
         send(bridge, b"1")
     send(bridge, b"2")
     assert values(bridge) == [b"1", b"2"]
@@ -120,13 +110,13 @@ def test_next_commit_concerns_only_one_commit(bridge: Bridge) -> None:
 
 def test_a_commit_can_be_told_to_abort(bridge: Bridge) -> None:
     bridge.admin.create_topic("orders")
-    with next_commit(bridge, Outcome.ABORTED), pytest.raises(TransactionAborted):
+    with next_commit(bridge, Outcome.ABORTED), pytest.raises(errors.TransactionAborted):
         send(bridge, b"1")
     assert values(bridge) == []
 
 
 def test_a_commit_cannot_be_told_to_succeed(bridge: Bridge) -> None:
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         next_commit(bridge, Outcome.COMMITTED)
 
 
@@ -181,8 +171,8 @@ def test_a_child_has_this_process_environment_and_folder_but_is_another(monkeypa
 
 
 def test_a_childs_error_is_raised_here_with_its_traceback() -> None:
-    with Child(fail, OutcomeUnknown) as child:
-        with pytest.raises(OutcomeUnknown, match="on purpose") as caught:
+    with Child(fail, errors.OutcomeUnknown) as child:
+        with pytest.raises(errors.OutcomeUnknown, match="on purpose") as caught:
             child.result()
     assert "in fail" in str(caught.value.__cause__)
 
@@ -228,13 +218,13 @@ def test_a_function_that_ends_before_its_event_is_no_kill(bridge_url: str) -> No
 
 
 def test_a_function_that_no_other_process_can_import_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="module level"):
+    with pytest.raises(errors.InvalidOption, match="module level"):
         Child(lambda: None)
 
 
 @pytest.mark.parametrize("text", ["commit", "commit/during", "commit/before/0", "commit/before/x", "", "/before"])
 def test_an_event_that_cannot_be_is_refused(text: str) -> None:
-    with pytest.raises(InvalidOption, match="commit/before"):
+    with pytest.raises(errors.InvalidOption, match="commit/before"):
         StopAt(text)
 
 

@@ -11,16 +11,7 @@ from txnbridge_embedded.client import files
 from txnbridge_embedded.client.store import translate
 
 from tests.embedded.kit import begin, commit, open_broker, open_writer, values
-from txnbridge.errors import (
-    AccessDenied,
-    BackendMissing,
-    DeadlineExceeded,
-    InvalidOption,
-    NotFound,
-    StorageFailed,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -56,7 +47,7 @@ def test_processes_that_make_a_file_at_the_same_time_make_one(path):
 
 
 def test_a_file_that_must_not_be_made_is_not(opened, path):
-    with pytest.raises(NotFound, match="no broker's file"):
+    with pytest.raises(errors.NotFound, match="no broker's file"):
         opened(create=False)
     assert list(path.parent.iterdir()) == []
 
@@ -66,13 +57,13 @@ def test_a_file_that_must_not_be_made_is_not(opened, path):
     [("", "is a folder"), ("missing/broker.db", "no folder .*/missing"), ("/dev/null", "not a plain file")],
 )
 def test_a_place_where_no_file_can_be_is_refused(opened, tmp_path, place, said):
-    with pytest.raises(InvalidOption, match=said):
+    with pytest.raises(errors.InvalidOption, match=said):
         opened(tmp_path / place)
 
 
 def test_a_file_of_something_else_is_refused_and_not_touched(opened, path):
     path.write_bytes(content := b"Dear diary, today nothing was committed. " * 100)
-    with pytest.raises(StorageFailed, match="not an SQLite database") as caught:
+    with pytest.raises(errors.StorageFailed, match="not an SQLite database") as caught:
         opened()
     assert isinstance(caught.value.__cause__, sqlite3.DatabaseError)
     assert path.read_bytes() == content
@@ -92,7 +83,7 @@ def alter(path: Path, *statements: str) -> bytes:
 @pytest.mark.parametrize("pragmas", [(), ("PRAGMA application_id = 4711",), ("PRAGMA user_version = 1",)])
 def test_another_programs_database_is_refused_and_not_touched(opened, path, pragmas):
     content = alter(path, "CREATE TABLE diary(day, text)", *pragmas)
-    with pytest.raises(InvalidOption, match="another program"):
+    with pytest.raises(errors.InvalidOption, match="another program"):
         opened()
     assert path.read_bytes() == content
     assert list(path.parent.iterdir()) == [path]
@@ -102,7 +93,7 @@ def test_another_programs_database_is_refused_and_not_touched(opened, path, prag
 def test_a_file_of_another_version_is_refused_and_not_touched(opened, path, version, said):
     opened().close(Deadline(5))
     content = alter(path, f"PRAGMA user_version = {version}")
-    with pytest.raises(InvalidOption, match=said):
+    with pytest.raises(errors.InvalidOption, match=said):
         opened()
     assert path.read_bytes() == content
 
@@ -136,7 +127,7 @@ def damage(path: Path, first: int, length: int) -> None:
 def test_a_damaged_header_is_told(opened, path):
     opened().close(Deadline(5))
     damage(path, 0, 64)
-    with pytest.raises(StorageFailed, match="not an SQLite database, or its header is damaged"):
+    with pytest.raises(errors.StorageFailed, match="not an SQLite database, or its header is damaged"):
         opened()
 
 
@@ -149,7 +140,7 @@ def test_a_damaged_page_is_told_when_it_is_met_and_by_the_doctor(opened, path):
     [problem] = [advice for advice in second.admin.check(Deadline(5)) if advice.level == "problem"]
     assert problem.subject == "file"
     assert "restore a copy" in problem.remedy
-    with pytest.raises(StorageFailed, match=r"damaged: .*recover"):
+    with pytest.raises(errors.StorageFailed, match=r"damaged: .*recover"):
         values(second, "orders")
 
 
@@ -158,7 +149,7 @@ def test_a_file_that_was_cut_short_is_told(opened, path):
     commit(open_writer(first), "orders", *[b"x" * 1000] * 200)
     first.close(Deadline(5))
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(StorageFailed, match="damaged"):
+    with pytest.raises(errors.StorageFailed, match="damaged"):
         values(opened(), "orders")
 
 
@@ -174,7 +165,7 @@ def test_a_transaction_into_a_file_that_was_removed_moved_or_replaced_is_aborted
         path.rename(path.with_name("elsewhere.db"))
     if what == "replaced":
         shutil.copy(path.with_name("elsewhere.db"), path)
-    with pytest.raises(TransactionAborted, match="removed, moved or replaced"):
+    with pytest.raises(errors.TransactionAborted, match="removed, moved or replaced"):
         writer.commit(Deadline(5))
 
 
@@ -189,7 +180,7 @@ def open_as_nobody(path):
         os.seteuid(65534)
     try:
         broker = open_broker(path)
-    except TxnBridgeError as error:
+    except errors.TxnBridgeError as error:
         return error
     broker.close(Deadline(5))
     return None
@@ -214,7 +205,7 @@ def test_a_file_that_may_not_be_written_is_refused(reachable, of_file, of_folder
     reachable.chmod(of_folder)
     with Child(open_as_nobody, path) as child:
         refused = child.result()
-    assert isinstance(refused, AccessDenied), refused
+    assert isinstance(refused, errors.AccessDenied), refused
     assert str(path) in str(refused) or str(reachable) in str(refused)
 
 
@@ -259,7 +250,7 @@ def test_the_mount_of_a_path_is_the_innermost_and_the_newest(path, kind):
 def test_a_network_mount_is_refused_with_the_reason(tmp_path):
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS)
-    with pytest.raises(InvalidOption, match=r"network mount \(nfs4 at /mnt/share\)"):
+    with pytest.raises(errors.InvalidOption, match=r"network mount \(nfs4 at /mnt/share\)"):
         files.check_mount(Path("/mnt/share/x.db"), table)
     files.check_mount(Path("/mnt/share/local/x.db"), table)
     files.check_mount(Path("/mnt/share/x.db"), tmp_path / "not there")  # a system without such a table
@@ -267,13 +258,13 @@ def test_a_network_mount_is_refused_with_the_reason(tmp_path):
 
 def test_the_check_of_mounts_is_part_of_opening(opened, path, monkeypatch):
     monkeypatch.setattr(files, "mount_of", lambda *_: ("nfs", "/mnt"))
-    with pytest.raises(InvalidOption, match="network mount"):
+    with pytest.raises(errors.InvalidOption, match="network mount"):
         opened()
     assert not path.exists()
 
 
 def test_an_sqlite_that_is_too_old_is_refused():
-    with pytest.raises(BackendMissing, match=r"needs SQLite 3\.35.*has 3\.31\.1"):
+    with pytest.raises(errors.BackendMissing, match=r"needs SQLite 3\.35.*has 3\.31\.1"):
         files.check_sqlite((3, 31, 1))
 
 
@@ -283,15 +274,15 @@ def test_an_sqlite_that_is_too_old_is_refused():
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        (sqlite3.SQLITE_BUSY, DeadlineExceeded),
-        (sqlite3.SQLITE_PROTOCOL, DeadlineExceeded),
-        (sqlite3.SQLITE_READONLY, AccessDenied),
-        (sqlite3.SQLITE_CANTOPEN_ISDIR, AccessDenied),
-        (sqlite3.SQLITE_IOERR_WRITE, StorageFailed),
-        (sqlite3.SQLITE_FULL, StorageFailed),
-        (sqlite3.SQLITE_CORRUPT, StorageFailed),
-        (sqlite3.SQLITE_NOTADB, StorageFailed),
-        (None, TxnBridgeError),
+        (sqlite3.SQLITE_BUSY, errors.DeadlineExceeded),
+        (sqlite3.SQLITE_PROTOCOL, errors.DeadlineExceeded),
+        (sqlite3.SQLITE_READONLY, errors.AccessDenied),
+        (sqlite3.SQLITE_CANTOPEN_ISDIR, errors.AccessDenied),
+        (sqlite3.SQLITE_IOERR_WRITE, errors.StorageFailed),
+        (sqlite3.SQLITE_FULL, errors.StorageFailed),
+        (sqlite3.SQLITE_CORRUPT, errors.StorageFailed),
+        (sqlite3.SQLITE_NOTADB, errors.StorageFailed),
+        (None, errors.TxnBridgeError),
     ],
 )
 def test_an_error_of_sqlite_is_known_by_its_code(code, kind):

@@ -12,16 +12,7 @@ from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
 from tests.interrupts import interrupted_everywhere
-from txnbridge import (
-    Bridge,
-    DeadlineExceeded,
-    Outcome,
-    OutcomeUnknown,
-    Status,
-    TokenState,
-    Transaction,
-    TransactionTimedOut,
-)
+from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
@@ -122,7 +113,7 @@ def test_a_transaction_whose_deadline_passes_before_its_batch_begins_ends_wherev
     def act() -> None:
         nonlocal last
         last = None
-        with suppress(DeadlineExceeded, TransactionTimedOut), bridge.transaction(timeout=0.02) as txn:
+        with suppress(errors.DeadlineExceeded, errors.TransactionTimedOut), bridge.transaction(timeout=0.02) as txn:
             last = txn
             txn.send("left", b"never")
 
@@ -149,9 +140,9 @@ def test_a_lost_answer_is_known_later_by_the_token(bridge, monkeypatch, happened
             commit(writer, deadline)
         else:
             writer.abort(deadline)
-        raise OutcomeUnknown("the answer is lost")
+        raise errors.OutcomeUnknown("the answer is lost")
 
-    with monkeypatch.context() as patch, pytest.raises(OutcomeUnknown) as caught:
+    with monkeypatch.context() as patch, pytest.raises(errors.OutcomeUnknown) as caught:
         patch.setattr(PlainWriter, "commit", lose_the_answer)
         patch.setattr(EmbeddedBroker, "status", lambda *_: Status(TokenState.UNKNOWN))
         with bridge.transaction(timeout=2) as txn:
@@ -164,6 +155,6 @@ def test_a_lost_answer_is_known_later_by_the_token(bridge, monkeypatch, happened
 
 def test_the_testing_kit_loses_the_answer_of_one_transaction(bridge: Bridge):
     send(bridge, "first")
-    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(errors.OutcomeUnknown) as caught:
         send(bridge, "lost")
     assert bridge.status(caught.value.token or "").state is TokenState.COMMITTED

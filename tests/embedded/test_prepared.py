@@ -9,15 +9,7 @@ from txnbridge_embedded.settings import Timing
 from tests.embedded.kit import NO_LEDGER, begin, commit, open_preparing, open_writer, prepare, rows, token_of, values
 from tests.embedded.test_writer import LARGE, failing, status
 from tests.failing import fail_call, raising
-from txnbridge.errors import (
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidState,
-    OutcomeUnknown,
-    StorageFailed,
-    TransactionTimedOut,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, Outcome, TokenState
 
 
@@ -44,10 +36,10 @@ def test_an_owner_that_was_shut_out_prepares_nothing(opened, stored):
         writer.flush(Deadline(5))
     second = opened()
     open_writer(second, "billing")
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         writer.prepare(Deadline(5))
     assert rows(second, "SELECT * FROM transactions") == rows(second, "SELECT * FROM messages") == []
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         second.commit(token_of(first, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
 
 
@@ -81,9 +73,9 @@ def test_an_outcome_is_forgotten_after_a_while_and_then_unknown_for_ever(opened)
     open_writer(broker)
     found = status(broker, token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         broker.commit(token, NO_LEDGER, Deadline(5))
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         broker.abort(token, NO_LEDGER, Deadline(5))
 
 
@@ -93,7 +85,7 @@ def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(b
     writer.flush(Deadline(5))
     token = token_of(broker, writer, transaction, prepared=True)
     assert status(broker, token).state is TokenState.UNKNOWN
-    with pytest.raises(InvalidState):
+    with pytest.raises(errors.InvalidState):
         broker.commit(token, NO_LEDGER, Deadline(5))
     writer.prepare(Deadline(5))
     assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
@@ -103,7 +95,7 @@ def test_prepare_after_the_deadline_is_refused(broker):
     writer = open_preparing(broker)
     begin(writer, "orders", b"1", timeout=1, prepare=True)
     time.sleep(1.01)
-    with pytest.raises(TransactionTimedOut):
+    with pytest.raises(errors.TransactionTimedOut):
         writer.prepare(Deadline(5))
     assert rows(broker, "SELECT * FROM transactions") == []
 
@@ -124,7 +116,7 @@ def test_the_writer_learns_when_its_prepared_transaction_was_committed_elsewhere
     transaction = begin(writer, prepare=True)
     writer.prepare(Deadline(5))
     broker.commit(token_of(broker, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
-    with pytest.raises(InvalidState, match="committed"):
+    with pytest.raises(errors.InvalidState, match="committed"):
         writer.abort(Deadline(5))
 
 
@@ -141,7 +133,7 @@ def test_a_prepare_that_failed_in_the_middle_is_looked_up(broker, happens):
         token = token_of(broker, writer, transaction, prepared=True)
         assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     else:
-        with pytest.raises(DeliveryFailed):
+        with pytest.raises(errors.DeliveryFailed):
             writer.prepare(Deadline(5))
         assert rows(broker, "SELECT * FROM transactions") == []
 
@@ -152,8 +144,8 @@ def test_after_a_prepare_of_unknown_outcome_an_abort_is_certain(broker, monkeypa
     begin(writer, "orders", b"1", prepare=True)
     failing(broker.store, happens=happens)
     with monkeypatch.context() as patch:
-        patch.setattr(broker.store, "reading", raising(StorageFailed("the disk is gone")))
-        with pytest.raises(OutcomeUnknown):
+        patch.setattr(broker.store, "reading", raising(errors.StorageFailed("the disk is gone")))
+        with pytest.raises(errors.OutcomeUnknown):
             writer.prepare(Deadline(5))
     writer.abort(Deadline(5))
     assert rows(broker, "SELECT * FROM transactions WHERE state = 'prepared'") == []
@@ -165,7 +157,7 @@ def test_after_a_prepare_of_unknown_outcome_an_abort_is_certain(broker, monkeypa
 def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
     token = prepare(broker, "orders", b"1")
     failing(broker.store, happens=happens)
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknown):
         broker.commit(token, NO_LEDGER, Deadline(5))
     assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     assert values(broker, "orders") == [b"1"]

@@ -26,16 +26,7 @@ from tests.embedded.kit import (
     values,
 )
 from tests.failing import raising
-from txnbridge.errors import (
-    DeadlineExceeded,
-    DeliveryFailed,
-    Fenced,
-    InvalidOption,
-    NotFound,
-    OutcomeUnknown,
-    TransactionAborted,
-    TransactionTimedOut,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline, TokenState
 
 
@@ -120,15 +111,15 @@ def test_each_send_many_without_keys_takes_one_partition(broker):
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (("orders", b"x" * 1001, None, None, None, None), InvalidOption),
-        (("orders", b"x" * 500, b"k" * 501, None, None, None), InvalidOption),
-        (("orders", b"", None, [("h", b"x" * 1001)], None, None), InvalidOption),
-        (("orders", b"", None, None, 1, None), NotFound),
-        (("orders", b"", None, None, -1, None), NotFound),
-        (("orders", b"", None, None, None, -1), InvalidOption),
-        (("orders", b"", None, None, None, 1 << 63), InvalidOption),
-        (("nowhere", b"", None, None, None, None), NotFound),
-        (("nowhere\udc80", b"", None, None, None, None), InvalidOption),
+        (("orders", b"x" * 1001, None, None, None, None), errors.InvalidOption),
+        (("orders", b"x" * 500, b"k" * 501, None, None, None), errors.InvalidOption),
+        (("orders", b"", None, [("h", b"x" * 1001)], None, None), errors.InvalidOption),
+        (("orders", b"", None, None, 1, None), errors.NotFound),
+        (("orders", b"", None, None, -1, None), errors.NotFound),
+        (("orders", b"", None, None, None, -1), errors.InvalidOption),
+        (("orders", b"", None, None, None, 1 << 63), errors.InvalidOption),
+        (("nowhere", b"", None, None, None, None), errors.NotFound),
+        (("nowhere\udc80", b"", None, None, None, None), errors.InvalidOption),
     ],
 )
 def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(opened, message, error):
@@ -147,7 +138,7 @@ def test_messages_that_send_many_took_before_an_error_are_committed(opened):
     broker = opened(max_message_bytes=100)
     writer = open_writer(broker)
     begin(writer)
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         writer.send_many("orders", [b"1", b"2", b"x" * 101, b"3"])
     with pytest.raises(ZeroDivisionError):
         writer.send_many("orders", (b"%d" % (8 // left) for left in (2, 1, 0)))
@@ -249,7 +240,7 @@ def test_a_partition_that_has_given_all_its_offsets_takes_nothing_more(broker):
     commit(writer, "orders", b"0")
     execute(broker, "UPDATE partitions SET next = ?", MAX_OFFSET - 1)
     commit(writer, "orders", b"last")
-    with pytest.raises(DeliveryFailed, match="all its"):
+    with pytest.raises(errors.DeliveryFailed, match="all its"):
         commit(writer, "orders", b"one too many")
     assert offsets(broker, "orders")[-1] == MAX_OFFSET - 1
 
@@ -267,10 +258,10 @@ def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, mo
     begin(writer, "orders", b"1")
     with monkeypatch.context() as patch:
         patch.setattr(broker.store, "_commit", raising(CommitUnclear("the disk is gone")))
-        with pytest.raises(DeliveryFailed):
+        with pytest.raises(errors.DeliveryFailed):
             writer.flush(Deadline(5))
     send(writer, "orders", b"2")
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(errors.DeliveryFailed):
         writer.commit(Deadline(5))
     commit(writer, "orders", b"marker")
     assert values(broker, "orders") == [b"marker"]
@@ -288,7 +279,7 @@ def test_a_reader_ends_a_transaction_that_is_past_its_deadline(opened, clock):
     clock.ahead = 3_600_000
     assert values(second, "orders") == [b"behind"]  # a reader that is held back by it
     assert rows(second, "SELECT * FROM transactions") == []
-    with pytest.raises(TransactionTimedOut):
+    with pytest.raises(errors.TransactionTimedOut):
         writer.commit(Deadline(5))
     assert values(second, "orders") == [b"behind"]
 
@@ -301,7 +292,7 @@ def test_a_newer_owner_shuts_out_the_older_and_is_named(opened):
     begin(old, "orders", b"old")
     new_broker = opened()
     new = open_writer(new_broker, "billing", "host-2 pid 9")
-    with pytest.raises(Fenced, match="host-2 pid 9") as caught:
+    with pytest.raises(errors.Fenced, match="host-2 pid 9") as caught:
         old.commit(Deadline(5))
     assert caught.value.newer == "host-2 pid 9"
     commit(new, "orders", b"new")
@@ -312,15 +303,15 @@ def test_an_id_is_opened_by_its_first_preparing_writer_and_refused_to_one_of_an_
     first = opened()
     old = open_writer(first, "billing")
     open_preparing(opened(), "billing", "elsewhere").close()
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         commit(old, "orders", b"1")
-    with pytest.raises(Fenced, match="elsewhere"):
+    with pytest.raises(errors.Fenced, match="elsewhere"):
         open_preparing(first, "billing")
 
 
 def test_calls_that_share_the_connection_end_at_their_deadline(broker):
     with broker.session(Deadline(5)):
-        with pytest.raises(DeadlineExceeded, match="other calls"):
+        with pytest.raises(errors.DeadlineExceeded, match="other calls"):
             broker.admin.topics(Deadline(0.05))
     assert broker.admin.topics(Deadline(5)) == []
 
@@ -335,7 +326,7 @@ def test_a_writer_that_was_taken_for_dead_fails_one_transaction_and_goes_on(brok
     writer = open_writer(broker, "billing")
     begin(writer, "orders", b"1")
     give_up(broker, how)
-    with pytest.raises(TransactionAborted, match="was retired or deleted"):
+    with pytest.raises(errors.TransactionAborted, match="was retired or deleted"):
         writer.commit(Deadline(5))
     commit(writer, "orders", b"marker")
     commit(writer, "orders", b"another")
@@ -347,10 +338,10 @@ def test_a_writer_that_was_taken_for_dead_does_not_come_back_once_its_id_has_a_n
     writer = open_writer(broker, "billing")
     begin(writer)
     give_up(broker, "DELETE FROM writers")
-    with pytest.raises(TransactionAborted, match="was retired or deleted"):
+    with pytest.raises(errors.TransactionAborted, match="was retired or deleted"):
         writer.commit(Deadline(5))
     open_writer(opened(), "billing", "elsewhere")
-    with pytest.raises(Fenced, match="elsewhere"):
+    with pytest.raises(errors.Fenced, match="elsewhere"):
         begin(writer)
 
 
@@ -382,7 +373,7 @@ def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(open
     token = token_of(broker, writer, begin(writer, timeout=60))
     clock.ahead = 3_600_000
     assert status(opened(), token).state is TokenState.ABORTED
-    with pytest.raises(TransactionTimedOut):
+    with pytest.raises(errors.TransactionTimedOut):
         writer.commit(Deadline(5))
 
 
@@ -393,7 +384,7 @@ def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right
     clock.ahead = 3_600_000
     assert status(opened(), token).state is TokenState.ABORTED
     clock.ahead = 0
-    with pytest.raises(TransactionAborted):
+    with pytest.raises(errors.TransactionAborted):
         writer.commit(Deadline(5))
     assert status(broker, token).state is TokenState.ABORTED
     commit(writer, "orders", b"marker")
@@ -463,7 +454,7 @@ def test_a_commit_that_failed_counts_as_committed_if_it_happened_and_as_aborted_
     writer = open_writer(small)
     transaction = begin(writer, "orders", *sent)
     failing(small.store, happens=happens)
-    with nullcontext() if happens else pytest.raises(DeliveryFailed, match="the disk refuses"):
+    with nullcontext() if happens else pytest.raises(errors.DeliveryFailed, match="the disk refuses"):
         writer.commit(Deadline(5))
     state = status(small, token_of(small, writer, transaction)).state
     assert state is (TokenState.COMMITTED if happens else TokenState.ABORTED)
@@ -480,7 +471,7 @@ def test_an_outcome_is_unknown_until_the_file_can_tell_it(broker, monkeypatch, h
     failing(broker.store, happens=happens)
     with monkeypatch.context() as patch:
         patch.setattr("txnbridge_embedded.client.files.in_place", answers := Answers(True, False, False))
-        with pytest.raises(OutcomeUnknown):
+        with pytest.raises(errors.OutcomeUnknown):
             writer.commit(Deadline(5))
     assert answers.given
     token = token_of(broker, writer, transaction)
@@ -551,7 +542,7 @@ def test_a_topic_that_another_process_deletes_meanwhile_aborts_the_whole_transac
     begin(writer, "audit", b"1")
     send(writer, "orders", b"1")
     other.admin.delete_topic("orders", Deadline(5))
-    with pytest.raises(DeliveryFailed, match="deleted"):
+    with pytest.raises(errors.DeliveryFailed, match="deleted"):
         writer.commit(Deadline(5))
     assert values(broker, "audit") == []
     begin(writer)

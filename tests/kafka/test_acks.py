@@ -15,17 +15,7 @@ from txnbridge_kafka.client.librdkafka import GroupMembership, membership_of
 
 import txnbridge
 from tests.in_time import within
-from txnbridge import (
-    Abort,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    Event,
-    Outcome,
-    OutcomeUnknown,
-    State,
-    TransactionAborted,
-)
-from txnbridge.errors import BackendMissing
+from txnbridge import Event, Outcome, State, errors
 from txnbridge.testing import listening
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
@@ -44,7 +34,7 @@ def test_a_membership_is_read_from_the_clients_metadata(
 
 @given(st.binary() | st.binary().map(lambda rest: b"CGMDv2:" + rest))
 def test_a_group_membership_that_cannot_be_parsed_is_told_as_another_version(told: bytes) -> None:
-    with suppress(BackendMissing):
+    with suppress(errors.BackendMissing):
         membership_of(told)
 
 
@@ -77,7 +67,7 @@ def restart(mortal: brokers.Broker) -> Callable[[], None]:
 
 
 def readable(bridge: txnbridge.Bridge, topic: str) -> list[txnbridge.Message]:
-    with suppress(BrokerUnavailable):
+    with suppress(errors.BrokerUnavailable):
         return bridge.read(topic, 1000)
     return []
 
@@ -87,7 +77,7 @@ def test_acknowledgements_alone_are_committed_and_aborted(bridge: txnbridge.Brid
     with bridge.consumer(topic, group) as consumer:
         with bridge.transaction() as txn:
             txn.ack(take(consumer, 2))
-            raise Abort
+            raise errors.Abort
         (first, second) = take(consumer, 2)
         for message in (first, second):
             with bridge.transaction() as txn:
@@ -106,7 +96,7 @@ def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(
     ended: list[State] = []
     with bridge.consumer(source, group) as consumer:
         while len(ended) < RESTARTS or consumer.lag().get((source, 0), 1):
-            with suppress(TransactionAborted, BrokerUnavailable, OutcomeUnknown):
+            with suppress(errors.TransactionAborted, errors.BrokerUnavailable, errors.OutcomeUnknown):
                 batch = consumer.poll(1)
                 if not batch:
                     continue
@@ -185,7 +175,7 @@ def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
             processor = own.processor(
                 source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=60, stop_timeout=20
             )
-            with within(20), pytest.raises(DeadlineExceeded, match="will be redelivered"), processor:
+            with within(20), pytest.raises(errors.DeadlineExceeded, match="will be redelivered"), processor:
                 eventually(lambda: bool(killed), "the broker is gone")
             eventually(lambda: not processor._thread.is_alive(), "its thread ends")  # type: ignore[union-attr]
     finally:

@@ -35,17 +35,8 @@ from tests.failing import raising
 from tests.in_time import takes, within
 from tests.kafka.kit import stand_still, topics_of, without_epoch_bumps
 from tests.keeping import keeping
-from txnbridge import Bridge, Outcome
+from txnbridge import Bridge, Outcome, errors
 from txnbridge._base.events import Emitter
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    StorageFailed,
-)
 from txnbridge.spi import Advice, Context, Deadline, Decision, Ledger, OpenTransaction
 
 LONG = 30.0
@@ -200,7 +191,7 @@ def test_a_topic_is_created_with_its_retention(bridge, unique):
 
 
 def test_a_name_that_kafka_does_not_take_is_refused(make_admin):
-    with pytest.raises(InvalidOption, match="name is invalid"):
+    with pytest.raises(errors.InvalidOption, match="name is invalid"):
         make_admin().create_topic("no spaces", 1, Deadline(LONG))
 
 
@@ -225,9 +216,9 @@ def test_topics_of_ours_and_of_kafka_are_internal(bridge, topic, owner):
 
 def test_a_topic_that_does_not_exist_cannot_be_deleted_or_grown(bridge, unique):
     missing = unique("missing")
-    with pytest.raises(NotFound, match=missing):
+    with pytest.raises(errors.NotFound, match=missing):
         bridge.admin.delete_topic(missing)
-    with pytest.raises(NotFound, match=missing):
+    with pytest.raises(errors.NotFound, match=missing):
         bridge.admin.grow_topic(missing, 3)
 
 
@@ -235,20 +226,20 @@ def test_partitions_become_more_and_never_fewer(bridge, topic):
     bridge.admin.grow_topic(topic, 5)
     bridge.admin.grow_topic(topic, 5)
     assert bridge.admin.topic(topic).partitions == 5
-    with pytest.raises(InvalidOption, match="cannot become fewer"):
+    with pytest.raises(errors.InvalidOption, match="cannot become fewer"):
         bridge.admin.grow_topic(topic, 2)
 
 
 def test_a_topic_is_not_deleted_while_a_transaction_holds_messages_there(bridge, kafka_broker, topic, unique):
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
-    with pytest.raises(InvalidState, match="in use"):
+    with pytest.raises(errors.InvalidState, match="in use"):
         bridge.admin.delete_topic(topic)
     bridge.commit(str(txn.token))
     id = unique("writer")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"open")
-    with pytest.raises(InvalidState, match=id):
+    with pytest.raises(errors.InvalidState, match=id):
         bridge.admin.delete_topic(topic)
     producer.commit_transaction(LONG)
     assert wait_until(lambda: not listed(bridge, id), LONG)
@@ -267,7 +258,7 @@ def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge,
     assert wait_until(lambda: topic not in [found.name for found in bridge.admin.topics()], LONG)
 
     monkeypatch.setattr(admin, "_unended", lambda deadline: [ending])
-    with pytest.raises(InvalidState, match="writer"):
+    with pytest.raises(errors.InvalidState, match="writer"):
         admin.delete_topic(topic, Deadline(0.1))
 
 
@@ -275,7 +266,7 @@ def test_a_broker_that_died_and_is_still_counted_does_not_hold_up_what_the_other
     topics = topics_of(settings_of(kafka_broker))
     with within(0):
         assert list(topics.broker_configs([99, 1], Deadline(100))) == ["1"]
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         topics.broker_configs([99], Deadline(0.5))
 
 
@@ -347,7 +338,7 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     broker, proxy = guarded
     settings = settings_of(proxy, **as_guest(proxy))
     name = "_txnbridge-log-guests"
-    with pytest.raises(AccessDenied) as told:
+    with pytest.raises(errors.AccessDenied) as told:
         topics_of(settings).create_internal_topic(name, Deadline(LONG))
     text = str(told.value)
     assert PASSWORD not in text
@@ -382,7 +373,7 @@ def test_the_doctor_says_what_it_may_not_see(guarded, make_admin):
     assert [advice.level for advice in unread] == ["warning"]
     grant(broker, "seen", ["READ"])
     assert not any("may not read" in advice.text for advice in admin.check(Deadline(LONG)))
-    with pytest.raises(AccessDenied):
+    with pytest.raises(errors.AccessDenied):
         admin.end("somebodys.0", Decision.ABORT, Deadline(LONG))
     assert admin.transactions(Deadline(LONG)) == []
 
@@ -405,7 +396,7 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_b
     admin = make_admin()
     stand_still(kafka_broker)
     try:
-        takes(0.5, BrokerUnavailable, lambda deadline: call(admin, deadline))
+        takes(0.5, errors.BrokerUnavailable, lambda deadline: call(admin, deadline))
     finally:
         kafka_broker.resume()
 
@@ -414,7 +405,7 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_b
 
 
 def test_a_client_that_is_late_itself_is_an_error_of_ours():
-    takes(0.2, DeadlineExceeded, lambda deadline: result_of(Future(), "asking", deadline))
+    takes(0.2, errors.DeadlineExceeded, lambda deadline: result_of(Future(), "asking", deadline))
 
 
 def test_the_owner_of_a_writers_id():
@@ -481,7 +472,7 @@ def test_another_programs_transaction_is_listed_under_its_own_name_and_can_only_
     write(producer, topic, b"open")
     (found,) = listed(bridge, id)
     assert (found.transaction, found.state) == (id, "open")
-    with pytest.raises(InvalidState, match="only its writer can commit"):
+    with pytest.raises(errors.InvalidState, match="only its writer can commit"):
         bridge.admin.commit(id)
     assert bridge.admin.abort(id) is Outcome.ABORTED
     with pytest.raises(KafkaException):
@@ -492,13 +483,13 @@ def test_another_programs_transaction_is_listed_under_its_own_name_and_can_only_
 
 def test_an_unknown_or_ended_transaction_is_not_found(bridge, kafka_broker, topic, owner):
     for name in ("nobody", "nobody.0", "nobody.p0", "nobody/12/3"):
-        with pytest.raises(NotFound, match=name):
+        with pytest.raises(errors.NotFound, match=name):
             bridge.admin.abort(name)
     producer = producer_of(kafka_broker, f"{owner}.77")
     write(producer, topic, b"open")
     producer.commit_transaction(LONG)
     assert wait_until(lambda: listed(bridge, owner) == [], LONG)
-    with pytest.raises(NotFound, match="has ended"):
+    with pytest.raises(errors.NotFound, match="has ended"):
         bridge.admin.abort(f"{owner}.77")
 
 
@@ -530,7 +521,7 @@ def test_an_unreadable_log_hides_no_transaction_and_its_prepared_ones_are_not_ab
     with bridge.transaction(prepare=True) as txn:
         txn.send("data", b"prepared")
     assert {one.transaction: one.state for one in bridge.admin.transactions()} == {"odd.p0": "open", txn.id: "prepared"}
-    with pytest.raises(InvalidOption, match="_txnbridge-log-odd"):
+    with pytest.raises(errors.InvalidOption, match="_txnbridge-log-odd"):
         bridge.admin.abort("odd.p0")
     assert bridge.admin.abort(txn.id) is Outcome.ABORTED
     topics.delete("_txnbridge-log-odd", Deadline(LONG))
@@ -617,7 +608,7 @@ def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too
     one = hold(True)
     (active,) = one.admin.requests.producers([(one.topic, 0)], Deadline(LONG))[one.topic, 0]
     assert active.coordinator_epoch > 0
-    with monkeypatch.context() as unasked, pytest.raises(BrokerUnavailable, match="52"):
+    with monkeypatch.context() as unasked, pytest.raises(errors.BrokerUnavailable, match="52"):
         unasked.setattr(one.admin.requests, "producers", lambda *_: {})
         one.admin.requests.write_markers(active.pid, active.epoch, True, [(one.topic, 0)], Deadline(LONG))
     one.admin.repair(one.id, Deadline(LONG))
@@ -636,10 +627,10 @@ def test_a_repair_after_which_the_writer_goes_on(hold):
 def test_a_transaction_that_has_not_ended_is_not_repaired(bridge, kafka_broker, topic, owner):
     producer = producer_of(kafka_broker, f"{owner}.77")
     write(producer, topic, b"open")
-    with pytest.raises(InvalidState, match="has not ended"):
+    with pytest.raises(errors.InvalidState, match="has not ended"):
         bridge.admin.repair(f"{owner}.77")
     producer.commit_transaction(LONG)
-    with pytest.raises(NotFound):
+    with pytest.raises(errors.NotFound):
         bridge.admin.repair("nobody.0")
 
 
@@ -654,7 +645,7 @@ def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
         return look(*args, **kwargs)
 
     monkeypatch.setattr(requests, "producers", meanwhile)
-    with pytest.raises(InvalidState, match="in use: stop its writer"):
+    with pytest.raises(errors.InvalidState, match="in use: stop its writer"):
         one.admin.repair(one.id, Deadline(LONG))
     monkeypatch.undo()
     assert one.visible() == [b"before"]
@@ -718,7 +709,7 @@ def test_a_repair_does_not_guess_an_outcome_that_the_coordinators_log_no_longer_
     monkeypatch.setattr(
         hanging_transactions, "recorded_decisions", lambda *_: []
     )  # compaction leaves an id's last state only
-    with pytest.raises(InvalidState, match="no longer in its coordinator's log"):
+    with pytest.raises(errors.InvalidState, match="no longer in its coordinator's log"):
         one.admin.repair(one.id, Deadline(LONG))
     assert one.visible() == [b"before"]
 
@@ -774,7 +765,7 @@ def test_a_record_of_the_coordinators_log_is_read_in_both_versions(record):
 
 
 def test_a_record_of_another_form_is_not_guessed_at():
-    with pytest.raises(StorageFailed, match="__transaction_state"):
+    with pytest.raises(errors.StorageFailed, match="__transaction_state"):
         state_log.parsed_state_record(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
@@ -785,7 +776,7 @@ def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold, 
     assert wait_until(lambda: not one.admin.requests.describe([one.id], Deadline(LONG)), LONG)
     (advice,) = problems(one.admin, f"producer {pid}")
     assert f"{one.topic}[0]" in advice.text
-    with pytest.raises(NotFound):
+    with pytest.raises(errors.NotFound):
         one.admin.repair(one.id, Deadline(LONG))
 
 

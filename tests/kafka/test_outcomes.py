@@ -18,18 +18,7 @@ from txnbridge_conformance.plugin import Connect, RunChild
 import txnbridge
 from tests.in_time import within
 from tests.kafka.kit import describe, flush, writer_of
-from txnbridge import (
-    Bridge,
-    DeadlineExceeded,
-    EvidenceLost,
-    Fenced,
-    Outcome,
-    OutcomeUnknown,
-    Token,
-    TokenState,
-    TransactionAborted,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Outcome, Token, TokenState, errors
 
 _silent = logging.getLogger("tests.kafka.outcomes")
 _silent.addHandler(logging.NullHandler())
@@ -47,7 +36,7 @@ def through(proxy: faults.Proxy) -> Iterator[Bridge]:
 
 def unknown(bridge: Bridge, topic: str, value: bytes) -> str:
     """Commit one message, and be told that nobody knows; returns the token."""
-    with within(SECONDS), pytest.raises(OutcomeUnknown) as caught:
+    with within(SECONDS), pytest.raises(errors.OutcomeUnknown) as caught:
         send(bridge, topic, value)
     assert caught.value.token
     return caught.value.token
@@ -103,7 +92,7 @@ def test_a_transaction_never_stored_is_aborted_although_the_coordinator_shows_th
 ) -> None:
     send(through, topic, b"0")
     hold = proxy.hold(requests=request_kind, count=None)
-    with pytest.raises(TxnBridgeError) as caught:
+    with pytest.raises(errors.TxnBridgeError) as caught:
         with through.transaction() as txn:
             txn.send(topic, b"never")
     assert txn.outcome is Outcome.ABORTED, caught.value
@@ -151,7 +140,7 @@ def test_a_commit_whose_answer_is_lost_stays_committed_when_a_stranger_aborts_on
         stranger.abort_transaction(30)
         hold.drop()
         proxy.cut()
-        with suppress(Fenced):
+        with suppress(errors.Fenced):
             committing.result(60)
     assert txn.outcome is Outcome.COMMITTED
     assert values(seen(bridge, topic)) == [b"0", b"1"]
@@ -207,7 +196,7 @@ def test_a_commit_whose_coordinator_dies_and_stays_away_is_unknown_until_it_is_a
         try:
             hold.drop()
             proxy.cut()
-            with pytest.raises(OutcomeUnknown) as caught:
+            with pytest.raises(errors.OutcomeUnknown) as caught:
                 committing.result(60)
         finally:
             kafka_broker.start()
@@ -229,10 +218,10 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(
     kafka_broker.pause()
     try:
         with within(SECONDS):
-            with pytest.raises(TxnBridgeError):
+            with pytest.raises(errors.TxnBridgeError):
                 txn.commit()
             if txn.outcome is None:
-                with pytest.raises(TxnBridgeError):
+                with pytest.raises(errors.TxnBridgeError):
                     txn.abort()
         assert txn.outcome is Outcome.UNKNOWN
     finally:
@@ -248,7 +237,7 @@ def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_
 ) -> None:
     slow = connect(writers=1, timeout=1.5)
     send(slow, topic, b"0")
-    with pytest.raises(DeadlineExceeded, match="the transaction"):
+    with pytest.raises(errors.DeadlineExceeded, match="the transaction"):
         with slow.transaction() as txn:
             txn.send(topic, b"never")
             flush(txn)
@@ -302,7 +291,7 @@ def test_an_id_that_the_broker_forgot_aborts_one_transaction_at_most_and_works_a
             try:
                 send(bridge, "topic", b"1")
                 break
-            except TransactionAborted:
+            except errors.TransactionAborted:
                 failed += 1
         assert failed <= 1
         assert values(seen(bridge, "topic")) == [b"0", b"1"]
@@ -323,7 +312,7 @@ def test_the_outcome_of_a_token_whose_id_is_forgotten_comes_from_the_log_or_is_u
         assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
         assert "has expired" in status.reason
         for end in (bridge.commit, bridge.abort):
-            with pytest.raises(EvidenceLost):
+            with pytest.raises(errors.EvidenceLost):
                 end(token)
         assert values(bridge.read("topic", limit=10)) == [b"1"]
 

@@ -24,15 +24,7 @@ from tests.in_time import wait_until, within
 from tests.kafka.kit import topics_of
 from tests.kafka.mock_kit import produce
 from tests.keeping import keeping
-from txnbridge.errors import (
-    AccessDenied,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    PositionLost,
-    StorageFailed,
-)
+from txnbridge import errors
 from txnbridge.spi import Context, Deadline, Emitter, Subscription
 from txnbridge.testing import Child, tell
 
@@ -116,7 +108,7 @@ class Member(reading_kit.Polling):
         self.cluster.requests.close()
 
     def closed_or_late(self):
-        with suppress(DeadlineExceeded):
+        with suppress(errors.DeadlineExceeded):
             self.reader.close(Deadline(1))
         self.cluster.requests.close()
 
@@ -323,12 +315,12 @@ def test_a_topic_that_is_deleted_is_not_found_any_more(cluster, join):
     member = join(topic, None)
     for done in cluster.admin.delete_topics([topic]).values():
         done.result(20)
-    with pytest.raises(NotFound):
+    with pytest.raises(errors.NotFound):
         member.take(1)
 
 
 def test_a_setting_that_the_client_does_not_take_is_refused(cluster, join):
-    with pytest.raises(InvalidOption, match=r"fetch\.min\.bytes"):
+    with pytest.raises(errors.InvalidOption, match=r"fetch\.min\.bytes"):
         join(cluster.topic(), None, **{"fetch.min.bytes": -1})
 
 
@@ -455,7 +447,7 @@ def test_a_group_whose_positions_have_expired_is_told_and_does_not_begin_again(c
     cluster.expire(group)
     second = join(topic, group, kind)
     for _ in range(3):
-        with pytest.raises(PositionLost, match=r"offsets\.retention\.minutes"):
+        with pytest.raises(errors.PositionLost, match=r"offsets\.retention\.minutes"):
             second.take(1)
     second.seek({(topic, 0): (1,), (topic, 1): (2,)})
     assert sorted((m.partition, m.value) for m in second.take(3)) == [(0, b"1"), (0, b"2"), (1, b"2")]
@@ -490,7 +482,7 @@ def test_a_partition_added_to_a_groups_topic_is_read_from_its_beginning(cluster,
     assert newest == {"partitions": 1, "positions": [0, 0]}
     member.close()
     cluster.expire(group)
-    with pytest.raises(PositionLost):
+    with pytest.raises(errors.PositionLost):
         join(topic, group, kind, start=start).take(1)
 
 
@@ -534,7 +526,7 @@ def test_a_group_that_is_older_than_its_record_is_recorded(cluster, join, group)
 def test_without_the_right_to_the_decision_log_a_group_reads_and_says_so_once(cluster, join, group, caplog):
     class Denied(Openings):
         def newest_opening(self, deadline):
-            raise AccessDenied("not for you")
+            raise errors.AccessDenied("not for you")
 
     topics = cluster.topic(), cluster.topic()
     for topic in topics:
@@ -567,14 +559,14 @@ def test_trouble_with_the_decision_log_comes_out_of_the_poll_and_nothing_is_hand
 
         def opened(self, data, deadline):
             if self.full:
-                raise StorageFailed("disk full")
+                raise errors.StorageFailed("disk full")
             return super().opened(data, deadline)
 
     topic = cluster.topic()
     cluster.ledgers[f"group/{group}/{topic}"] = ledger = Full()
     cluster.write(topic, b"1")
     member = join(topic, group)
-    with pytest.raises(StorageFailed):
+    with pytest.raises(errors.StorageFailed):
         member.take(1)
     ledger.full = False
     assert values(member.take(1)) == [b"1"]
@@ -599,17 +591,17 @@ def test_messages_that_retention_removed_raise_position_lost_and_are_not_skipped
             member.take(5)
             cluster.trim(topic, 0, 8)
             member.seek({(topic, 0): (8,)})
-            with pytest.raises(PositionLost, match="before 8"):
+            with pytest.raises(errors.PositionLost, match="before 8"):
                 member.seek({(topic, 0): (2,)})
             assert values(member.take(2)) == [b"8", b"9"]
             continue
         found = []
-        with pytest.raises(PositionLost, match=rf"is 3 in {topic}\[0\].* before 6"):
+        with pytest.raises(errors.PositionLost, match=rf"is 3 in {topic}\[0\].* before 6"):
             while True:
                 found += member.take(1)
         assert values(found) == [b"other"]
         assert member.positions()[topic, 0] == (3,)
-        with pytest.raises(PositionLost, match="before 6"):
+        with pytest.raises(errors.PositionLost, match="before 6"):
             member.seek({(topic, 0): (5,)})
         member.seek({(topic, 0): (6,)})
         assert values(member.take(4)) == numbered(6, 10)
@@ -626,7 +618,7 @@ def test_messages_that_retention_removes_under_a_reader_raise_position_lost(clus
     member.pause([(topic, 0)])
     cluster.trim(topic, 0, 6)
     member.resume([(topic, 0)])
-    with pytest.raises(PositionLost, match=r"is 3 .* before 6"):
+    with pytest.raises(errors.PositionLost, match=r"is 3 .* before 6"):
         member.take(1)
     member.seek({(topic, 0): (6,)})
     assert values(member.take(4)) == numbered(6, 10)
@@ -637,7 +629,7 @@ def test_a_position_beyond_the_end_is_told(cluster, join):
     cluster.write(topic, b"1")
     member = join(topic, None)
     member.seek({(topic, 0): (100,)})
-    with pytest.raises(PositionLost, match=r"is 100 .* ends at 2"):
+    with pytest.raises(errors.PositionLost, match=r"is 100 .* ends at 2"):
         member.take(1)
 
 
@@ -719,10 +711,10 @@ def test_a_message_given_back_comes_again_with_those_behind_it(cluster, join, gr
 def test_a_position_that_is_none_and_a_partition_that_is_not_here_are_refused(cluster, join):
     topic = cluster.topic()
     member = join(topic, None)
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         member.seek({(topic, 0): (1, 2)})
     for call in (lambda: member.seek({(topic, 5): (0,)}), lambda: member.pause([(topic, 5)])):
-        with pytest.raises(InvalidState, match=rf"{topic}\[5\]"):
+        with pytest.raises(errors.InvalidState, match=rf"{topic}\[5\]"):
             call()
 
 
@@ -915,9 +907,9 @@ def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_
     while member.poll(timeout=0.5):
         pass  # what was fetched before
     assert bounded(member.reader.poll, 10, Deadline(0.5)) == []
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         bounded(member.reader.lag, Deadline(0.5))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         bounded(member.reader.seek_to_time, 0, Deadline(0.5))
     member.seek({(topic, 0): (2,)})  # within what was read: nothing is asked
     assert bounded(member.reader.poll, 10, Deadline(0.5)) == []

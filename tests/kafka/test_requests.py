@@ -34,15 +34,7 @@ from tests.in_time import takes
 from tests.kafka.kit import stand_still, without_epoch_bumps
 from tests.kafka.test_admin import visible
 from tests.keeping import keeping
-from txnbridge.errors import (
-    BrokerUnavailable,
-    DeadlineExceeded,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    NotSupported,
-    OutcomeUnknown,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
@@ -515,7 +507,7 @@ def test_a_group_is_added_to_an_empty_transaction_which_makes_it_open(world):
     assert told.state == "Ongoing" and told.start is not None
     assert [topic for topic, _ in told.partitions] == ["__consumer_offsets"]
     assert world.end(who, ABORT).code == 0
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         world.requests.add_offsets(world.id, who[0], who[1] + 7, "some-group", Deadline(LONG))
     del producer
 
@@ -532,7 +524,7 @@ def test_opening_an_id_ends_what_is_open_and_shuts_the_owner_out(world):
 
 
 def test_a_time_out_above_the_brokers_limit_is_refused_with_its_name(world):
-    with pytest.raises(InvalidOption, match=r"transaction\.max\.timeout\.ms"):
+    with pytest.raises(errors.InvalidOption, match=r"transaction\.max\.timeout\.ms"):
         world.requests.fence(world.id, 900_001, Deadline(LONG))
 
 
@@ -542,7 +534,7 @@ def test_a_marker_ends_a_transaction_in_its_partition(world):
     pid, epoch = world.begun()
     world.requests.write_markers(pid, epoch, COMMIT, [(world.topic, 0)], Deadline(LONG))
     assert world.visible() == [world.id.encode()]
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         world.requests.write_markers(pid, epoch - 1, COMMIT, [(world.topic, 0)], Deadline(LONG))
 
 
@@ -572,7 +564,7 @@ ALL: dict[str, Callable[[Requests, Deadline], object]] = {
 
 
 def check_in_time(call: Callable[[Requests, Deadline], object], ours: Requests, seconds: float) -> None:
-    told = takes(seconds, DeadlineExceeded, lambda deadline: call(ours, deadline))
+    told = takes(seconds, errors.DeadlineExceeded, lambda deadline: call(ours, deadline))
     assert f"deadline of {seconds:g} s" in str(told)
 
 
@@ -602,7 +594,7 @@ def test_without_a_broker_every_call_ends_by_its_deadline(call):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid", "no..host"])
 def test_a_bridge_to_an_address_where_nothing_listens_says_so_in_one_line_without_waiting(host):
-    with pytest.raises(BrokerUnavailable, match=f"nothing listens at {host}:1 .* correct the URL") as refused:
+    with pytest.raises(errors.BrokerUnavailable, match=f"nothing listens at {host}:1 .* correct the URL") as refused:
         txnbridge.connect(f"kafka://{host}:1", timeout=600)
     assert "\n" not in str(refused.value)
     shown = "".join(traceback.format_exception(refused.value))
@@ -617,7 +609,7 @@ def test_a_server_that_refuses_does_not_keep_the_next_one_from_being_asked(kafka
 @pytest.mark.parametrize("call", ALL.values(), ids=ALL)
 def test_a_deadline_that_has_passed_asks_nothing(call):
     ours = Requests(settings_for("127.0.0.1:1"))
-    with pytest.raises(DeadlineExceeded, match="no time was left"):
+    with pytest.raises(errors.DeadlineExceeded, match="no time was left"):
         call(ours, Deadline(0))
     ours.close()
 
@@ -636,7 +628,7 @@ def test_a_broker_that_stands_still_for_a_moment_is_waited_for(world, kafka_brok
 def test_an_end_that_was_never_asked_for_is_not_called_unknown(world, kafka_broker, paused):
     who = world.begun()
     paused()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         world.requests.end(world.id, *who, COMMIT, Deadline(0.5))
     kafka_broker.resume()
     assert world.described().state == "Ongoing"
@@ -654,9 +646,9 @@ def test_an_end_that_was_asked_for_and_not_answered_is_unknown(world, through):
     proxy, ours = through
     who = world.begun()
     hold = proxy.hold(requests="EndTxn")
-    with pytest.raises(OutcomeUnknown) as told:
+    with pytest.raises(errors.OutcomeUnknown) as told:
         ours.end(world.id, *who, COMMIT, Deadline(1))
-    assert isinstance(told.value.__cause__, DeadlineExceeded)
+    assert isinstance(told.value.__cause__, errors.DeadlineExceeded)
     hold.wait()
     assert world.described().state == "Ongoing"
     hold.release()
@@ -683,7 +675,9 @@ def test_a_connection_that_was_cut_while_nobody_used_it_is_replaced(world, throu
     for _ in range(3):
         ours.describe([world.id], Deadline(LONG))
         proxy.cut()
-    with pytest.raises(DeadlineExceeded):  # not unknown: nothing was sent into a connection that is known to be dead
+    with pytest.raises(
+        errors.DeadlineExceeded
+    ):  # not unknown: nothing was sent into a connection that is known to be dead
         proxy.close()
         ours.end(world.id, *who, COMMIT, Deadline(0.5))
     assert world.described().state == "Ongoing"
@@ -751,7 +745,7 @@ def test_closed_requests_refuse_a_call(world):
     world.requests.cluster_id(Deadline(LONG))
     world.requests.close()
     world.requests.close()
-    with pytest.raises(InvalidState, match="closed"):
+    with pytest.raises(errors.InvalidState, match="closed"):
         world.requests.cluster_id(Deadline(LONG))
 
 
@@ -834,7 +828,7 @@ main(["demo", "kafka"])
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
     newer = replace(wire.DESCRIBE_TRANSACTIONS, forms={})
     monkeypatch.setattr(wire, "DESCRIBE_TRANSACTIONS", newer)
-    with pytest.raises(NotSupported, match=r"does not have DescribeTransactions, which Kafka has since 3\.0"):
+    with pytest.raises(errors.NotSupported, match=r"does not have DescribeTransactions, which Kafka has since 3\.0"):
         world.described()
 
 

@@ -21,17 +21,7 @@ from pyspark_txnbridge._write.transaction_cleanup import is_done
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from txnbridge import (
-    AccessDenied,
-    Admin,
-    Decision,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    NotSupported,
-    StorageFailed,
-    TransactionAborted,
-)
+from txnbridge import Admin, Decision, errors
 from txnbridge.testing import Child, crash_everywhere
 
 source = pytest.importorskip("pyspark_txnbridge._source", reason="needs PySpark")
@@ -255,13 +245,13 @@ def test_the_newer_of_two_drivers_wins(sink, query):
     by_older = write(sink, older, FIRST)
     forget()
     by_newer = write(sink, newer, FIRST)
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         _driver.commit(sink, by_older)
     _driver.abort(sink, by_older)
     _driver.commit(sink, by_newer)
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         write(sink, older, FIRST)
 
 
@@ -301,7 +291,7 @@ def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(s
 
 
 @mostly_embedded
-@pytest.mark.parametrize("kind", [AccessDenied, NotSupported])
+@pytest.mark.parametrize("kind", [errors.AccessDenied, errors.NotSupported])
 def test_where_no_transactions_are_listed_a_query_is_published(sink, query, monkeypatch, kind):
     def refuse(*_):
         raise kind("no transactions are listed here")
@@ -334,7 +324,7 @@ def test_a_transaction_that_cannot_be_ended_keeps_no_other_open(sink, query, bri
     def end_all_but_one(admin, transaction, **how):
         if not refused:
             refused.append(transaction)
-            raise AccessDenied("not this one")
+            raise errors.AccessDenied("not this one")
         return end(admin, transaction, **how)
 
     monkeypatch.setattr(type(bridge.admin), "abort", end_all_but_one)
@@ -374,7 +364,7 @@ def test_a_batch_that_was_given_up_takes_no_late_tasks_and_comes_again(sink, que
     identity = BatchId(query, "sink", 0, new_run())
     _driver.abort(sink, [*write(sink, identity, FIRST), None])
     assert left_open(sink, query) == []
-    with pytest.raises(TransactionAborted, match="too late"):
+    with pytest.raises(errors.TransactionAborted, match="too late"):
         write(sink, identity, FIRST)
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -387,7 +377,7 @@ def test_a_run_that_tries_a_batch_again_takes_no_late_tasks_of_its_first_attempt
     assert left_open(sink, query) == []
     second = replace(first, attempt=_driver.next_attempt(sink, first))
     written = write(sink, second, FIRST)
-    with pytest.raises(TransactionAborted, match="too late"):
+    with pytest.raises(errors.TransactionAborted, match="too late"):
         write(sink, first, FIRST)
     _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -411,7 +401,7 @@ def test_a_transaction_that_died_before_the_decision_stops_the_batch_and_nothing
     written = write(sink, identity, FIRST)
     with txnbridge.connect(sink.url) as bridge:
         bridge.abort(written[1].parts[0].token)
-    with pytest.raises(TransactionAborted, match="partition 1 is aborted before anybody decided"):
+    with pytest.raises(errors.TransactionAborted, match="partition 1 is aborted before anybody decided"):
         _driver.commit(sink, written)
     _driver.abort(sink, written)
     assert (published(sink), left_open(sink, query)) == ([], [])
@@ -439,7 +429,7 @@ def test_a_batch_that_took_too_long_is_not_decided(sink, query):
         )
         for report in write(sink, identity, FIRST)
     ]
-    with pytest.raises(TransactionAborted, match="took too long"):
+    with pytest.raises(errors.TransactionAborted, match="took too long"):
         _driver.commit(sink, written)
     assert published(sink) == []
 
@@ -501,7 +491,7 @@ def test_a_decision_of_somebody_else_that_gives_the_batch_up_is_respected(sink, 
     written = write(sink, identity, FIRST)
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         bridge.decisions().claim((query, "sink", 0, 0), Decision.ABORT, {"run": "an administrator"})
-    with pytest.raises(TransactionAborted):
+    with pytest.raises(errors.TransactionAborted):
         _driver.commit(sink, written)
     assert published(sink) == []
 
@@ -523,7 +513,7 @@ def test_a_later_batch_without_its_decision_log_is_refused_until_somebody_has_lo
     (tmp_path / "decisions.db").unlink()
     again = BatchId(query, "sink", 1, new_run())
     for _ in range(2):
-        with pytest.raises(EvidenceLost, match="knows of no batch"):
+        with pytest.raises(errors.EvidenceLost, match="knows of no batch"):
             run_batch(sink, again, [[1]])
         _driver.abort(sink, [], again)
         again = replace(again, run=new_run())
@@ -542,7 +532,7 @@ def test_a_first_batch_whose_decision_is_gone_is_refused_while_its_transactions_
     (tmp_path / "decisions.db").unlink()
     again = BatchId(query, "sink", 0, new_run())
     for _ in range(2):
-        with pytest.raises(EvidenceLost, match="which its decision log does not know"):
+        with pytest.raises(errors.EvidenceLost, match="which its decision log does not know"):
             run_batch(sink, again, FIRST)
         _driver.abort(sink, [], again)
         again = replace(again, run=new_run())
@@ -564,7 +554,7 @@ def test_a_sink_that_is_added_to_a_query_begins_where_the_query_is(sink, query):
 def test_a_task_that_reports_nothing_is_refused(sink, query):
     written = write(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     for messages in ([*written, None], [None, None], []):
-        with pytest.raises(InvalidOption, match="continuous"):
+        with pytest.raises(errors.InvalidOption, match="continuous"):
             _driver.commit(sink, messages)
     assert published(sink) == []
 
@@ -604,7 +594,7 @@ def test_a_batch_below_one_that_is_done_is_an_error_and_a_jobs_version_is_skippe
     """Spark repeats the last batch only: a lower number comes from another checkpoint, and has other rows."""
     for batch in range(4):
         run_batch(sink, BatchId(query, "sink", batch, new_run()), FIRST if batch == 3 else [[]])
-    with pytest.raises(InvalidOption, match=r"every batch up to 3 is done.*txnVersion=4"):
+    with pytest.raises(errors.InvalidOption, match=r"every batch up to 3 is done.*txnVersion=4"):
         run_batch(sink, BatchId(query, "sink", 2, new_run()), SECOND)
     run_batch(sink, BatchId(query, "sink", 2, new_run(), job=True), SECOND)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -616,7 +606,7 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
     sink = options(url, topic=f"out-{new_run()}", txnAppId=job)
     with Child(decide_and_die, (sink, job), kill="resolve/before/1") as child:
         child.stopped()
-    with pytest.raises(InvalidOption, match="is done, with 5 rows; now it has 2"):
+    with pytest.raises(errors.InvalidOption, match="is done, with 5 rows; now it has 2"):
         run_batch(sink, BatchId(job, "sink", 0, new_run()), SECOND[:1])
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, job) == []
@@ -630,7 +620,7 @@ def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_ro
     run_batch(sink, BatchId(job, "sink", version or 0, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
     assert published(sink) == [0, 1, 2, 3, 4]
     for other in ([[0, 1, 2, 3]], [[0, 1, 2, 3, 5]]):
-        with pytest.raises(InvalidOption, match="txnVersion used twice"):
+        with pytest.raises(errors.InvalidOption, match="txnVersion used twice"):
             run_batch(sink, BatchId(job, "sink", version or 0, new_run()), other)
     assert published(sink) == [0, 1, 2, 3, 4]
 
@@ -642,11 +632,11 @@ def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way
     first = BatchId(job, "sink", 0, new_run(), checkpoint="one")
     run_batch(sink, first, FIRST)
     changed = replace(first, batch=1, run=new_run())  # batch 0, from txnVersion=1 on
-    with pytest.raises(InvalidOption, match="numbers its batches from txnVersion=0, and now from 1"):
+    with pytest.raises(errors.InvalidOption, match="numbers its batches from txnVersion=0, and now from 1"):
         run_batch(replace(sink, version=1), changed, FIRST)
     with pytest.raises(BatchInDoubt, match="--skip 0"):
         run_batch(sink, replace(first, run=new_run()), SECOND)
-    with pytest.raises(InvalidOption, match=r"not the next one after batch 0.*txnVersion=1"):
+    with pytest.raises(errors.InvalidOption, match=r"not the next one after batch 0.*txnVersion=1"):
         run_batch(replace(sink, version=2), BatchId(job, "sink", 2, new_run(), checkpoint="two"), SECOND)
     run_batch(replace(sink, version=1), BatchId(job, "sink", 1, new_run(), checkpoint="two"), SECOND)
     assert published(sink) == list(range(8))
@@ -657,11 +647,11 @@ def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way
 def test_an_error_that_no_waiting_mends_is_raised_at_once_without_a_hint_at_a_wrong_option(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is tried again"))
     (tmp_path / "text.db").write_text("this is no database " * 100)
-    with pytest.raises(StorageFailed, match="not an SQLite database"):
+    with pytest.raises(errors.StorageFailed, match="not an SQLite database"):
         connect(options(f"embedded:{tmp_path / 'text.db'}"), "shop")
     log = options(f"embedded:{tmp_path / 'broker.db'}", decisionLog=f"sqlite:///{tmp_path / 'text.db'}")
-    with pytest.raises(StorageFailed, match="not a database"):
+    with pytest.raises(errors.StorageFailed, match="not a database"):
         with_session(log, BatchId("query", "sink", 0, "run"), lambda session: session.decisions.read("query"))
-    with pytest.raises(InvalidOption, match=r"timeout\.ms") as caught:
+    with pytest.raises(errors.InvalidOption, match=r"timeout\.ms") as caught:
         connect(options("kafka://127.0.0.1:9", **{"kafka.max.block.timeout.ms": "5"}), "shop")
     assert "commitTimeout" not in str(caught.value)

@@ -17,16 +17,7 @@ from tests.failing import raising
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
-from txnbridge import (
-    Bridge,
-    BrokerUnavailable,
-    Decision,
-    NotSupported,
-    Outcome,
-    OutcomeUnknown,
-    TransactionAborted,
-    spanning,
-)
+from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge.spi import Deadline, Half
 from txnbridge.sql.barrier import BarrierTable
 from txnbridge.sql.span import SpanResolver
@@ -70,7 +61,7 @@ def test_rows_and_messages_are_committed_together_or_not_at_all(pair, engine):
         span.on(pair[0]).send("sales", b"2")
         raise ValueError("a test says so")
     assert span.outcome is Outcome.ABORTED
-    with pytest.raises(TransactionAborted), spanning(*pair, db=engine) as span:
+    with pytest.raises(errors.TransactionAborted), spanning(*pair, db=engine) as span:
         span.db.exec_driver_sql("INSERT INTO sales VALUES (3)")
         span.on(pair[0]).send("sales", b"3")
         span.on(pair[0]).abort()
@@ -108,7 +99,7 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
     if committed:
         assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     else:
-        with pytest.raises(TransactionAborted):
+        with pytest.raises(errors.TransactionAborted):
             sell(pair, engine, 1)
     assert found(pair, engine) == [[1] * committed] * 3
 
@@ -116,12 +107,12 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
 def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(pair, engine, monkeypatch):
     def settle(*_: object) -> Decision:
         monkeypatch.undo()
-        monkeypatch.setattr(Bridge, "abort", raising(BrokerUnavailable("a test says so")))
+        monkeypatch.setattr(Bridge, "abort", raising(errors.BrokerUnavailable("a test says so")))
         return Decision.ABORT
 
     when_its_row_is_made(monkeypatch, raising(LOST))
     monkeypatch.setattr(BarrierTable, "settle", settle)
-    with pytest.raises(OutcomeUnknown), spanning(*pair, db=engine) as span:
+    with pytest.raises(errors.OutcomeUnknown), spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
     assert span.outcome is Outcome.UNKNOWN
 
@@ -131,7 +122,7 @@ def test_a_session_of_asyncio_is_refused_because_no_resolver_could_use_its_engin
     pytest.importorskip("aiosqlite")
 
     def work(session: orm.Session) -> None:
-        with pytest.raises(NotSupported, match="asyncio"):
+        with pytest.raises(errors.NotSupported, match="asyncio"):
             spanning(*pair, db=session)
 
     async def sell_one() -> None:
@@ -194,7 +185,7 @@ def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pai
         return before(self, transaction, deadline_at)
 
     monkeypatch.setattr(BarrierTable, "commit_row", come_late)
-    with pytest.raises(TransactionAborted):
+    with pytest.raises(errors.TransactionAborted):
         with spanning(*pair, db=engine) as span:
             for bridge in pair:
                 span.on(bridge).send("sales", b"1")

@@ -11,6 +11,7 @@ import pytest
 from tests.core.decisions_kit import MemoryLog, decoded
 from tests.failing import raising
 from tests.in_time import wait_until
+from txnbridge import errors
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.events import Emitter, Event
 from txnbridge._base.messages import Position
@@ -18,19 +19,6 @@ from txnbridge._base.timing import Timing
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, BodyPart, Claimed, encode
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    InvalidToken,
-    OutcomeUnknown,
-    StorageFailed,
-    TxnBridgeError,
-)
 
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 BATCH = ("query", "sink", 7, 0)
@@ -54,19 +42,19 @@ class FaultyLog(MemoryLog):
 
     def lose_answer(self, record: bytes) -> Position:
         super().append(record)
-        raise OutcomeUnknown("no answer")
+        raise errors.OutcomeUnknown("no answer")
 
     def lose_record(self, record: bytes) -> Position:
-        raise OutcomeUnknown("no answer")
+        raise errors.OutcomeUnknown("no answer")
 
     def refuse(self, record: bytes) -> Position:
-        raise BrokerUnavailable("not now")
+        raise errors.BrokerUnavailable("not now")
 
     def fill_up(self, record: bytes) -> Position:
-        raise StorageFailed("disk full")
+        raise errors.StorageFailed("disk full")
 
     def deny(self, record: bytes) -> Position:
-        raise AccessDenied("not any more")
+        raise errors.AccessDenied("not any more")
 
 
 @pytest.fixture
@@ -90,7 +78,7 @@ def kinds(log: MemoryLog) -> list[str]:
     return [record.kind for _, record in decoded(log.records)]
 
 
-def refused(call: Callable[[], object], log: MemoryLog, error: type[TxnBridgeError]) -> TxnBridgeError:
+def refused(call: Callable[[], object], log: MemoryLog, error: type[errors.TxnBridgeError]) -> errors.TxnBridgeError:
     """The call raises, and leaves nothing in the log."""
     before = list(log.records)
     with pytest.raises(error) as raised:
@@ -111,7 +99,7 @@ def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
     assert len(log.records) == before
 
 
-@pytest.mark.parametrize(("nth", "told"), [(1, OutcomeUnknown), (2, COMMIT)], ids=["judging", "tidying"])
+@pytest.mark.parametrize(("nth", "told"), [(1, errors.OutcomeUnknown), (2, COMMIT)], ids=["judging", "tidying"])
 def test_a_stored_claim_whose_deadline_passes_never_says_that_nothing_was_decided(join, monkeypatch, nth, told):
     """Another thread reads the log, and the broker keeps it waiting."""
     decisions = join()
@@ -130,7 +118,7 @@ def test_a_stored_claim_whose_deadline_passes_never_says_that_nothing_was_decide
         if looks is not None:
             looks += 1
         if looks == nth:
-            raise DeadlineExceeded("another thread reads")
+            raise errors.DeadlineExceeded("another thread reads")
         return looking(deadline)
 
     monkeypatch.setattr(follower, "append", append_it)
@@ -153,11 +141,11 @@ def test_ids_that_look_alike_are_different_ids(join):
 @pytest.mark.parametrize("id", ["", (), ("", 1), (7, "q"), ("q", 1.5), ("q", True), ("q", None), b"q", "x" * 2_000])
 def test_an_id_that_is_none_is_refused(join, log, id):
     decisions = join()
-    refused(lambda: decisions.claim(id, COMMIT), log, InvalidOption)
+    refused(lambda: decisions.claim(id, COMMIT), log, errors.InvalidOption)
 
 
 def test_only_commit_and_abort_can_be_claimed(join, log):
-    refused(lambda: join().claim("id", Decision.UNDECIDED), log, InvalidOption)
+    refused(lambda: join().claim("id", Decision.UNDECIDED), log, errors.InvalidOption)
 
 
 def test_a_call_that_would_write_an_unreadable_record_is_refused(join, log):
@@ -179,7 +167,7 @@ def test_a_call_that_would_write_an_unreadable_record_is_refused(join, log):
         lambda: decisions.ledger("X").record(b"prepare", "t1", {}, Deadline(5)),
         lambda: decisions.ledger("X").record("prepare", "t1", deep, Deadline(5)),
     ):
-        refused(call, log, InvalidOption)
+        refused(call, log, errors.InvalidOption)
     assert join().claim("id", COMMIT, {"as deep as": [[[["it may be"]]]]}).mine
 
 
@@ -187,7 +175,7 @@ def test_a_closed_log_says_so(join, log):
     decisions = join()
     decisions.close()
     decisions.close()
-    refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
+    refused(lambda: decisions.claim("id", COMMIT), log, errors.InvalidState)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
@@ -197,7 +185,7 @@ def test_after_a_fork_the_child_must_open_the_log_anew(join, log):
     if pid == 0:
         status = 1
         try:
-            refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
+            refused(lambda: decisions.claim("id", COMMIT), log, errors.InvalidState)
             status = 0
         finally:
             os._exit(status)
@@ -223,7 +211,7 @@ def test_without_any_answer_the_claim_is_unknown_and_known_as_ones_own_later(joi
     decisions = join()
     decisions.claim("other", COMMIT)
     log.appends = [log.lose_answer] + [log.lose_record] * 1_000
-    with pytest.raises(OutcomeUnknown, match="ask again"):
+    with pytest.raises(errors.OutcomeUnknown, match="ask again"):
         decisions.claim("id", COMMIT, timeout=0.2)
     log.appends = []
     claim = decisions.claim("id", ABORT)
@@ -234,9 +222,9 @@ def test_a_claim_that_was_certainly_not_stored_is_no_unknown_one(join, log):
     decisions = join()
     decisions.begin()
     log.appends = [log.refuse] * 1_000
-    refused(lambda: decisions.claim("id", COMMIT, timeout=1), log, BrokerUnavailable)
+    refused(lambda: decisions.claim("id", COMMIT, timeout=1), log, errors.BrokerUnavailable)
     log.appends = [log.fill_up]
-    refused(lambda: decisions.claim("id", COMMIT), log, StorageFailed)
+    refused(lambda: decisions.claim("id", COMMIT), log, errors.StorageFailed)
 
 
 @pytest.mark.parametrize("then", ["fill_up", "deny"])
@@ -244,16 +232,16 @@ def test_an_append_that_fails_for_good_after_a_lost_answer_leaves_the_claim_unkn
     decisions = join()
     decisions.begin()
     log.appends = [log.lose_record, getattr(log, then)]
-    refused(lambda: decisions.claim("id", COMMIT), log, OutcomeUnknown)
+    refused(lambda: decisions.claim("id", COMMIT), log, errors.OutcomeUnknown)
 
 
-@pytest.mark.parametrize("refused", [BrokerUnavailable, AccessDenied])
+@pytest.mark.parametrize("refused", [errors.BrokerUnavailable, errors.AccessDenied])
 def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch, refused):
     decisions = join()
     decisions.begin()
 
     monkeypatch.setattr(log, "read", raising(refused("gone")))
-    with pytest.raises(OutcomeUnknown, match="read back"):
+    with pytest.raises(errors.OutcomeUnknown, match="read back"):
         decisions.claim("id", COMMIT)
 
 
@@ -264,10 +252,10 @@ def test_an_old_copy_of_the_log_decides_nothing(join, log, monkeypatch):
     decisions.claim("id", COMMIT, begin=begin)
     with monkeypatch.context() as patched:
         patched.setattr(log, "read", lambda first, last, deadline: iter(r for r in old if r[0] >= (first or (0,))))
-        with pytest.raises(OutcomeUnknown):
+        with pytest.raises(errors.OutcomeUnknown):
             decisions.claim("other", COMMIT)
         patched.setattr(log, "end", lambda deadline: old[-1][0])
-        with pytest.raises(OutcomeUnknown, match="old copy"):
+        with pytest.raises(errors.OutcomeUnknown, match="old copy"):
             decisions.read("id")
     assert decisions.read("id", begin=begin).claim is not None
 
@@ -285,15 +273,15 @@ def test_the_token_of_one_process_is_decided_by_another(join):
 
 def test_another_record_at_the_presences_position_proves_nothing(join, log):
     begin = join().begin()
-    refused(lambda: join().claim("t1", ABORT, begin={**begin, "id": "another"}), log, EvidenceLost)
+    refused(lambda: join().claim("t1", ABORT, begin={**begin, "id": "another"}), log, errors.EvidenceLost)
 
 
 def test_a_log_that_ends_before_the_presence_proves_nothing(join, log):
     join().claim("id", COMMIT)
     begin = join().begin()
     log.truncate(log.records[-2][0])
-    refused(lambda: join().claim("t1", ABORT, begin=begin), log, OutcomeUnknown)
-    refused(lambda: join().read("t1", begin=begin), log, OutcomeUnknown)
+    refused(lambda: join().claim("t1", ABORT, begin=begin), log, errors.OutcomeUnknown)
+    refused(lambda: join().read("t1", begin=begin), log, errors.OutcomeUnknown)
 
 
 def test_a_log_that_lost_its_end_and_grew_again_is_noticed_by_a_process_that_had_read_it(join, log):
@@ -305,21 +293,21 @@ def test_a_log_that_lost_its_end_and_grew_again_is_noticed_by_a_process_that_had
     newcomer = join()
     for number in range(5):
         newcomer.claim(f"new-{number}", COMMIT)
-    with pytest.raises(EvidenceLost, match="truncated"):
+    with pytest.raises(errors.EvidenceLost, match="truncated"):
         other.claim("t2", ABORT, begin=begin)
-    refused(lambda: other.claim("t2", ABORT), log, EvidenceLost)
+    refused(lambda: other.claim("t2", ABORT), log, errors.EvidenceLost)
 
 
 def test_a_recreated_log_proves_nothing_to_a_process_that_knew_the_old_one(join, log):
     owner = join()
     begin = owner.begin()
     log.records, log.next = [], 0
-    refused(lambda: owner.read("id"), log, OutcomeUnknown)
-    refused(lambda: join().claim("t1", ABORT, begin=begin), log, EvidenceLost)
+    refused(lambda: owner.read("id"), log, errors.OutcomeUnknown)
+    refused(lambda: join().claim("t1", ABORT, begin=begin), log, errors.EvidenceLost)
     join().claim("id", COMMIT)
     join().claim("another", COMMIT)
-    refused(lambda: join().claim("t1", ABORT, begin=begin), log, EvidenceLost)
-    with pytest.raises(EvidenceLost):
+    refused(lambda: join().claim("t1", ABORT, begin=begin), log, errors.EvidenceLost)
+    with pytest.raises(errors.EvidenceLost):
         owner.read("id")
 
 
@@ -328,12 +316,12 @@ def test_an_id_that_a_token_carries_is_not_decided_a_second_time_without_it(join
     join().claim("t1", COMMIT, begin=begin)
     decisions = join()
     decisions.begin()
-    refused(lambda: decisions.claim("t1", ABORT), log, InvalidOption)
-    refused(lambda: decisions.read("t1"), log, InvalidOption)
+    refused(lambda: decisions.claim("t1", ABORT), log, errors.InvalidOption)
+    refused(lambda: decisions.read("t1"), log, errors.InvalidOption)
 
 
 def test_a_question_about_a_token_does_not_begin_a_log(join, log):
-    refused(lambda: join().read("t1", begin={"at": [3], "id": "gone"}), log, EvidenceLost)
+    refused(lambda: join().read("t1", begin={"at": [3], "id": "gone"}), log, errors.EvidenceLost)
     assert log.records == []
 
 
@@ -341,7 +329,7 @@ def test_a_question_about_a_token_does_not_begin_a_log(join, log):
     "begin", [{}, {"at": 3, "id": "x"}, {"at": [3]}, {"at": ["3"], "id": "x"}, {"at": [3], "id": 3}]
 )
 def test_a_begin_that_is_none_is_refused(join, log, begin):
-    refused(lambda: join().claim("t1", COMMIT, begin=begin), log, InvalidToken)
+    refused(lambda: join().claim("t1", COMMIT, begin=begin), log, errors.InvalidToken)
 
 
 def test_ids_without_a_token_need_the_log_from_its_birth_record_on(join, log):
@@ -350,12 +338,12 @@ def test_ids_without_a_token_need_the_log_from_its_birth_record_on(join, log):
     begin = owner.begin()
     log.trim(log.records[-1][0])
     newcomer = join()
-    refused(lambda: newcomer.claim(BATCH, ABORT), log, EvidenceLost)
-    refused(lambda: newcomer.read(BATCH), log, EvidenceLost)
-    refused(lambda: newcomer.claims("query"), log, EvidenceLost)
-    refused(lambda: newcomer.done(("query", "sink"), 7), log, EvidenceLost)
-    refused(lambda: newcomer.open("query"), log, EvidenceLost)
-    refused(lambda: newcomer.tidy(), log, EvidenceLost)
+    refused(lambda: newcomer.claim(BATCH, ABORT), log, errors.EvidenceLost)
+    refused(lambda: newcomer.read(BATCH), log, errors.EvidenceLost)
+    refused(lambda: newcomer.claims("query"), log, errors.EvidenceLost)
+    refused(lambda: newcomer.done(("query", "sink"), 7), log, errors.EvidenceLost)
+    refused(lambda: newcomer.open("query"), log, errors.EvidenceLost)
+    refused(lambda: newcomer.tidy(), log, errors.EvidenceLost)
     # What a token's evidence covers can still be decided.
     assert newcomer.claim("t1", COMMIT, begin=begin).decision is COMMIT
 
@@ -406,7 +394,7 @@ def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, l
     newcomer.open("X")
     for number in range(5):
         newcomer.claim(("q", number), COMMIT)
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         sleeper.claim("other", ABORT, opening=opening)
     assert kinds(log)[-1] == "claim"
     for process in (newcomer, join()):
@@ -423,7 +411,7 @@ def test_an_owner_that_was_replaced_gets_no_new_begin(join, clock):
     assert owner.begin(opening=opening) == owner.begin(opening=opening)
     join().open("X")
     clock.now += 10_000  # its presence must be renewed, and that takes reading on
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         owner.begin(opening=opening)
 
 
@@ -436,7 +424,7 @@ def test_an_owner_that_cannot_read_what_happened_meanwhile_gets_no_new_begin(joi
     newer.begin()
     log.trim(log.records[-1][0])  # by age, and no snapshot
     clock.now += 10_000
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         owner.begin(opening=opening)
 
 
@@ -459,7 +447,7 @@ def test_a_run_is_one_opening_however_many_tasks_open_it(join):
     openings = {join().open("query", name="run-1").number for _ in range(3)}
     assert openings == {1}
     assert join().open("query", name="run-2").number == 2
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         join().open("query", name="run-1")  # a late task
 
 
@@ -469,7 +457,7 @@ def test_a_late_task_is_told_so_also_after_its_runs_opening_was_trimmed(join, cl
     clock.now += 10_000
     join().tidy()
     join().tidy()
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         join().open("query", name="run-1")
 
 
@@ -478,7 +466,7 @@ def test_a_run_claims_for_the_batch_until_a_newer_run_opens(join):
     first = old.open("query", name="run-1")
     old.claim(("query", "sink", 0, 0), COMMIT, opening=first)
     second = new.open("query", name="run-2")
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         old.claim(("query", "sink", 1, 0), ABORT, opening=first)
     assert old.claim(("query", "sink", 0, 0), ABORT, opening=first).decision is COMMIT
     claim = new.claim(("query", "sink", 1, 0), COMMIT, opening=second)
@@ -494,7 +482,7 @@ def test_openings_that_race_are_put_in_a_row(join, log):
     winner = one.open("X")
     log.end = end
     assert other.open("X").number == 2
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         one.begin(opening=winner, timeout=Deadline(5)) if one.read("X") else None
 
 
@@ -502,7 +490,7 @@ def test_calls_in_one_reading_answer_as_of_its_begin_and_with_what_they_append(j
     one, other = join(), join()
     with one.reading_once():
         other.claim("seen later", COMMIT)
-        log.ends.append(BrokerUnavailable("asked for the log's end again"))
+        log.ends.append(errors.BrokerUnavailable("asked for the log's end again"))
         assert one.read("seen later").claim is None and not one.claims("seen later")
         assert one.open("query", name="run-1").number == 1
         assert one.claim("seen later", ABORT).decision is COMMIT
@@ -513,10 +501,10 @@ def test_calls_in_one_reading_answer_as_of_its_begin_and_with_what_they_append(j
 
 def test_another_thread_waits_for_the_end_of_a_reading(join):
     decisions = join()
-    refused: list[TxnBridgeError] = []
+    refused: list[errors.TxnBridgeError] = []
 
     def read():
-        with pytest.raises(DeadlineExceeded) as raised:
+        with pytest.raises(errors.DeadlineExceeded) as raised:
             decisions.read(BATCH, timeout=0.01)
         refused.append(raised.value)
 
@@ -554,7 +542,7 @@ def test_a_done_mark_never_goes_back_and_refuses_claims_up_to_it(join, log):
     decisions.done(("query", "sink"), 5)
     assert len(log.records) == before
     assert join().read(("query", "sink")).done_up_to == 5
-    refused(lambda: decisions.claim(("query", "sink", 5, 0), COMMIT), log, InvalidState)
+    refused(lambda: decisions.claim(("query", "sink", 5, 0), COMMIT), log, errors.InvalidState)
 
 
 # --- large data -----------------------------------------------------------------------------------------------------
@@ -614,7 +602,7 @@ def test_a_decision_whose_parts_are_gone_is_not_given_without_its_data(join, log
         (position, encode(Birth(log=record.log, nonce=record.nonce, at=0)) if isinstance(record, BodyPart) else raw)
         for (position, raw), (_, record) in zip(log.records, decoded(log.records), strict=True)
     ]
-    with pytest.raises(EvidenceLost, match="decided to commit"):
+    with pytest.raises(errors.EvidenceLost, match="decided to commit"):
         join().read(BATCH)
 
 
@@ -639,7 +627,7 @@ def test_a_log_is_tidied_by_itself_before_brokers_drop_records_by_age(join, cloc
 
 
 def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypatch, caplog):
-    monkeypatch.setattr(log, "trim", raising(BrokerUnavailable("no")))
+    monkeypatch.setattr(log, "trim", raising(errors.BrokerUnavailable("no")))
     decisions = join(tidy_after=1)
     assert decisions.claim("id", COMMIT).mine
     assert "could not be tidied" in caplog.text
@@ -723,28 +711,28 @@ def test_behind_an_unreadable_record_nobody_claims_or_answers(join, log):
     begin = decisions.begin()
     log.append(b"hello")
     for process in (join(), decisions):
-        error = refused(partial(process.read, "id"), log, OutcomeUnknown)
+        error = refused(partial(process.read, "id"), log, errors.OutcomeUnknown)
         assert str(list(log.end())) in str(error)
         assert "not written by txnbridge" in str(error)
-        refused(partial(process.claim, "t1", COMMIT, begin=begin), log, OutcomeUnknown)
-        refused(partial(process.claims, "q"), log, OutcomeUnknown)
-        refused(partial(process.open, "X"), log, OutcomeUnknown)
-        refused(partial(process.done, "q", 3), log, OutcomeUnknown)
-        refused(process.tidy, log, OutcomeUnknown)
-        refused(partial(process.ledger("X").find, "t1", Deadline(5)), log, OutcomeUnknown)
+        refused(partial(process.claim, "t1", COMMIT, begin=begin), log, errors.OutcomeUnknown)
+        refused(partial(process.claims, "q"), log, errors.OutcomeUnknown)
+        refused(partial(process.open, "X"), log, errors.OutcomeUnknown)
+        refused(partial(process.done, "q", 3), log, errors.OutcomeUnknown)
+        refused(process.tidy, log, errors.OutcomeUnknown)
+        refused(partial(process.ledger("X").find, "t1", Deadline(5)), log, errors.OutcomeUnknown)
 
 
 def test_a_record_of_a_newer_version_stops_a_process_that_cannot_read_it(join, log):
     raw = encode(Birth(log="x", nonce="y", at=1)).replace(b'{"txnbridge":2', b'{"txnbridge":3')
     join().claim("id", COMMIT)
     log.append(raw)
-    assert "upgrade" in str(refused(lambda: join().claim("other", COMMIT), log, OutcomeUnknown))
+    assert "upgrade" in str(refused(lambda: join().claim("other", COMMIT), log, errors.OutcomeUnknown))
 
 
 def test_a_log_that_begins_with_something_else_is_not_ours(join, log):
     log.append(b"somebody else's message")
-    refused(lambda: join().claim("id", COMMIT), log, OutcomeUnknown)
-    refused(lambda: join().read("id"), log, OutcomeUnknown)
+    refused(lambda: join().claim("id", COMMIT), log, errors.OutcomeUnknown)
+    refused(lambda: join().read("id"), log, errors.OutcomeUnknown)
 
 
 # --- the ledger -----------------------------------------------------------------------------------------------------
@@ -778,7 +766,7 @@ def test_a_ledger_lists_the_entries_of_a_kind_that_count_in_their_order(join):
     ledger.record("outcome", "t1", {}, Deadline(5))
     newer = join().ledger("X")
     newer.opened({}, Deadline(5))
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         ledger.record("prepare", "t4", {}, Deadline(5))
     newer.record("prepare", "t5", {}, Deadline(5))
     found = join().ledger("X").entries("prepare", Deadline(5))
@@ -797,7 +785,7 @@ def test_a_ledger_entry_whose_answer_was_lost_is_kept_once(join, log):
 
 def test_only_the_process_that_opened_an_id_records_for_the_id(join):
     join().ledger("X").opened({}, Deadline(5))
-    with pytest.raises(InvalidState, match="not opened by this process"):
+    with pytest.raises(errors.InvalidState, match="not opened by this process"):
         join().ledger("X").record("prepare", "t1", {}, Deadline(5))
 
 
@@ -813,7 +801,7 @@ def test_ledger_entries_live_as_long_as_a_token_may_be_asked_about(join, clock):
     join().tidy()
     join().tidy()
     assert join().ledger("X").find("t1", Deadline(5)) == []
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         join().ledger("X", begin).find("t1", Deadline(5))
 
 

@@ -23,20 +23,14 @@ from tests.in_time import Hold
 from tests.kill_walk import KillWalk
 from txnbridge import (
     Bridge,
-    DeadlineExceeded,
     Decision,
-    EvidenceLost,
-    Fenced,
     HalfMessages,
     HalfTransaction,
     Headers,
     Message,
-    NotSupported,
     Outcome,
-    OutcomeUnknown,
-    PositionLost,
-    TransactionAborted,
     connect,
+    errors,
     plugins,
 )
 from txnbridge._base.connection import Connection
@@ -179,21 +173,21 @@ def test_a_sender_that_loses_its_lane_keeps_its_deadline_while_another_thread_op
         if half.messages[0].value == b"late":
             has_lane.set()
             assert hold.asked.wait(60)
-        raise Fenced("the lane was opened again")
+        raise errors.Fenced("the lane was opened again")
 
     with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales, ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(half_lane.Lane, "store", lose)
         late = pool.submit(sell, sales, topic, b"late")
         assert has_lane.wait(60)
         monkeypatch.setattr(LaneGroup, "_topic_id", hold)
-        with hold.asked_by(lambda: sell(sales, topic, b"first")), pytest.raises(DeadlineExceeded):
+        with hold.asked_by(lambda: sell(sales, topic, b"first")), pytest.raises(errors.DeadlineExceeded):
             late.result(20)
 
 
 def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes(bridge, group, monkeypatch):
     hold = Hold()
     monkeypatch.setattr(LaneGroup, "_look", hold)
-    with hold.asked_by(lambda: lanes(bridge, group).checks(1, Deadline(60))), pytest.raises(DeadlineExceeded):
+    with hold.asked_by(lambda: lanes(bridge, group).checks(1, Deadline(60))), pytest.raises(errors.DeadlineExceeded):
         lanes(bridge, group).leave(Deadline(0.1))
 
 
@@ -264,7 +258,7 @@ def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_m
             with sales.transaction(end, timeout=5) as txn:
                 txn.send(topic, b"%d" % number)
             assert txn.outcome is Outcome.COMMITTED
-        with pytest.raises(TransactionAborted), sales.transaction(ABORT, timeout=5) as txn:
+        with pytest.raises(errors.TransactionAborted), sales.transaction(ABORT, timeout=5) as txn:
             txn.send(topic, b"never")
         assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == [b"0", b"1"]
@@ -286,7 +280,7 @@ def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(t
 
         sales = own.half_messages(group, execute=work, check=says(UNDECIDED))
         sales.close()
-        with pytest.raises(EvidenceLost), sales.transaction(timeout=1) as txn:
+        with pytest.raises(errors.EvidenceLost), sales.transaction(timeout=1) as txn:
             txn.send(topic, b"1")
         assert lanes(own, group).own_lane(own._connection.deadline()).topic == lanes(own, group).topic(1)
     assert values(seen(bridge, topic)) == [b"1"]
@@ -298,7 +292,7 @@ def test_an_end_whose_answer_is_lost_is_looked_up_and_not_repeated(bridge, topic
 
     def lose(writer: Any, deadline: Any) -> None:
         (writer.commit if stored else writer.abort)(deadline)
-        raise OutcomeUnknown("the answer is lost")
+        raise errors.OutcomeUnknown("the answer is lost")
 
     def work(txn: HalfTransaction, decision: Decision) -> Decision:
         lanes(bridge, group)._lanes[0]._writers.commit = lose
@@ -361,7 +355,7 @@ def test_a_refused_half_message_is_parked_and_published_once_possible_while_othe
 
     with connect(txnbridge_url, create_topics=0) as other:
         with other.half_messages(group, execute=delete, check=says(COMMIT)) as doomed:
-            with pytest.raises(OutcomeUnknown, match="parked"):
+            with pytest.raises(errors.OutcomeUnknown, match="parked"):
                 sell(doomed, gone, b"1")
         with other.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
             sell(sales, topic, b"2")
@@ -385,7 +379,7 @@ def test_half_messages_of_a_key_committed_behind_a_refused_one_wait_for_it(
         return COMMIT
 
     def sold(sales: HalfMessages, name: str, key: str, *more: str) -> str:
-        with suppress(OutcomeUnknown), sales.transaction(name) as txn:
+        with suppress(errors.OutcomeUnknown), sales.transaction(name) as txn:
             for each in (topic, *more):
                 txn.send(each, name.encode(), key=key)
         return txn.id
@@ -410,7 +404,7 @@ def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic
 
     def behind_a_trim(index: LaneIndex, deadline: Deadline) -> None:
         monkeypatch.setattr(LaneIndex, "read_all", read_all)
-        raise PositionLost("the half's holder has just removed old records")
+        raise errors.PositionLost("the half's holder has just removed old records")
 
     with (
         connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
@@ -505,7 +499,7 @@ def test_foreign_and_damaged_records_are_no_halves_and_newer_ones_are_refused() 
         for header in (bytes(data), whole[: source.randrange(len(whole))], source.randbytes(20)):
             read_record(_message(0, (("txnbridge-half", header),)))
     assert read_record(_message(0, (("other", b"{}"),))) is None
-    with pytest.raises(NotSupported, match="newer version"):
+    with pytest.raises(errors.NotSupported, match="newer version"):
         read_record(_message(0, (("txnbridge-half", b'{"v": 3}'),)))
 
 

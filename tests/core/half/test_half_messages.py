@@ -18,27 +18,7 @@ from tests.embedded.kit import rows
 from tests.failing import raising
 from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
-from txnbridge import (
-    Abort,
-    AccessDenied,
-    Bridge,
-    BrokerUnavailable,
-    Capability,
-    Decision,
-    EvidenceLost,
-    HalfMessages,
-    HalfTransaction,
-    InvalidOption,
-    InvalidState,
-    Message,
-    NotFound,
-    NotSupported,
-    Outcome,
-    OutcomeUnknown,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Capability, Decision, HalfMessages, HalfTransaction, Message, Outcome, errors
 from txnbridge._base.timing import Timing
 from txnbridge.spi import Deadline, Half, absent
 
@@ -85,14 +65,14 @@ def topics(bridge: Bridge) -> None:
 # --- what execute says ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("execute", [says(ABORT), raising(Abort)])
+@pytest.mark.parametrize("execute", [says(ABORT), raising(errors.Abort)])
 def test_a_half_message_that_execute_refuses_is_never_seen(bridge: Bridge, execute: Callable[..., Decision]) -> None:
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
         assert sell(sales).outcome is Outcome.ABORTED
     assert published(bridge) == NOTHING
 
 
-@pytest.mark.parametrize("error", [Abort, ZeroDivisionError])
+@pytest.mark.parametrize("error", [errors.Abort, ZeroDivisionError])
 def test_an_exception_in_the_block_stores_nothing_and_does_no_work(bridge: Bridge, error: type[Exception]) -> None:
     no_work = raising(AssertionError("no work"))
     with bridge.half_messages("shop", execute=no_work, check=says(COMMIT)) as sales:
@@ -104,7 +84,7 @@ def test_an_exception_in_the_block_stores_nothing_and_does_no_work(bridge: Bridg
 
 @pytest.mark.parametrize(
     ("execute", "error"),
-    [(raising(ZeroDivisionError), ZeroDivisionError), (says(UNDECIDED), None), (lambda *_: None, InvalidOption)],
+    [(raising(ZeroDivisionError), ZeroDivisionError), (says(UNDECIDED), None), (lambda *_: None, errors.InvalidOption)],
     ids=["raises", "undecided", "nonsense"],
 )
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
@@ -141,10 +121,10 @@ def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_sto
 
         def lost(store: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
             put(store, half, deadline)
-            raise OutcomeUnknown("the answer is lost")
+            raise errors.OutcomeUnknown("the answer is lost")
 
         monkeypatch.setattr(EmbeddedHalves, "put", lost)
-        with pytest.raises(BrokerUnavailable, match="nothing was done"):
+        with pytest.raises(errors.BrokerUnavailable, match="nothing was done"):
             sell(sales)
         monkeypatch.undo()
         assert (done, published(bridge)) == ([], NOTHING)
@@ -164,7 +144,7 @@ def test_a_block_that_outlasts_its_transaction_is_aborted_before_the_work(bridge
         return COMMIT
 
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
-        with pytest.raises(TransactionTimedOut), sales.transaction(timeout=0.01) as txn:
+        with pytest.raises(errors.TransactionTimedOut), sales.transaction(timeout=0.01) as txn:
             time.sleep(0.02)
     assert (txn.outcome, done) == (Outcome.ABORTED, [])
 
@@ -178,7 +158,7 @@ def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happen
             outcome = end(store, half, decision, deadline)
         if lost:
             lost.pop()
-            raise OutcomeUnknown("the answer is lost")
+            raise errors.OutcomeUnknown("the answer is lost")
         return outcome
 
     with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
@@ -187,9 +167,9 @@ def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happen
     assert published(bridge) == BOTH
 
 
-@pytest.mark.parametrize("error", [BrokerUnavailable, NotFound, AccessDenied])
+@pytest.mark.parametrize("error", [errors.BrokerUnavailable, errors.NotFound, errors.AccessDenied])
 def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, error: type[TxnBridgeError]
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, error: type[errors.TxnBridgeError]
 ) -> None:
     end, away = EmbeddedHalves.end, threading.Event()
     away.set()
@@ -201,7 +181,7 @@ def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(
 
     monkeypatch.setattr(EmbeddedHalves, "end", fail)
     with bridge.half_messages("shop", execute=says(COMMIT), check=says(COMMIT)) as sales:
-        with pytest.raises(OutcomeUnknown, match="check is asked"):
+        with pytest.raises(errors.OutcomeUnknown, match="check is asked"):
             sell(sales, timeout=TIMEOUT)
         away.clear()
         eventually(lambda: published(bridge) == BOTH, "it is published")
@@ -214,11 +194,11 @@ def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(
 
     def gone(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         asked.append(decision)
-        raise EvidenceLost("a half is gone")
+        raise errors.EvidenceLost("a half is gone")
 
     with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
         monkeypatch.setattr(EmbeddedHalves, "end", gone)
-        with pytest.raises(EvidenceLost, match="a half is gone"):
+        with pytest.raises(errors.EvidenceLost, match="a half is gone"):
             sell(sales, timeout=5)
     assert asked == [COMMIT]
 
@@ -241,7 +221,7 @@ def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge,
         with_timing(first_check=0.0)
         assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
         with_timing(first_check=Timing.first_check)
-        with pytest.raises(TransactionAborted, match="check answered ABORT"):
+        with pytest.raises(errors.TransactionAborted, match="check answered ABORT"):
             sell(sales, timeout=TIMEOUT)
 
 
@@ -270,13 +250,13 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
         assert (half.transaction, half.checks, len(half.messages)) == (txn.id, 2, 2)
         [advice] = [advice for advice in other.admin.doctor() if "parked" in advice.text]
         assert advice.remedy == "txnbridge resolver parked --group shop"
-        with pytest.raises(InvalidOption, match="COMMIT or ABORT"):
+        with pytest.raises(errors.InvalidOption, match="COMMIT or ABORT"):
             other.admin.end_parked("shop", txn.id, UNDECIDED)
         other.admin.resume("shop", txn.id)
         assert other.admin.parked("shop") == []
         with other.resolver("shop", check=says(COMMIT)):
             eventually(lambda: published(bridge) == BOTH, "it is asked again")
-        with pytest.raises(NotFound):
+        with pytest.raises(errors.NotFound):
             other.admin.end_parked("shop", txn.id, ABORT)
 
 
@@ -285,7 +265,7 @@ def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout
     with resolver:
         eventually(lambda: resolver.healthy, "it runs")
         with monkeypatch.context() as patch:
-            patch.setattr(resolver._store, "checks", raising(BrokerUnavailable("away")))
+            patch.setattr(resolver._store, "checks", raising(errors.BrokerUnavailable("away")))
             eventually(lambda: resolver._failing_since is not None, "it has failed")
             assert resolver.healthy
             patch.setattr(bridge._connection, "timeout", 0.0)
@@ -348,7 +328,7 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         assert asked.wait(60)
     go_on.set()
     eventually(lambda: not closing_one._connection.services, "it ends with its last check")
-    with pytest.raises(InvalidState, match="closed"):
+    with pytest.raises(errors.InvalidState, match="closed"):
         sales.transaction()
     with bridge.resolver("shop", check=says(COMMIT)):
         eventually(lambda: published(bridge) == BOTH, "another process ends it")
@@ -406,27 +386,27 @@ def telling(left: list[float], close: Callable[..., None]) -> Callable[..., None
 
 def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     for group in ("", "two words", None):
-        with pytest.raises(InvalidOption, match="group"):
+        with pytest.raises(errors.InvalidOption, match="group"):
             bridge.half_messages(group, execute=says(COMMIT), check=says(COMMIT))  # type: ignore[arg-type]
     for wrong in ({"execute": None, "check": says(COMMIT)}, {"execute": says(COMMIT), "check": None}):
-        with pytest.raises(InvalidOption, match="is called as f"):
+        with pytest.raises(errors.InvalidOption, match="is called as f"):
             bridge.half_messages("g", **wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="parallel"):
+    with pytest.raises(errors.InvalidOption, match="parallel"):
         bridge.resolver("g", check=says(COMMIT), parallel=0)
     with bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT)) as sales:
         with sales.transaction() as txn:
-            with pytest.raises(InvalidOption):
+            with pytest.raises(errors.InvalidOption):
                 txn.send("orders", 7)
-        with pytest.raises(InvalidState, match="has ended"):
+        with pytest.raises(errors.InvalidState, match="has ended"):
             txn.send("orders", b"late")
-        with pytest.raises(InvalidState, match="has ended"), txn:
+        with pytest.raises(errors.InvalidState, match="has ended"), txn:
             pass
         assert txn.outcome is Outcome.COMMITTED  # of nothing but its work
     broker: Any = bridge._connection.broker
     monkeypatch.setattr(
         broker, "capabilities", bridge.capabilities.but({Capability.HALF_MESSAGES: absent("it has none")})
     )
-    with pytest.raises(NotSupported, match="half-messages"):
+    with pytest.raises(errors.NotSupported, match="half-messages"):
         bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT))
 
 

@@ -22,18 +22,7 @@ import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
 from tests.failing import fail_call, raising
 from tests.in_time import Hold, wait_until
-from txnbridge import (
-    Abort,
-    Bridge,
-    DeadlineExceeded,
-    Decision,
-    InvalidOption,
-    InvalidState,
-    Outcome,
-    OutcomeUnknown,
-    TransactionAborted,
-    spanning,
-)
+from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge._admin import Admin
 from txnbridge._base.token import State
 from txnbridge._half.half_messages import HalfMessages
@@ -70,20 +59,20 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
     with spanning(*pair) as span:
         send(span, pair, b"1")
         assert values(pair) == [[], []]
-    with pytest.raises(InvalidState, match="its block has ended"):
+    with pytest.raises(errors.InvalidState, match="its block has ended"):
         span.abort()
     assert span.outcome is Outcome.COMMITTED
     assert values(pair) == [[b"1"], [b"1"]]
     with spanning(*pair) as span:
         send(span, pair, b"2")
-        raise Abort
+        raise errors.Abort
     assert span.outcome is Outcome.ABORTED
     span.abort()
     with pytest.raises(ValueError, match="a test says so"), spanning(*pair) as span:
         send(span, pair, b"2")
         raise ValueError("a test says so")
     assert span.outcome is Outcome.ABORTED
-    with pytest.raises(TransactionAborted), spanning(*pair) as span:
+    with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"3")
         span.on(pair[1]).abort()
     assert values(pair) == [[b"1"], [b"1"]]
@@ -129,10 +118,10 @@ def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided
         monkeypatch.undo()
         if decided:
             self.commit(token)
-        raise OutcomeUnknown("the answer is lost")
+        raise errors.OutcomeUnknown("the answer is lost")
 
     monkeypatch.setattr(Bridge, "commit", lose)
-    with pytest.raises(OutcomeUnknown) as caught, spanning(*pair, timeout=1) as span:
+    with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.UNKNOWN
     assert caught.value.token == str(span.token)
@@ -173,11 +162,11 @@ def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_la
     def lose_the_second(self: PreparingWriter, deadline: Deadline) -> None:
         prepare(self, deadline)
         if next(prepared):
-            raise OutcomeUnknown("the answer is lost")
+            raise errors.OutcomeUnknown("the answer is lost")
 
     monkeypatch.setattr(PreparingWriter, "prepare", lose_the_second)
     monkeypatch.setattr(PreparingWriter, "abort", raising(AWAY))
-    with pytest.raises(OutcomeUnknown), spanning(*pair, timeout=1) as span:
+    with pytest.raises(errors.OutcomeUnknown), spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
     wait_until(lambda: open_ones(pair) == [])
@@ -209,7 +198,7 @@ def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatc
         return commit(self, token)
 
     monkeypatch.setattr(Bridge, "commit", abort_before)
-    with pytest.raises(TransactionAborted), spanning(*pair) as span:
+    with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
     assert values(pair) == [[], []]
@@ -218,22 +207,22 @@ def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatc
 def test_what_cannot_be_a_span_is_refused(pair):
     a, b = pair
     for given in ((), (a,), (a.url, a)):
-        with pytest.raises(InvalidOption, match="bridges to two or more clusters"):
+        with pytest.raises(errors.InvalidOption, match="bridges to two or more clusters"):
             spanning(*given)
-    with pytest.raises(InvalidOption, match="two or more clusters"):
+    with pytest.raises(errors.InvalidOption, match="two or more clusters"):
         a.processor("t", group="g", each=move, to=a)
     with (
         spanning(a, b) as span,
         txnbridge.connect(a.url) as other,
-        pytest.raises(InvalidOption, match="on\\(\\) takes"),
+        pytest.raises(errors.InvalidOption, match="on\\(\\) takes"),
     ):
         span.on(other)
-    with pytest.raises(InvalidState):
+    with pytest.raises(errors.InvalidState):
         span.on(a)
-    with spanning(a, b) as span, pytest.raises(InvalidState, match="its span ends it"), span.on(b):
+    with spanning(a, b) as span, pytest.raises(errors.InvalidState, match="its span ends it"), span.on(b):
         pass
     mine = [txnbridge.connect(each.url, application="my shop") for each in pair]
-    with mine[0], mine[1], pytest.raises(InvalidOption, match="application="):
+    with mine[0], mine[1], pytest.raises(errors.InvalidOption, match="application="):
         spanning(*mine)
 
 
@@ -307,7 +296,7 @@ def test_an_aborted_span_ends_its_block_quietly_and_keeps_its_exception(pair):
     with pytest.raises(ValueError, match="a test says so"), spanning(*pair) as span:
         span.abort()
         raise ValueError("a test says so")
-    with pytest.raises(InvalidState), span:
+    with pytest.raises(errors.InvalidState), span:
         pass
     assert values(pair) == [[], []]
     assert open_ones(pair) == []
@@ -332,7 +321,7 @@ def test_a_part_whose_abort_has_failed_aborts_all(pair, monkeypatch, which):
         monkeypatch.undo()
         raise txnbridge.BrokerUnavailable("a test says so")
 
-    with pytest.raises(TransactionAborted), spanning(*pair) as span:
+    with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"1")
         monkeypatch.setattr(PreparingWriter, "abort", fail)
         with pytest.raises(txnbridge.BrokerUnavailable):
@@ -401,7 +390,7 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
         move(message, txn)
         txn.commit()
 
-    with pytest.raises(InvalidState, match="its processor does"):
+    with pytest.raises(errors.InvalidState, match="its processor does"):
         a.processor("in", group="g", each=move_and_commit, to=b).run(until_idle=True)
     assert values(pair) == [[], []]
     assert open_ones(pair) == []
@@ -430,7 +419,7 @@ def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
 def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
     a, b = with_input(pair)
     with txnbridge.connect(b.url, writers=1) as busy, busy.transaction(group_commit=False):
-        with warnings.catch_warnings(record=True) as told, pytest.raises(DeadlineExceeded):
+        with warnings.catch_warnings(record=True) as told, pytest.raises(errors.DeadlineExceeded):
             warnings.simplefilter("always")
             a.processor("in", group="g", each=move, to=busy, timeout=0.2, retry_for=0.1).run()
     gc.collect()
@@ -478,7 +467,7 @@ def test_a_pass_that_failed_is_repeated_before_later_messages(pair, monkeypatch)
 @ON_BOTH
 def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monkeypatch):
     a, b = with_input(pair)
-    fail_call(monkeypatch, Bridge, "commit", OutcomeUnknown("a test says so"))
+    fail_call(monkeypatch, Bridge, "commit", errors.OutcomeUnknown("a test says so"))
     a.processor("in", group="g", each=move, to=b, max_messages=1, timeout=1).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]
@@ -589,5 +578,5 @@ def test_a_sweep_leaves_spans_over_other_brokers_to_their_own(pair, tmp_path, qu
 def test_a_span_waits_for_the_first_one_of_another_thread_no_longer_than_its_timeout(pair, monkeypatch, opened):
     hold = Hold()
     monkeypatch.setattr(f"txnbridge._half.span.{opened}", hold)
-    with hold.asked_by(lambda: spanning(*pair)), pytest.raises(DeadlineExceeded):
+    with hold.asked_by(lambda: spanning(*pair)), pytest.raises(errors.DeadlineExceeded):
         spanning(*pair, timeout=0.1)

@@ -9,19 +9,7 @@ import pytest
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
 from tests.in_time import wait_until
-from txnbridge import (
-    AccessDenied,
-    App,
-    BrokerUnavailable,
-    InvalidOption,
-    Message,
-    NotFound,
-    NotSupported,
-    Topic,
-    Transaction,
-    codecs,
-    connect,
-)
+from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors
 from txnbridge._process.inputs import ProcessorInputs
 
 
@@ -46,7 +34,7 @@ def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_l
 
     with connect(url) as bridge:
         bridge.ensure_topics("out", "orders-dead", "others", "orders-retry-5s")
-        with pytest.raises(NotFound, match=r"no topic fits orders-\*: create one first"), app:
+        with pytest.raises(errors.NotFound, match=r"no topic fits orders-\*: create one first"), app:
             pass
         bridge.ensure_topics("orders-a")
         send("orders-a", 0)
@@ -67,9 +55,9 @@ def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_l
             (b"k", b"2"),
             (b"k", b"3"),
         ]
-        with pytest.raises(InvalidOption, match="would read its own results: 'orders-b' fits"):
+        with pytest.raises(errors.InvalidOption, match="would read its own results: 'orders-b' fits"):
             app.process("orders-*", group="h", to="orders-b")(lambda value: value)
-        with pytest.raises(NotSupported, match="pattern"):
+        with pytest.raises(errors.NotSupported, match="pattern"):
             bridge.processor("orders-*", group="h", each=print, db=f"sqlite:///{tmp_path}/other.db")
 
 
@@ -95,7 +83,9 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
     assert seen == [("orders-b", {"id": 1})]
 
 
-@pytest.mark.parametrize("error", [BrokerUnavailable("away"), AccessDenied("not yours"), InvalidOption("is odd")])
+@pytest.mark.parametrize(
+    "error", [errors.BrokerUnavailable("away"), errors.AccessDenied("not yours"), errors.InvalidOption("is odd")]
+)
 def test_a_topic_is_read_later_if_the_processor_could_not_join_again_when_it_found_it(
     tmp_path, with_timing, monkeypatch, error
 ):

@@ -19,23 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import txnbridge
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter, connect_toy
-from txnbridge import (
-    BrokerUnavailable,
-    Capability,
-    Conflict,
-    InvalidState,
-    Message,
-    OutcomeUnknown,
-    Poison,
-    PositionLost,
-    State,
-    Status,
-    TokenState,
-    Topic,
-    Transaction,
-    TransactionAborted,
-    codecs,
-)
+from txnbridge import Capability, Message, State, Status, TokenState, Topic, Transaction, codecs, errors
 from txnbridge.spi import NO_HEADERS, Deadline, Partition, Position, Subscription, absent
 
 PARTITIONS = [("t", 0), ("t", 1)]
@@ -65,10 +49,10 @@ class World:
     def call(self, name: str, effect: Callable[[], Any] = lambda: None) -> Any:
         late = self.failing.pop(name, None)
         if late is False:
-            raise BrokerUnavailable(f"{name} fails")
+            raise errors.BrokerUnavailable(f"{name} fails")
         result = effect()
         if late:
-            raise BrokerUnavailable(f"{name} fails when it is done")
+            raise errors.BrokerUnavailable(f"{name} fails when it is done")
         return result
 
     def commit(self, acks: Mapping[Partition, set[int]], floor: Mapping[Partition, int] | None = None) -> None:
@@ -123,11 +107,11 @@ class WorldReader(ToyReader):
         for partition in self.sources:
             try:
                 found += self._read(partition, max_messages - len(found))
-            except PositionLost:
+            except errors.PositionLost:
                 if not found:
                     raise
         if self.world.impatient and not found:
-            raise BrokerUnavailable("nothing is left")
+            raise errors.BrokerUnavailable("nothing is left")
         return found
 
     def _read(self, partition: Partition, count: int) -> list[Message]:
@@ -142,7 +126,7 @@ class WorldReader(ToyReader):
             if at not in self.world.acked[partition]:
                 if at < self.world.first[partition]:
                     if not offsets:
-                        raise PositionLost("retention has passed it")
+                        raise errors.PositionLost("retention has passed it")
                     break
                 offsets.append(at)
             at += 1
@@ -153,7 +137,7 @@ class WorldReader(ToyReader):
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         for partition, (offset,) in positions.items():
             if offset < self.world.first[partition]:
-                raise PositionLost("retention has passed it")
+                raise errors.PositionLost("retention has passed it")
 
         def move() -> None:
             for partition, (offset,) in positions.items():
@@ -210,10 +194,10 @@ class WorldWriter(ToyWriter):
 
         try:
             self.world.call("commit", publish)
-        except BrokerUnavailable as error:
+        except errors.BrokerUnavailable as error:
             if self.transaction not in self.world.outcomes:
                 self.come_back()
-            raise OutcomeUnknown("no answer") from error
+            raise errors.OutcomeUnknown("no answer") from error
 
     def prepare(self, deadline: Deadline) -> None:
         def hold() -> None:
@@ -326,9 +310,9 @@ class Program(RuleBasedStateMachine):
         self.world.impatient = impatient
         try:
             messages = read()
-        except Poison as poison:
+        except errors.Poison as poison:
             messages = [poison.message]
-        except (BrokerUnavailable, OutcomeUnknown, PositionLost, StopIteration):
+        except (errors.BrokerUnavailable, errors.OutcomeUnknown, errors.PositionLost, StopIteration):
             return False
         for message in messages:
             self.world.hand_out(message, self.sharing == "partition")
@@ -343,7 +327,7 @@ class Program(RuleBasedStateMachine):
         latest = len(self.delivered) - 1
         first = latest - data.draw(st.integers(0, min(latest, 12)))
         chosen = self.delivered[first : first + data.draw(st.integers(1, 5))]
-        with suppress(BrokerUnavailable, InvalidState, Conflict):
+        with suppress(errors.BrokerUnavailable, errors.InvalidState, errors.Conflict):
             if how == "nack":
                 self.consumer.nack(chosen)
             elif self.transaction is not None:
@@ -360,7 +344,7 @@ class Program(RuleBasedStateMachine):
     def end(self, how: str) -> None:
         txn, self.transaction = self.transaction, None
         assert txn is not None
-        with suppress(OutcomeUnknown, BrokerUnavailable):
+        with suppress(errors.OutcomeUnknown, errors.BrokerUnavailable):
             txn.commit() if how == "commit" and txn.state is State.OPEN else txn.abort()
 
     @precondition(lambda self: self.transaction is not None)
@@ -382,7 +366,7 @@ class Program(RuleBasedStateMachine):
             return
         if self.sharing != "partition":
             self.world.failing.pop("seek", None)  # nobody knows then where the reader stands
-        with suppress(BrokerUnavailable, OutcomeUnknown, PositionLost, InvalidState):
+        with suppress(errors.BrokerUnavailable, errors.OutcomeUnknown, errors.PositionLost, errors.InvalidState):
             self.consumer.seek({partition: (offset,)})
             self.world.leave(partition, floor=offset)
 
@@ -412,7 +396,7 @@ class Program(RuleBasedStateMachine):
         with self.bridge.transaction() as txn:
             for message in self.delivered:
                 if not message.source.ended:
-                    with suppress(InvalidState):
+                    with suppress(errors.InvalidState):
                         txn.ack(message)
         return came
 
@@ -435,7 +419,16 @@ class InOrder(Program):
         if not self.take(lambda: self.consumer.poll(count, timeout=0)):
             return
         txn = self.bridge.transaction(prepare=True, timeout=60)
-        with suppress(OutcomeUnknown, BrokerUnavailable, TransactionAborted, InvalidState, Conflict), txn:
+        with (
+            suppress(
+                errors.OutcomeUnknown,
+                errors.BrokerUnavailable,
+                errors.TransactionAborted,
+                errors.InvalidState,
+                errors.Conflict,
+            ),
+            txn,
+        ):
             txn.ack(self.delivered[came:])
 
     @precondition(lambda self: self.world.prepared)

@@ -14,25 +14,7 @@ import pytest
 from tests.core.toy import SlowWriter, ToyBroker, ToyWriter, connect_toy
 from tests.failing import raising
 from tests.in_time import wait_until
-from txnbridge import (
-    Bridge,
-    BrokerUnavailable,
-    Conflict,
-    DeadlineExceeded,
-    DeliveryFailed,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    Outcome,
-    OutcomeUnknown,
-    Status,
-    TokenState,
-    Transaction,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import recorded
@@ -78,7 +60,7 @@ def broker(bridge: Bridge) -> ToyBroker:
 
 
 def work(bridge: Bridge, value: bytes, end: Callable[[Transaction], object] = lambda txn: None) -> Transaction:
-    with suppress(TxnBridgeError):
+    with suppress(errors.TxnBridgeError):
         with bridge.transaction() as txn:
             txn.send("t", value)
             end(txn)
@@ -133,7 +115,9 @@ def test_the_abort_of_a_gathered_transaction_makes_no_call_to_the_broker(bridge:
     assert values(writer) == [b"1"]
 
 
-@pytest.mark.parametrize("error", [Conflict("taken"), DeliveryFailed("too large"), BrokerUnavailable("no")])
+@pytest.mark.parametrize(
+    "error", [errors.Conflict("taken"), errors.DeliveryFailed("too large"), errors.BrokerUnavailable("no")]
+)
 def test_only_the_guilty_member_fails(error: Exception) -> None:
     class Picky(SlowWriter):
         def commit(self, deadline: Deadline) -> None:
@@ -152,20 +136,20 @@ def test_a_lost_answer_is_unknown_for_all_with_a_token_that_tells() -> None:
     writer = SlowWriter()
     with opened(writer, timeout=3) as (bridge, broker):
         with side_by_side(bridge, writer, b"1", b"2") as members:
-            writer.raises["commit"] = [OutcomeUnknown("no answer"), OutcomeUnknown("no answer")]
+            writer.raises["commit"] = [errors.OutcomeUnknown("no answer"), errors.OutcomeUnknown("no answer")]
         assert outcomes(members) == [Outcome.UNKNOWN] * 2
         tokens = {str(member.result().token) for member in members}
         broker.answers["status"] = [Status(TokenState.COMMITTED)]
         (token,) = tokens
         assert bridge.status(token).state is TokenState.COMMITTED
         for end in (bridge.commit, bridge.abort):
-            with pytest.raises(InvalidState, match="never prepared"):
+            with pytest.raises(errors.InvalidState, match="never prepared"):
                 end(token)
 
 
 def test_a_lost_answer_is_looked_up_by_each_member(bridge: Bridge, broker: ToyBroker, slow: SlowWriter) -> None:
     with side_by_side(bridge, slow, b"1", b"2") as members:
-        slow.raises["commit"] = [OutcomeUnknown("no answer"), OutcomeUnknown("no answer")]
+        slow.raises["commit"] = [errors.OutcomeUnknown("no answer"), errors.OutcomeUnknown("no answer")]
         broker.answers["status"] = [Status(TokenState.COMMITTED)] * 3
     assert outcomes(members) == [Outcome.COMMITTED] * 2
     assert values(slow) == [b"first", b"1", b"2"]  # once
@@ -173,7 +157,7 @@ def test_a_lost_answer_is_looked_up_by_each_member(bridge: Bridge, broker: ToyBr
 
 def test_all_members_of_an_owner_that_was_replaced_are_fenced(bridge: Bridge, slow: SlowWriter) -> None:
     with side_by_side(bridge, slow, b"1", b"2") as members:
-        slow.raises["commit"] = [Fenced("newer owner"), Fenced("newer owner")]
+        slow.raises["commit"] = [errors.Fenced("newer owner"), errors.Fenced("newer owner")]
     assert outcomes(members) == [Outcome.ABORTED] * 2
     assert slow.calls.count("commit") == 2  # nobody has tried alone
 
@@ -181,7 +165,7 @@ def test_all_members_of_an_owner_that_was_replaced_are_fenced(bridge: Bridge, sl
 def test_a_gathered_transaction_that_times_out_before_its_commit_makes_no_call_to_the_broker(
     bridge: Bridge, writer: ToyWriter
 ) -> None:
-    with pytest.raises(TransactionTimedOut), bridge.transaction(timeout=0.01) as txn:
+    with pytest.raises(errors.TransactionTimedOut), bridge.transaction(timeout=0.01) as txn:
         txn.send("t", b"late")
         time.sleep(0.02)
     assert (txn.outcome, writer.calls) == (Outcome.ABORTED, [])
@@ -190,7 +174,7 @@ def test_a_gathered_transaction_that_times_out_before_its_commit_makes_no_call_t
 def test_a_member_that_times_out_before_its_batch_begins_leaves_the_others_alone(bridge, slow):
     bridge._group_commit.least_seconds = 0
     with side_by_side(bridge, slow, b"1") as members:
-        with pytest.raises(DeadlineExceeded), bridge.transaction(timeout=0.2) as txn:
+        with pytest.raises(errors.DeadlineExceeded), bridge.transaction(timeout=0.2) as txn:
             txn.send("t", b"late")
     assert (txn.outcome, outcomes(members)) == (Outcome.ABORTED, [Outcome.COMMITTED])
     assert values(slow) == [b"first", b"1"]
@@ -245,8 +229,8 @@ def test_an_exception_that_interrupts_the_wait_for_a_batch_withdraws_the_member(
     ("error", "outcome"),
     [
         (None, Outcome.COMMITTED),
-        (OutcomeUnknown("no answer"), Outcome.UNKNOWN),
-        (DeliveryFailed("refused"), Outcome.ABORTED),
+        (errors.OutcomeUnknown("no answer"), Outcome.UNKNOWN),
+        (errors.DeliveryFailed("refused"), Outcome.ABORTED),
     ],
 )
 def test_a_member_whose_batch_is_on_its_way_has_its_true_outcome_after_an_interrupt(bridge, slow, error, outcome):
@@ -258,9 +242,9 @@ def test_a_member_whose_batch_is_on_its_way_has_its_true_outcome_after_an_interr
 
 
 def test_a_message_that_send_refuses_is_refused_at_once(bridge: Bridge, writer: ToyWriter) -> None:
-    writer.raises["send"] = [NotFound("no such topic")]
+    writer.raises["send"] = [errors.NotFound("no such topic")]
     with bridge.transaction() as txn:
-        with pytest.raises(NotFound):
+        with pytest.raises(errors.NotFound):
             txn.send("nowhere", b"1")
         txn.send("t", b"2")
     assert (txn.outcome, values(writer)) == (Outcome.COMMITTED, [b"2"])
@@ -302,7 +286,7 @@ def test_few_transactions_have_writers_of_their_own() -> None:
         with bridge.transaction() as first, bridge.transaction() as second:
             assert sorted([*one.calls, *two.calls]) == ["begin", "begin"]
             gathered = bridge.transaction()
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises(errors.DeadlineExceeded):
                 bridge.transaction(group_commit=False, timeout=0.05)
             second.abort()
             gathered.commit()
@@ -343,9 +327,9 @@ def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, m
 
 def test_group_commit_is_refused_where_it_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToyBroker, "group_commit", False)
-    with pytest.raises(NotSupported, match="group_commit"):
+    with pytest.raises(errors.NotSupported, match="group_commit"):
         connect_toy(group_commit=True)
-    with pytest.raises(InvalidOption, match="group_commit"):
+    with pytest.raises(errors.InvalidOption, match="group_commit"):
         connect_toy(group_commit="yes")
     bridge, _ = connect_toy()
     with bridge:
