@@ -4,53 +4,18 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from txnbridge import Bridge, plugins
+from txnbridge import Bridge, plugins, spi
 from txnbridge._bridge import connect
 from txnbridge.errors import NotFound
-from txnbridge.spi import (
-    NATIVE,
-    NO_HEADERS,
-    Admin,
-    Backend,
-    Begin,
-    Broker,
-    Capabilities,
-    Capability,
-    Context,
-    Deadline,
-    Decision,
-    DecisionLog,
-    Evidence,
-    Identity,
-    Ledger,
-    Limits,
-    Message,
-    Option,
-    Outcome,
-    Partition,
-    Position,
-    Publisher,
-    RawHeaders,
-    Reader,
-    ReaderListener,
-    Status,
-    Subscription,
-    Support,
-    Token,
-    TokenState,
-    Url,
-    Writer,
-    hookimpl,
-)
 
 
-class ToyWriter(Writer):
+class ToyWriter(spi.Writer):
     """Records its calls; `raises[name]` is raised (once each) by the call of that name."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.sent: list[tuple[Any, ...]] = []
-        self.acked: list[tuple[object, Mapping[Partition, Sequence[Position]]]] = []
+        self.acked: list[tuple[object, Mapping[spi.Partition, Sequence[spi.Position]]]] = []
         self.raises: dict[str, list[BaseException]] = {}
 
     def _call(self, name: str) -> None:
@@ -58,7 +23,7 @@ class ToyWriter(Writer):
         if self.raises.get(name):
             raise self.raises[name].pop(0)
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: spi.Begin) -> None:
         self._call("begin")
         self.messages = 0
 
@@ -67,7 +32,7 @@ class ToyWriter(Writer):
         topic: str,
         value: bytes | None,
         key: bytes | None,
-        headers: RawHeaders | None,
+        headers: spi.RawHeaders | None,
         partition: int | None,
         timestamp: int | None,
     ) -> None:
@@ -81,23 +46,23 @@ class ToyWriter(Writer):
             self.messages += 1
         self._call("send_many")
 
-    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+    def ack(self, context: object, positions: Mapping[spi.Partition, Sequence[spi.Position]]) -> None:
         self._call("ack")
         self.acked.append((context, positions))
 
-    def prepare(self, deadline: Deadline) -> None:
+    def prepare(self, deadline: spi.Deadline) -> None:
         self._call("prepare")
 
-    def evidence(self) -> Evidence:
-        return Evidence({"toy": 1}, len(self.sent), expires_at=9)
+    def evidence(self) -> spi.Evidence:
+        return spi.Evidence({"toy": 1}, len(self.sent), expires_at=9)
 
-    def commit(self, deadline: Deadline) -> None:
+    def commit(self, deadline: spi.Deadline) -> None:
         self._call("commit")
 
-    def abort(self, deadline: Deadline) -> None:
+    def abort(self, deadline: spi.Deadline) -> None:
         self._call("abort")
 
-    def reopen(self, deadline: Deadline) -> None:
+    def reopen(self, deadline: spi.Deadline) -> None:
         self._call("reopen")
 
     def close(self) -> None:
@@ -111,31 +76,31 @@ class SlowWriter(ToyWriter):
         super().__init__()
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def commit(self, deadline: Deadline) -> None:
+    def commit(self, deadline: spi.Deadline) -> None:
         self.begun.set()
         assert self.may_end.wait(60)
         super().commit(deadline)
 
 
-class ToyReader(Reader):
+class ToyReader(spi.Reader):
     """Hands out what `feed` put in; `leave` takes partitions away at the next poll."""
 
-    def __init__(self, subscription: Subscription, listener: ReaderListener) -> None:
+    def __init__(self, subscription: spi.Subscription, listener: spi.ReaderListener) -> None:
         self.subscription = subscription
         self.listener = listener
-        self.log: dict[Partition, list[Any]] = {}
-        self.next: dict[Partition, int] = {}
-        self.sources: dict[Partition, object] = {}
-        self.leaving: list[tuple[str, list[Partition]]] = []
-        self.coming: list[Partition] = [(topic, 0) for topic in subscription.topics]
+        self.log: dict[spi.Partition, list[Any]] = {}
+        self.next: dict[spi.Partition, int] = {}
+        self.sources: dict[spi.Partition, object] = {}
+        self.leaving: list[tuple[str, list[spi.Partition]]] = []
+        self.coming: list[spi.Partition] = [(topic, 0) for topic in subscription.topics]
         self.nacked: list[Any] = []
         self.generation = 0
         self.calls: list[Any] = []
 
-    def feed(self, *values: Any, partition: Partition = ("t", 0)) -> None:
+    def feed(self, *values: Any, partition: spi.Partition = ("t", 0)) -> None:
         self.log.setdefault(partition, []).extend(values)
 
-    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+    def poll(self, max_messages: int, deadline: spi.Deadline) -> list[spi.Message]:
         for how, partitions in self.leaving:
             (self.listener.revoking if how == "revoke" else self.listener.lost)(partitions)
             for partition in partitions:
@@ -146,70 +111,74 @@ class ToyReader(Reader):
             self.sources[partition] = self.listener.assigned(partition)
             self.next.setdefault(partition, 0)
         self.coming = []
-        found: list[Message] = []
+        found: list[spi.Message] = []
         for (topic, number), source in self.sources.items():
             values = self.log.get((topic, number), [])
             while self.next[topic, number] < len(values) and len(found) < max_messages:
                 at = self.next[topic, number]
-                found.append(Message(topic, number, (at,), None, values[at], NO_HEADERS, 0, 1, source))
+                found.append(spi.Message(topic, number, (at,), None, values[at], spi.NO_HEADERS, 0, 1, source))
                 self.next[topic, number] = at + 1
         return found
 
-    def positions(self) -> dict[Partition, Position]:
+    def positions(self) -> dict[spi.Partition, spi.Position]:
         return {p: (self.next[p],) for p in self.sources}
 
-    def seek(self, positions: Mapping[Partition, Position]) -> None:
+    def seek(self, positions: Mapping[spi.Partition, spi.Position]) -> None:
         self.calls.append(("seek", dict(positions)))
         for partition, position in positions.items():
             self.next[partition] = position[0]
 
-    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+    def seek_to_time(self, timestamp: int, deadline: spi.Deadline) -> None:
         self.calls.append(("seek_to_time", timestamp))
 
-    def pause(self, partitions: Sequence[Partition]) -> None:
+    def pause(self, partitions: Sequence[spi.Partition]) -> None:
         self.calls.append(("pause", list(partitions)))
 
-    def resume(self, partitions: Sequence[Partition]) -> None:
+    def resume(self, partitions: Sequence[spi.Partition]) -> None:
         self.calls.append(("resume", list(partitions)))
 
-    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+    def nack(self, positions: Mapping[spi.Partition, Sequence[spi.Position]]) -> None:
         self.nacked.append(positions)
 
-    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+    def lag(self, deadline: spi.Deadline) -> dict[spi.Partition, int]:
         return {p: len(self.log.get(p, [])) - self.next[p] for p in self.sources}
 
     def ack_context(self) -> object:
         return f"generation {self.generation}"
 
-    def close(self, deadline: Deadline) -> None:
+    def close(self, deadline: spi.Deadline) -> None:
         self.calls.append("close")
 
 
-class ToyBroker(Broker):
-    def __init__(self, capabilities: Capabilities) -> None:
+class ToyBroker(spi.Broker):
+    def __init__(self, capabilities: spi.Capabilities) -> None:
         self.capabilities = capabilities
-        self.limits = Limits(prepared_seconds=3600)
+        self.limits = spi.Limits(prepared_seconds=3600)
         self.cluster = "toy-cluster"
         self.writers: list[ToyWriter] = []
         self.readers: list[ToyReader] = []
-        self.identities: list[Identity] = []
+        self.identities: list[spi.Identity] = []
         self.answers: dict[str, list[Any]] = {"commit": [], "abort": [], "status": []}
         self.closed = False
 
-    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+    def open_writers(
+        self, identity: spi.Identity, count: int, ledger: spi.Ledger, deadline: spi.Deadline
+    ) -> list[spi.Writer]:
         self.identities.append(identity)
         opened = [ToyWriter() for _ in range(count)]
         self.writers += opened
         return list(opened)
 
-    def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
+    def prepare_writer(self, identity: spi.Identity, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Writer:
         self.writers.append(ToyWriter())
         return self.writers[-1]
 
-    def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
+    def publisher(self, name: str | None, deadline: spi.Deadline) -> spi.Publisher:
         raise NotImplementedError
 
-    def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+    def reader(
+        self, subscription: spi.Subscription, listener: spi.ReaderListener, deadline: spi.Deadline
+    ) -> spi.Reader:
         if "missing" in subscription.topics:
             raise NotFound("there is no topic 'missing'")
         self.readers.append(ToyReader(subscription, listener))
@@ -221,42 +190,44 @@ class ToyBroker(Broker):
             raise answer
         return answer
 
-    def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        return self._answer("commit", Outcome.COMMITTED)  # type: ignore[no-any-return]
+    def commit(self, token: spi.Token, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Outcome:
+        return self._answer("commit", spi.Outcome.COMMITTED)  # type: ignore[no-any-return]
 
-    def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        return self._answer("abort", Outcome.ABORTED)  # type: ignore[no-any-return]
+    def abort(self, token: spi.Token, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Outcome:
+        return self._answer("abort", spi.Outcome.ABORTED)  # type: ignore[no-any-return]
 
-    def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        return self._answer("status", Status(TokenState.UNKNOWN))  # type: ignore[no-any-return]
+    def status(self, token: spi.Token, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Status:
+        return self._answer("status", spi.Status(spi.TokenState.UNKNOWN))  # type: ignore[no-any-return]
 
     @property
-    def admin(self) -> Admin:
+    def admin(self) -> spi.Admin:
         raise NotImplementedError
 
-    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
+    def decision_log(self, name: str, deadline: spi.Deadline) -> spi.DecisionLog:
         raise NotImplementedError
 
-    def close(self, deadline: Deadline) -> None:
+    def close(self, deadline: spi.Deadline) -> None:
         self.closed = True
 
 
-class ToyBackend(Backend):
+class ToyBackend(spi.Backend):
     name = "toy"
     schemes = ("toy",)
-    limits = Limits()
-    options: Mapping[str, Option] = {}
+    limits = spi.Limits()
+    options: Mapping[str, spi.Option] = {}
 
-    def __init__(self, absent: Mapping[Capability, Support] | None = None) -> None:
-        self.capabilities = Capabilities("toy", dict.fromkeys(Capability, NATIVE) | dict(absent or {}))
+    def __init__(self, absent: Mapping[spi.Capability, spi.Support] | None = None) -> None:
+        self.capabilities = spi.Capabilities("toy", dict.fromkeys(spi.Capability, spi.NATIVE) | dict(absent or {}))
         self.brokers: list[ToyBroker] = []
 
-    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+    def open(
+        self, url: spi.Url, options: Mapping[str, Any], context: spi.Context, deadline: spi.Deadline
+    ) -> spi.Broker:
         self.brokers.append(ToyBroker(self.capabilities))
         return self.brokers[-1]
 
-    @hookimpl
-    def txnbridge_backends(self) -> list[Backend]:
+    @spi.hookimpl
+    def txnbridge_backends(self) -> list[spi.Backend]:
         return [self]
 
 
@@ -267,4 +238,4 @@ def connect_toy(backend: ToyBackend | None = None, **options: Any) -> tuple[Brid
     return bridge, backend.brokers[-1]
 
 
-__all__ = ["Decision", "SlowWriter", "ToyBackend", "ToyBroker", "ToyReader", "ToyWriter", "connect_toy"]
+__all__ = ["SlowWriter", "ToyBackend", "ToyBroker", "ToyReader", "ToyWriter", "connect_toy"]

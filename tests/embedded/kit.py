@@ -16,22 +16,8 @@ from txnbridge_embedded.settings import Settings, Timing
 from txnbridge_embedded.write.writer import EmbeddedWriter
 
 from tests.core.reading_kit import Listener
-from txnbridge import Bridge
+from txnbridge import Bridge, spi
 from txnbridge.errors import InvalidOption, NotFound
-from txnbridge.spi import (
-    Begin,
-    Broker,
-    Context,
-    Deadline,
-    Emitter,
-    Identity,
-    Message,
-    Reader,
-    Subscription,
-    Token,
-    Url,
-    Writer,
-)
 
 NO_LEDGER: Any = None  # this broker keeps its evidence itself
 
@@ -47,13 +33,15 @@ def open_broker(
 ) -> EmbeddedBroker:
     """A broker on a file, as the core would open it, perhaps with other durations and sizes."""
     backend = EmbeddedBackend()
-    events = Emitter("test", [listener] if listener else [])
-    context = Context("test", events, "test", timeout, None, create_topics)
+    events = spi.Emitter("test", [listener] if listener else [])
+    context = spi.Context("test", events, "test", timeout, None, create_topics)
     complete = {name: option.default for name, option in backend.options.items()} | options
     with pytest.MonkeyPatch.context() as patch:
         if timing is not None:
             patch.setattr("txnbridge_embedded.backend.Settings", partial(Settings, timing=timing))
-        return backend.open(Url("embedded", (), str(path), f"embedded:{path}"), complete, context, Deadline(timeout))
+        return backend.open(
+            spi.Url("embedded", (), str(path), f"embedded:{path}"), complete, context, spi.Deadline(timeout)
+        )
 
 
 def broker_of(bridge: Bridge) -> EmbeddedBroker:
@@ -62,21 +50,21 @@ def broker_of(bridge: Bridge) -> EmbeddedBroker:
     return bridge._connection.broker
 
 
-def identity(name: str | None = None, host: str = "here pid 1") -> Identity:
-    return Identity(name or f"anonymous-{secrets.token_hex(4)}", name is not None, "test", host)
+def identity(name: str | None = None, host: str = "here pid 1") -> spi.Identity:
+    return spi.Identity(name or f"anonymous-{secrets.token_hex(4)}", name is not None, "test", host)
 
 
 def open_writer(
-    broker: Broker, name: str | None = None, host: str = "here pid 1", timeout: float = 10
+    broker: spi.Broker, name: str | None = None, host: str = "here pid 1", timeout: float = 10
 ) -> EmbeddedWriter:
     """A plain writer; with a name that name is opened, which fences its older owner."""
-    (writer,) = broker.open_writers(identity(name, host), 1, NO_LEDGER, Deadline(timeout))
+    (writer,) = broker.open_writers(identity(name, host), 1, NO_LEDGER, spi.Deadline(timeout))
     assert isinstance(writer, EmbeddedWriter)
     return writer
 
 
-def open_preparing(broker: Broker, name: str | None = None, host: str = "here pid 1") -> EmbeddedWriter:
-    writer = broker.prepare_writer(identity(name, host), NO_LEDGER, Deadline(10))
+def open_preparing(broker: spi.Broker, name: str | None = None, host: str = "here pid 1") -> EmbeddedWriter:
+    writer = broker.prepare_writer(identity(name, host), NO_LEDGER, spi.Deadline(10))
     assert isinstance(writer, EmbeddedWriter)
     return writer
 
@@ -85,7 +73,7 @@ _numbers = itertools.count(1)
 
 
 def begin(
-    writer: Writer,
+    writer: spi.Writer,
     topic: str = "",
     *values: bytes | None,
     timeout: float = 10,
@@ -94,79 +82,81 @@ def begin(
 ) -> str:
     """Begin a transaction, send what it is to send, and return its id."""
     transaction = f"transaction-{secrets.token_hex(4)}-{next(_numbers)}"
-    writer.begin(Begin(transaction, Deadline(timeout), prepare, hold))
+    writer.begin(spi.Begin(transaction, spi.Deadline(timeout), prepare, hold))
     send(writer, topic, *values)
     return transaction
 
 
-def send(writer: Writer, topic: str, *values: bytes | None, partition: int | None = None) -> None:
+def send(writer: spi.Writer, topic: str, *values: bytes | None, partition: int | None = None) -> None:
     for value in values:
         writer.send(topic, value, None, None, partition, None)
 
 
-def commit(writer: Writer, topic: str, *values: bytes | None, partition: int | None = None) -> None:
+def commit(writer: spi.Writer, topic: str, *values: bytes | None, partition: int | None = None) -> None:
     """One whole transaction."""
     begin(writer)
     send(writer, topic, *values, partition=partition)
-    writer.commit(Deadline(10))
+    writer.commit(spi.Deadline(10))
 
 
-def prepare(broker: Broker, topic: str, *values: bytes, name: str | None = None, hold: float | None = None) -> Token:
+def prepare(
+    broker: spi.Broker, topic: str, *values: bytes, name: str | None = None, hold: float | None = None
+) -> spi.Token:
     """One prepared transaction, whose writer is gone."""
     writer = open_preparing(broker, name)
     transaction = begin(writer, topic, *values, hold=hold, prepare=True)
-    writer.prepare(Deadline(10))
+    writer.prepare(spi.Deadline(10))
     token = token_of(broker, writer, transaction, prepared=True)
     writer.close()
     return token
 
 
-def token_of(broker: Broker, writer: Writer, transaction: str, *, prepared: bool = False) -> Token:
+def token_of(broker: spi.Broker, writer: spi.Writer, transaction: str, *, prepared: bool = False) -> spi.Token:
     evidence = writer.evidence()
-    return Token(
+    return spi.Token(
         "embedded", broker.cluster, transaction, evidence.how, prepared, evidence.expires_at, evidence.messages
     )
 
 
-def alone(broker: Broker, topic: str = "orders") -> Reader:
+def alone(broker: spi.Broker, topic: str = "orders") -> spi.Reader:
     """A reader without a group, on a topic that is made if nobody has written to it yet."""
     with suppress(InvalidOption):  # it is there, with more partitions
-        broker.admin.create_topic(topic, 1, Deadline(10))
-    return broker.reader(Subscription((topic,)), Listener(), Deadline(10))
+        broker.admin.create_topic(topic, 1, spi.Deadline(10))
+    return broker.reader(spi.Subscription((topic,)), Listener(), spi.Deadline(10))
 
 
-def read(broker: Broker, topic: str) -> list[Message]:
+def read(broker: spi.Broker, topic: str) -> list[spi.Message]:
     """Every committed message of a topic that can be read now, partition by partition; none if there is no topic."""
     try:
-        reader = broker.reader(Subscription((topic,)), Listener(), Deadline(10))
+        reader = broker.reader(spi.Subscription((topic,)), Listener(), spi.Deadline(10))
     except NotFound:
         return []
     try:
-        found: list[Message] = []
-        while any(reader.lag(Deadline(10)).values()):
-            found += reader.poll(1000, Deadline(10))
+        found: list[spi.Message] = []
+        while any(reader.lag(spi.Deadline(10)).values()):
+            found += reader.poll(1000, spi.Deadline(10))
         return sorted(found, key=lambda message: (message.partition, message.position))
     finally:
-        reader.close(Deadline(10))
+        reader.close(spi.Deadline(10))
 
 
-def values(broker: Broker, topic: str) -> list[Any]:
+def values(broker: spi.Broker, topic: str) -> list[Any]:
     return [message.value for message in read(broker, topic)]
 
 
-def offsets(broker: Broker, topic: str) -> list[int]:
+def offsets(broker: spi.Broker, topic: str) -> list[int]:
     return [message.position[0] for message in read(broker, topic)]
 
 
 def rows(broker: EmbeddedBroker, query: str, *parameters: object) -> list[tuple[Any, ...]]:
     """Return the rows of a query of the file itself."""
-    with broker.session(Deadline(10)) as connection, broker.store.reading(connection, Deadline(10)):
+    with broker.session(spi.Deadline(10)) as connection, broker.store.reading(connection, spi.Deadline(10)):
         return connection.execute(query, parameters).fetchall()
 
 
 def execute(broker: EmbeddedBroker, statement: str, *parameters: object) -> None:
     """Change the file by hand."""
-    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "a test"):
+    with broker.session(spi.Deadline(10)) as connection, broker.store.writing(connection, spi.Deadline(10), "a test"):
         connection.execute(statement, parameters)
 
 
@@ -174,23 +164,23 @@ def execute(broker: EmbeddedBroker, statement: str, *parameters: object) -> None
 def busy(broker: EmbeddedBroker) -> Iterator[None]:
     """Keep the file locked against all who write."""
     connection = broker.store.connect()
-    with broker.store.writing(connection, Deadline(10), "being busy"):
+    with broker.store.writing(connection, spi.Deadline(10), "being busy"):
         yield
     connection.close()
 
 
 def trim(broker: EmbeddedBroker, offset: int, partition_id: int = 1) -> None:
     """Move the start of a partition, as retention does."""
-    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "trimming"):
+    with broker.session(spi.Deadline(10)) as connection, broker.store.writing(connection, spi.Deadline(10), "trimming"):
         base = partition_id << OFFSET_BITS
         connection.execute("DELETE FROM messages WHERE id >= ? AND id < ?", (base, base + offset))
         connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (offset, partition_id))
 
 
-def send_stamped(broker: Broker, *timestamps: int, topic: str = "orders") -> None:
+def send_stamped(broker: spi.Broker, *timestamps: int, topic: str = "orders") -> None:
     """Commit one message for each timestamp."""
     writer = open_writer(broker)
     begin(writer)
     for timestamp in timestamps:
         writer.send(topic, b"%d" % timestamp, None, None, None, timestamp)
-    writer.commit(Deadline(10))
+    writer.commit(spi.Deadline(10))

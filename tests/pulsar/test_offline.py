@@ -37,19 +37,7 @@ from tests.failing import raising
 from tests.in_time import Hold
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.kit import Kept
-from txnbridge import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    DeliveryFailed,
-    EvidenceLost,
-    NotFound,
-    NotSupported,
-    Outcome,
-    OutcomeUnknown,
-    Token,
-    TxnBridgeError,
-)
+from txnbridge import Outcome, Token, errors
 from txnbridge.spi import Begin, Deadline, Emitter, Identity, Subscription, TopicInfo
 
 pytestmark = pytest.mark.offline
@@ -93,11 +81,11 @@ def ready() -> PulsarWriter:
     return found
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | TxnBridgeError | None) -> None:
+def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | errors.TxnBridgeError | None) -> None:
     """The coordinator's answer to every end, and what the proof topic shows."""
 
     def look(*_: object) -> bool | None:
-        if isinstance(marker, TxnBridgeError):
+        if isinstance(marker, errors.TxnBridgeError):
             raise marker
         return marker
 
@@ -105,7 +93,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | 
     monkeypatch.setattr(outcome_module, "_committed_by_proof", look)
 
 
-@pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [errors.OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
 def test_the_evidence_of_a_commit_without_an_answer_is_kept(
     ready: PulsarWriter, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -115,27 +103,29 @@ def test_the_evidence_of_a_commit_without_an_answer_is_kept(
     assert ready.unknown
 
 
-@pytest.mark.parametrize("error", [AccessDenied("the token has expired"), NotFound("no such topic")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [errors.AccessDenied("the token has expired"), errors.NotFound("no such topic")], ids=repr
+)
 def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(
-    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, error: TxnBridgeError
+    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, error: errors.TxnBridgeError
 ) -> None:
     answering(monkeypatch, EndResult.UNCLEAR, error)
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknown):
         ready.commit(Deadline(SOON))
 
 
 @pytest.mark.parametrize(
     ("marker", "refused"),
-    [(True, True), (None, True), (False, False), (AccessDenied("no"), True)],
+    [(True, True), (None, True), (False, False), (errors.AccessDenied("no"), True)],
     ids=["committed", "hidden", "aborted", "unreadable"],
 )
 def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
-    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, marker: bool | TxnBridgeError | None, refused: bool
+    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, marker: bool | errors.TxnBridgeError | None, refused: bool
 ) -> None:
     answering(monkeypatch, EndResult.BEFORE, marker)
     ready._evidence = TokenEvidence(TXN, PROOF_LOCATION, True)
     if refused:
-        with pytest.raises(OutcomeUnknown):
+        with pytest.raises(errors.OutcomeUnknown):
             ready.abort(Deadline(SOON))
     else:
         ready.abort(Deadline(SOON))
@@ -156,8 +146,8 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
         ready._txn, ready.proof, ready._evidence = TXN, PROOF_LOCATION, TokenEvidence(TXN, PROOF_LOCATION, False)
         partition._sizes[7, 3], partition._outstanding[7, 3] = 3, 0b111
         ready._acks = [context.acknowledge(TXN, {key: [(7, 3, index)]}, Deadline(SOON)) for index in indexes]
-        answering(monkeypatch, ended, OutcomeUnknown("no answer"))
-        with suppress(OutcomeUnknown):
+        answering(monkeypatch, ended, errors.OutcomeUnknown("no answer"))
+        with suppress(errors.OutcomeUnknown):
             by(Deadline(SOON))
 
     with fake_broker(ack=ended) as broker:
@@ -206,13 +196,13 @@ def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arriv
     token = Token("p", "c", "a/b/1", TokenEvidence(TXN, PROOF_LOCATION, True, participants).fields(), True)
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
     monkeypatch.setattr(outcome_module, "_committed_by_proof", lambda *_: True)
-    with nullcontext() if known else pytest.raises(OutcomeUnknown, match="Commit it again"):
+    with nullcontext() if known else pytest.raises(errors.OutcomeUnknown, match="Commit it again"):
         assert outcome_module.end_prepared(cluster, token, True, Deadline(SOON)) is Outcome.COMMITTED
     ended = AnnouncedTransaction("a/b/1", TXN, ("topic",), (("topic", "group"),), PROOF_LOCATION)
     assert outcome_module.confirm_by_proof(cluster, ended, Deadline(SOON)) is known
 
 
-AWAY = BrokerUnavailable("its broker is away")
+AWAY = errors.BrokerUnavailable("its broker is away")
 
 
 @pytest.mark.parametrize(
@@ -221,10 +211,10 @@ AWAY = BrokerUnavailable("its broker is away")
     ids=["told", "hidden", "marker away", "coordinator away"],
 )
 def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
-    monkeypatch: pytest.MonkeyPatch, state: str | TxnBridgeError, told: bool | TxnBridgeError
+    monkeypatch: pytest.MonkeyPatch, state: str | errors.TxnBridgeError, told: bool | errors.TxnBridgeError
 ) -> None:
     def answer(found: Any) -> Any:
-        if isinstance(found, TxnBridgeError):
+        if isinstance(found, errors.TxnBridgeError):
             raise found
         return found
 
@@ -273,7 +263,7 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
     owner._open(fence, Deadline(SOON))
     assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
     owner.require_no_doubt(["u"], Deadline(SOON))
-    with pytest.raises(BrokerUnavailable, match=f"repair {unclear.txn}"):
+    with pytest.raises(errors.BrokerUnavailable, match=f"repair {unclear.txn}"):
         owner.require_no_doubt(["t"], Deadline(SOON))
     told[unclear.txn] = True
     owner.require_no_doubt(["t"], Deadline(SOON))
@@ -284,7 +274,7 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
 def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
     assert ProofRecord.unpack(text) is None
-    with pytest.raises(EvidenceLost):
+    with pytest.raises(errors.EvidenceLost):
         FenceRecord.unpack(text)
 
 
@@ -313,7 +303,7 @@ def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no
     first, second = over(1, "t"), over(2, "t")
     owner.announce(first, Deadline(SOON))
     for too_much in (over(3, *many), over(1, *many)):
-        with pytest.raises(DeliveryFailed, match="fewer topics"):
+        with pytest.raises(errors.DeliveryFailed, match="fewer topics"):
             owner.announce(too_much, Deadline(SOON))
     owner.announce(second, Deadline(SOON))
     assert [list(record.under_way) for record in written] == [[first], [first, second]]
@@ -325,7 +315,7 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
     found = PulsarWriter(cluster_with(), owner, "w")
     found._txn, found.proof = TXN, PROOF_LOCATION
     found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(errors.DeliveryFailed):
         found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
     assert list(found._announced) == [PROOF_LOCATION.topic] and not written
 
@@ -334,7 +324,7 @@ def test_a_fence_topic_that_cannot_be_taken_leaves_no_connection() -> None:
     hung_up: list[str] = []
     client = SimpleNamespace(create_producer=raising(wire.NotAuthorized(4, "no")), hang_up=hung_up.append)
     fence = Fence(cluster_with(topics=SimpleNamespace(internal=lambda *_: "t"), client=client), "id", "opening")
-    with pytest.raises(AccessDenied):
+    with pytest.raises(errors.AccessDenied):
         fence.take(Deadline(SOON))
     fence.close(Deadline(SOON))
     assert hung_up == ["fence opening"]
@@ -452,20 +442,20 @@ def send_one(publisher: PulsarPublisher, sequence: int | None) -> None:
 def test_where_sequences_are_not_kept_every_call_says_so() -> None:
     publisher, sent = publisher_where(lambda *_: False)
     for number in range(3):
-        with pytest.raises(NotSupported):
+        with pytest.raises(errors.NotSupported):
             send_one(publisher, number)
-        with pytest.raises(NotSupported):
+        with pytest.raises(errors.NotSupported):
             publisher.last_sequence("t", Deadline(SOON))
     assert not sent
 
 
 def fails_at_first() -> Callable[..., bool]:
     """Return whether brokers remove duplicates, of which the first call fails."""
-    errors = [BrokerUnavailable("REST does not answer")]
+    failures = [errors.BrokerUnavailable("REST does not answer")]
 
     def deduplicates(*_: object) -> bool:
-        if errors:
-            raise errors.pop()
+        if failures:
+            raise failures.pop()
         return True
 
     return deduplicates
@@ -473,7 +463,7 @@ def fails_at_first() -> Callable[..., bool]:
 
 def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() -> None:
     publisher, sent = publisher_where(fails_at_first(), last=4)
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(errors.BrokerUnavailable):
         send_one(publisher, 3)
     for number in (3, 4, 5):
         send_one(publisher, number)
@@ -484,9 +474,9 @@ def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() 
 def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: int) -> None:
     publisher, sent = publisher_where(lambda *_: True, last, Kept(stored=4))
     for number in (0, 5):
-        with pytest.raises(EvidenceLost, match="under another name"):
+        with pytest.raises(errors.EvidenceLost, match="under another name"):
             send_one(publisher, number)
-        with pytest.raises(EvidenceLost):
+        with pytest.raises(errors.EvidenceLost):
             publisher.last_sequence("t", Deadline(SOON))
     assert not sent
 
@@ -504,7 +494,7 @@ def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> 
 
     def open_behind(before: str | None, data: object, deadline: Deadline) -> bool:
         tried.append(data)
-        raise DeadlineExceeded("the log's broker is away")
+        raise errors.DeadlineExceeded("the log's broker is away")
 
     ledger = SimpleNamespace(newest_opening=lambda _: None, open_behind=open_behind)
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
@@ -514,7 +504,7 @@ def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> 
 
 
 def test_a_publisher_that_may_not_note_its_sequence_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    denied = raising(AccessDenied("no right"))
+    denied = raising(errors.AccessDenied("no right"))
     publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, open_behind=denied))
     send_one(publisher, 5)
     assert sent == [5] and "it will not be noticed if the broker forgets" in caplog.text
@@ -542,7 +532,7 @@ def test_messages_on_their_way_are_sent_again_also_after_a_call_that_failed_mean
         topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"], deduplicates=fails_at_first())
         publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
         send_one(publisher, None)
-        with pytest.raises(BrokerUnavailable, match="REST"):
+        with pytest.raises(errors.BrokerUnavailable, match="REST"):
             publisher.flush(Deadline(SOON))
         if again == "send":
             send_one(publisher, None)
@@ -573,7 +563,7 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
         broker.wait_for("send")
         publisher.send("t", bytes(12_000_000), None, None, None, None, None, Deadline(0.5))
         read_on.set()
-        with pytest.raises(DeliveryFailed):
+        with pytest.raises(errors.DeliveryFailed):
             publisher.flush(Deadline(SOON))
 
 
@@ -694,5 +684,5 @@ def test_a_thread_that_waits_for_anothers_connection_of_the_decision_log_keeps_i
     client: Any = SimpleNamespace(create_producer=hold, read=hold)
     topics: Any = SimpleNamespace(internal=lambda *_: "log")
     log = PulsarLog(client, topics, "log", Deadline(SOON), Emitter("tests", ()))
-    with hold.asked_by(lambda: log.append(b"", Deadline(SOON))), pytest.raises(DeadlineExceeded):
+    with hold.asked_by(lambda: log.append(b"", Deadline(SOON))), pytest.raises(errors.DeadlineExceeded):
         getattr(log, call)(*[b""] * (call == "append"), Deadline(0.1))

@@ -9,22 +9,11 @@ from txnbridge_rocketmq import client as remoting
 from txnbridge_rocketmq.client import administration, groups, routes
 from txnbridge_rocketmq.client.errors import ErrorResponse, NotDurable, ProtocolViolation
 from txnbridge_rocketmq.client.groups import Membership, Queue
-from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol import read_requests, send_requests
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.protocol.read_requests import NewestByKey, PullStatus
 from txnbridge_rocketmq.client.protocol.records import decode_records, unpack_properties, unwrap
-from txnbridge_rocketmq.client.protocol.send_requests import (
-    HalfAddress,
-    HalfEnd,
-    WireMessage,
-    check_back_of,
-    end,
-    half_address,
-    send,
-    send_half,
-    send_together,
-)
 from txnbridge_rocketmq.errors import translate
 
 from tests.rocketmq.kit import pairs, stored
@@ -33,12 +22,12 @@ from txnbridge.errors import BrokerUnavailable, StorageFailed
 pytestmark = pytest.mark.offline
 
 STORED = {"msgId": "7F00000100002A9F000000000002B67C", "queueId": "2", "queueOffset": "5", "transactionId": "AB"}
-HALF = HalfAddress("orders", "shop", 5, 177788, "AB")
+HALF = send_requests.HalfAddress("orders", "shop", 5, 177788, "AB")
 
 
 def test_a_message_is_sent_with_its_fields_by_their_letters():
-    message = WireMessage("orders", b"hello", {"own": "x"}, ("k1", "k2"), "new", "AB", 1234)
-    request = send(message, "shop", 2)
+    message = send_requests.WireMessage("orders", b"hello", {"own": "x"}, ("k1", "k2"), "new", "AB", 1234)
+    request = send_requests.send(message, "shop", 2)
     told = dict(request.fields)
     assert unpack_properties(told.pop("i")) == {
         "own": "x",
@@ -64,8 +53,8 @@ def test_a_message_is_sent_with_its_fields_by_their_letters():
 
 
 def test_messages_that_are_sent_together_are_stored_one_by_one():
-    messages = [WireMessage("orders", b"%d" % number, {"own": "x"}) for number in range(3)]
-    request = send_together(messages, "shop", 2)
+    messages = [send_requests.WireMessage("orders", b"%d" % number, {"own": "x"}) for number in range(3)]
+    request = send_requests.send_together(messages, "shop", 2)
     assert (request.code, request.fields["b"], request.fields["e"], request.fields["m"]) == (320, "orders", "2", "true")
     (together,) = decode_records(stored(request.body, "orders", queue_offset=7))
     found = list(unwrap(together))
@@ -78,7 +67,9 @@ def test_messages_that_are_sent_together_are_stored_one_by_one():
 
 
 def test_the_request_of_a_half_message_says_its_kind_and_its_producer_group():
-    request = send_half(WireMessage("orders", b"hello", unique_key="AB"), "shop", 0, immunity=6)
+    request = send_requests.send_half(
+        send_requests.WireMessage("orders", b"hello", unique_key="AB"), "shop", 0, immunity=6
+    )
     assert request.fields["f"] == "4"
     properties = unpack_properties(request.fields["i"])
     assert (properties["TRAN_MSG"], properties["PGROUP"]) == ("true", "shop")
@@ -86,17 +77,20 @@ def test_the_request_of_a_half_message_says_its_kind_and_its_producer_group():
 
 
 def test_two_messages_without_a_unique_key_get_two():
-    one, two = (unpack_properties(send(WireMessage("t", b"x"), "g", 0).fields["i"])["UNIQ_KEY"] for _ in range(2))
+    one, two = (
+        unpack_properties(send_requests.send(send_requests.WireMessage("t", b"x"), "g", 0).fields["i"])["UNIQ_KEY"]
+        for _ in range(2)
+    )
     assert one != two and len(one) == 32
 
 
 def test_a_half_message_is_ended_by_the_place_where_it_was_stored():
-    receipt = send_half(WireMessage("orders", b"x", unique_key="AB"), "shop", 2).result(
+    receipt = send_requests.send_half(send_requests.WireMessage("orders", b"x", unique_key="AB"), "shop", 2).result(
         RemotingCommand(0, fields=STORED)
     )
     assert (receipt.queue, receipt.queue_offset, receipt.offset_id.log_offset) == (2, 5, 177788)
-    assert half_address("orders", "shop", receipt) == HALF
-    assert end(HALF, HalfEnd.COMMIT, from_check=True).fields == {
+    assert send_requests.half_address("orders", "shop", receipt) == HALF
+    assert send_requests.end(HALF, send_requests.HalfEnd.COMMIT, from_check=True).fields == {
         "topic": "orders",
         "producerGroup": "shop",
         "tranStateTableOffset": "5",
@@ -106,14 +100,14 @@ def test_a_half_message_is_ended_by_the_place_where_it_was_stored():
         "msgId": "AB",
         "transactionId": "AB",
     }
-    assert end(HALF, HalfEnd.ABORT).fields["commitOrRollback"] == "12"
+    assert send_requests.end(HALF, send_requests.HalfEnd.ABORT).fields["commitOrRollback"] == "12"
 
 
 @pytest.mark.parametrize(
     "code", [ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.SLAVE_NOT_AVAILABLE, ResponseCode.FLUSH_SLAVE_TIMEOUT]
 )
 def test_a_message_stored_less_safely_than_asked_is_an_error_that_knows_its_place(code):
-    request = send(WireMessage("orders", b"x"), "shop", 2)
+    request = send_requests.send(send_requests.WireMessage("orders", b"x"), "shop", 2)
     with pytest.raises(NotDurable) as caught:
         request.result(RemotingCommand(code, fields=STORED))
     assert caught.value.may_have_had_effect
@@ -124,38 +118,38 @@ def test_a_message_stored_less_safely_than_asked_is_an_error_that_knows_its_plac
 def test_an_answer_that_lacks_something_is_no_success(missing):
     told = {name: value for name, value in STORED.items() if name != missing}
     with pytest.raises(ProtocolViolation) as caught:
-        send(WireMessage("orders", b"x"), "shop", 2).result(RemotingCommand(0, fields=told))
+        send_requests.send(send_requests.WireMessage("orders", b"x"), "shop", 2).result(RemotingCommand(0, fields=told))
     assert caught.value.may_have_had_effect
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (WireMessage("orders", b""), "is empty"),
-        (WireMessage("or.ders", b"x"), "is not a topic name"),
-        (WireMessage("", b"x"), "is not a topic name"),
-        (WireMessage("t" * 128, b"x"), "is not a topic name"),
-        (WireMessage("orders", b"x", keys=("a b",)), "space"),
-        (WireMessage("orders", b"x", keys=("",)), "empty"),
-        (WireMessage("orders", b"x", {"a": ""}), "empty"),
-        (WireMessage("orders", b"x", {"a": "\x01"}), "separator"),
+        (send_requests.WireMessage("orders", b""), "is empty"),
+        (send_requests.WireMessage("or.ders", b"x"), "is not a topic name"),
+        (send_requests.WireMessage("", b"x"), "is not a topic name"),
+        (send_requests.WireMessage("t" * 128, b"x"), "is not a topic name"),
+        (send_requests.WireMessage("orders", b"x", keys=("a b",)), "space"),
+        (send_requests.WireMessage("orders", b"x", keys=("",)), "empty"),
+        (send_requests.WireMessage("orders", b"x", {"a": ""}), "empty"),
+        (send_requests.WireMessage("orders", b"x", {"a": "\x01"}), "separator"),
     ],
 )
 def test_a_message_that_brokers_would_change_or_choke_on_is_refused(message, words):
     with pytest.raises(ValueError, match=words):
-        send(message, "shop", 0)
+        send_requests.send(message, "shop", 0)
 
 
 @pytest.mark.parametrize("name", ["DELAY", "TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"])
 def test_a_half_to_be_delivered_late_is_refused(name):
     with pytest.raises(ValueError, match="delayed"):
-        send_half(WireMessage("orders", b"x", {name: "3"}), "shop", 0)
+        send_requests.send_half(send_requests.WireMessage("orders", b"x", {name: "3"}), "shop", 0)
 
 
 @pytest.mark.parametrize("group", ["", "a b", "g" * 121, "ä"])
 def test_a_group_that_brokers_do_not_take_is_refused(group):
     with pytest.raises(ValueError, match="is not a group name"):
-        send(WireMessage("orders", b"x"), group, 0)
+        send_requests.send(send_requests.WireMessage("orders", b"x"), group, 0)
 
 
 # --- the broker's question --------------------------------------------------------------------------------------------
@@ -170,8 +164,8 @@ def question(**changed: str) -> RemotingCommand:
 
 @pytest.mark.parametrize(("key", "named"), [("AB", "AB"), ("", "XY")], ids=["its own key", "no key of its own"])
 def test_a_question_tells_the_newest_copy_and_the_message(key, named):
-    check = check_back_of(question(UNIQ_KEY=key))
-    assert check.half == HalfAddress("orders", "shop", 9, 4711, named)
+    check = send_requests.check_back_of(question(UNIQ_KEY=key))
+    assert check.half == send_requests.HalfAddress("orders", "shop", 9, 4711, named)
     assert (check.broker, check.record.payload()) == ("broker-a", b"hello")
 
 
@@ -180,7 +174,7 @@ def test_a_question_tells_the_newest_copy_and_the_message(key, named):
 )
 def test_a_question_that_lacks_something_is_refused(asked):
     with pytest.raises(ProtocolViolation):
-        check_back_of(asked)
+        send_requests.check_back_of(asked)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

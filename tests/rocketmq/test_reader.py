@@ -13,16 +13,7 @@ from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.send_requests import (
-    CheckBack,
-    HalfEnd,
-    WireMessage,
-    end,
-    half_address,
-    send,
-    send_half,
-)
+from txnbridge_rocketmq.client.protocol import read_requests, send_requests
 
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
@@ -158,12 +149,15 @@ def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: Remot
 def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_message(
     bridge: Bridge, rocketmq_broker: brokers.RocketMQ
 ) -> None:
-    checked: list[CheckBack] = []
+    checked: list[send_requests.CheckBack] = []
     group = unique("producers")
 
-    def publish_again(checks: Sequence[CheckBack]) -> None:
+    def publish_again(checks: Sequence[send_requests.CheckBack]) -> None:
         for check in checks:
-            threading.Thread(target=client.call, args=(BROKER, end(check.half, HalfEnd.COMMIT, True), LONG)).start()
+            threading.Thread(
+                target=client.call,
+                args=(BROKER, send_requests.end(check.half, send_requests.HalfEnd.COMMIT, True), LONG),
+            ).start()
         checked.extend(checks)
 
     address = rocketmq_broker.url.removeprefix("rocketmq://")
@@ -172,7 +166,7 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
         topic = new_topic(client)
         half = store_half(client, topic, b"once", group=group)
         assert becomes_true(lambda: bool(checked))  # the broker has written the half again, and publishes the copy
-        client.call(BROKER, end(half, HalfEnd.ABORT, True), LONG)
+        client.call(BROKER, send_requests.end(half, send_requests.HalfEnd.ABORT, True), LONG)
         commit(client, half)
         with member(bridge, topic) as reader:
             found = reader.take(1)
@@ -217,7 +211,7 @@ def test_a_reader_goes_on_once_it_may_read_again(bridge: Bridge, client: Remotin
 def test_a_compressed_body_of_a_foreign_producer_is_unpacked(
     bridge: Bridge, client: RemotingClient, topic: str
 ) -> None:
-    plain = send(WireMessage(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
+    plain = send_requests.send(send_requests.WireMessage(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
     zipped = dataclasses.replace(plain, fields={**plain.fields, "f": "1"}, body=zlib.compress(b"long" * 2000))
     client.call(BROKER, zipped, LONG)
     with member(bridge, topic) as reader:
@@ -228,8 +222,8 @@ def test_a_compressed_body_of_a_foreign_producer_is_unpacked(
 
 def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     for body in (b"one", b"two"):  # forked processes of the official client generate the same unique keys
-        message = WireMessage(topic, body, unique_key="0" * 32)
-        stored = client.call(BROKER, send_half(message, "others", 0), LONG)
-        commit(client, half_address(topic, "others", stored))
+        message = send_requests.WireMessage(topic, body, unique_key="0" * 32)
+        stored = client.call(BROKER, send_requests.send_half(message, "others", 0), LONG)
+        commit(client, send_requests.half_address(topic, "others", stored))
     with member(bridge, topic) as reader:
         assert values(reader.take(2)) == [b"one", b"two"]

@@ -19,19 +19,7 @@ from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read
 from tests.sql.outbox_programs import confuse_names
-from txnbridge import Decision, TokenState, plugins
-from txnbridge.errors import (
-    AccessDenied,
-    BackendMissing,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    InvalidOption,
-    InvalidToken,
-    NotSupported,
-    OutcomeUnknown,
-    PositionLost,
-    StorageFailed,
-)
+from txnbridge import Decision, TokenState, errors, plugins
 from txnbridge.spi import Deadline
 from txnbridge.sql import decision_log as sql_log
 from txnbridge.sql._database import Database
@@ -78,7 +66,7 @@ def test_a_long_log_is_read_in_passing(log):
     reading = iter(log.read(None, None, Deadline(SOON)))
     assert [next(reading) for _ in range(120)] == [(at[number], b"%d" % number) for number in range(120)]
     log.trim(at[240], Deadline(SOON))
-    with pytest.raises(PositionLost):
+    with pytest.raises(errors.PositionLost):
         list(reading)
 
 
@@ -102,7 +90,7 @@ def test_a_log_whose_row_is_gone_says_so(log, behind):
     behind.execute(sa.text("DELETE FROM txnbridge_logs"))
     behind.commit()
     for ask in (lambda: append(log, b"1"), lambda: bounds(log), lambda: read(log)):
-        with pytest.raises(StorageFailed, match="gone"):
+        with pytest.raises(errors.StorageFailed, match="gone"):
             ask()
 
 
@@ -110,14 +98,14 @@ def test_a_record_that_is_missing_in_between_is_not_passed_over(log, behind):
     append(log, b"0", b"1", b"2")
     behind.execute(sa.text("DELETE FROM txnbridge_log_records WHERE position = 1"))
     behind.commit()
-    with pytest.raises(PositionLost):
+    with pytest.raises(errors.PositionLost):
         read(log)
 
 
 def test_an_append_waits_until_its_deadline_for_the_holder_of_the_lock(log, behind):
     append(log, b"0")
     behind.execute(sa.text("UPDATE txnbridge_logs SET next = next"))
-    takes(0.5, BrokerUnavailable, lambda deadline: log.append(b"late", deadline))
+    takes(0.5, errors.BrokerUnavailable, lambda deadline: log.append(b"late", deadline))
     later = threading.Timer(0.3, behind.rollback)
     later.start()
     append(log, b"1")
@@ -136,11 +124,11 @@ def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_re
     if url.startswith("postgresql"):
         pytest.skip("PostgreSQL compares exactly")
     confuse_names(url, sql_log._logs)
-    with pytest.raises(InvalidOption, match="exactly"):
+    with pytest.raises(errors.InvalidOption, match="exactly"):
         open_logs(url).decision_log("shop", Deadline(SOON))
     engine = open_engine(url)
     sql_log._logs.drop(engine)
-    with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
+    with pytest.raises(errors.InvalidOption, match="AUTOCOMMIT"):
         SqlLogs(engine.execution_options(isolation_level="AUTOCOMMIT")).decision_log("shop", Deadline(SOON))
     append(open_logs(url).decision_log("shop", Deadline(SOON)), b"0")
 
@@ -160,9 +148,9 @@ def test_a_process_that_opens_the_logs_beside_another_one_finds_its_place(url, o
 
 @pytest.mark.parametrize("state", ["42P07", "42710", "23505"])
 def test_a_table_that_another_process_makes_at_the_same_time_is_looked_for_again(tmp_path, open_engine, state):
-    errors = pytest.importorskip("psycopg.errors")
+    failures = pytest.importorskip("psycopg.errors")
     engine = open_engine(f"sqlite:///{tmp_path / 'made.db'}")
-    exists = [sa.exc.DBAPIError.instance("CREATE TABLE", {}, errors.lookup(state)("it exists"), errors.Error)]
+    exists = [sa.exc.DBAPIError.instance("CREATE TABLE", {}, failures.lookup(state)("it exists"), failures.Error)]
 
     @sa.event.listens_for(engine, "before_cursor_execute")
     def make_first(connection, cursor, statement, *_):
@@ -178,28 +166,28 @@ def test_an_engine_whose_url_names_no_database_is_taken_unless_it_binds_connecti
 
     engine = sa.create_engine("sqlite://", creator=connecting(check_same_thread=False), poolclass=sa.NullPool)
     append(SqlLogs(engine).decision_log("any", Deadline(SOON)), b"0")
-    with pytest.raises(InvalidOption, match="check_same_thread"):
+    with pytest.raises(errors.InvalidOption, match="check_same_thread"):
         SqlLogs(open_engine(engine.url, creator=connecting())).decision_log("any", Deadline(SOON))
     in_memory = sa.create_engine("sqlite://", poolclass=sa.NullPool)
-    with pytest.raises(InvalidOption, match="outlives"):
+    with pytest.raises(errors.InvalidOption, match="outlives"):
         SqlLogs(in_memory).decision_log("any", Deadline(SOON))
 
 
 def test_a_database_that_is_not_tested_is_refused(tmp_path, open_engine):
     engine = open_engine(f"sqlite:///{tmp_path / 'other.db'}")
     engine.dialect.name = "oracle"
-    with pytest.raises(NotSupported, match="MariaDB and SQLite, not oracle"):
+    with pytest.raises(errors.NotSupported, match="MariaDB and SQLite, not oracle"):
         SqlLogs(engine).decision_log("any", Deadline(SOON))
 
 
 @pytest.mark.live
 def test_mariadb_that_may_forget_or_shorten_what_it_confirms_is_refused(mariadb, open_logs):
     url = mariadb.new_database()
-    with pytest.raises(InvalidOption, match="strict sql_mode"):
+    with pytest.raises(errors.InvalidOption, match="strict sql_mode"):
         open_logs(f"{url}?sql_mode=ANSI").decision_log("any", Deadline(SOON))
     for setting, wrong, right in (("innodb_flush_log_at_trx_commit", 2, 1), ("read_only", 1, 0)):
         mariadb.run(url, f"SET GLOBAL {setting} = {wrong}")
-        with pytest.raises(InvalidOption, match=setting):
+        with pytest.raises(errors.InvalidOption, match=setting):
             open_logs(url).decision_log("any", Deadline(SOON))
         mariadb.run(url, f"SET GLOBAL {setting} = {right}")
     append(open_logs(url).decision_log("any", Deadline(SOON)), b"0")
@@ -208,11 +196,11 @@ def test_mariadb_that_may_forget_or_shorten_what_it_confirms_is_refused(mariadb,
 @pytest.mark.parametrize(
     ("database", "error", "match"),
     [
-        ("sqlite+aiosqlite:///some.db", InvalidOption, "synchronous driver"),
-        ("sqlite://", InvalidOption, "outlives"),
-        ("sqlite:///:memory:", InvalidOption, "outlives"),
-        ("nosuchdatabase://host/name", BackendMissing, "driver"),
-        ("no url", InvalidOption, "sqlite:"),
+        ("sqlite+aiosqlite:///some.db", errors.InvalidOption, "synchronous driver"),
+        ("sqlite://", errors.InvalidOption, "outlives"),
+        ("sqlite:///:memory:", errors.InvalidOption, "outlives"),
+        ("nosuchdatabase://host/name", errors.BackendMissing, "driver"),
+        ("no url", errors.InvalidOption, "sqlite:"),
     ],
 )
 def test_a_database_that_cannot_be_is_refused(database, error, match):
@@ -221,27 +209,27 @@ def test_a_database_that_cannot_be_is_refused(database, error, match):
 
 
 def test_a_name_that_is_too_long_is_refused(url, open_logs):
-    with pytest.raises(InvalidOption, match="255"):
+    with pytest.raises(errors.InvalidOption, match="255"):
         open_logs(url).decision_log("x" * 256, Deadline(SOON))
 
 
 def test_sqlite_that_does_not_wait_for_the_disk_is_refused(careless):
-    with pytest.raises(InvalidOption, match="synchronous"):
+    with pytest.raises(errors.InvalidOption, match="synchronous"):
         SqlLogs(careless).decision_log("any", Deadline(SOON))
 
 
 @pytest.mark.live
 def test_postgresql_that_does_not_wait_for_the_disk_is_refused(postgres, open_logs):
     url = postgres.new_database()
-    with pytest.raises(InvalidOption, match="synchronous_commit"):
+    with pytest.raises(errors.InvalidOption, match="synchronous_commit"):
         open_logs(f"{url}?options=-csynchronous_commit%3Doff").decision_log("any", Deadline(SOON))
 
 
 def test_our_own_error_of_a_missing_right_is_not_taken_for_one_of_a_socket(tmp_path):
     def refuse(_: sa.Connection) -> None:
-        raise AccessDenied("make the tables")
+        raise errors.AccessDenied("make the tables")
 
-    with pytest.raises(AccessDenied, match=r"^make the tables$"):
+    with pytest.raises(errors.AccessDenied, match=r"^make the tables$"):
         Database(f"sqlite:///{tmp_path}/a.db", "a test").ask("opening", refuse, Deadline(SOON))
 
 
@@ -249,12 +237,12 @@ def test_our_own_error_of_a_missing_right_is_not_taken_for_one_of_a_socket(tmp_p
 def test_without_the_right_to_make_tables_the_error_prints_them_and_with_them_it_works(postgres, open_logs):
     url = postgres.new_database()
     guest = postgres.guest(url)
-    with pytest.raises(AccessDenied, match="CREATE TABLE") as refused:
+    with pytest.raises(errors.AccessDenied, match="CREATE TABLE") as refused:
         open_logs(guest).decision_log("any", Deadline(SOON))
     made = str(refused.value).partition("delete on them:")[2]
     postgres.run(url, *made.split(";"))
     tables = "txnbridge_logs, txnbridge_log_records, txnbridge_place"
-    with pytest.raises(AccessDenied):
+    with pytest.raises(errors.AccessDenied):
         open_logs(guest).decision_log("any", Deadline(SOON))
     postgres.run(url, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {tables} TO guest")
     log = open_logs(guest).decision_log("any", Deadline(SOON))
@@ -267,7 +255,7 @@ def test_without_the_right_to_make_tables_the_error_prints_them_and_with_them_it
 def test_no_secret_is_shown(postgres, open_logs):
     url = postgres.new_database().replace("://", "://someone:s3cr3t@", 1)
     logs = open_logs(url)
-    with pytest.raises(BrokerUnavailable) as refused:
+    with pytest.raises(errors.BrokerUnavailable) as refused:
         logs.decision_log("any", Deadline(1))
     assert "s3cr3t" not in f"{logs!r} {refused.value} {refused.value.__cause__!r}"
 
@@ -309,11 +297,11 @@ def test_no_call_hangs_beyond_its_deadline_while_the_server_hangs(postgres, open
     (first,) = append(log, b"0")
     postgres.pause()
     try:
-        takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"late", deadline))
-        takes(0.5, DeadlineExceeded, log.end)
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
-        takes(0.5, DeadlineExceeded, lambda deadline: log.trim(first, deadline))
-        takes(0.5, DeadlineExceeded, lambda deadline: open_logs(url).decision_log("other", deadline))
+        takes(0.5, errors.DeadlineExceeded, lambda deadline: log.append(b"late", deadline))
+        takes(0.5, errors.DeadlineExceeded, log.end)
+        takes(0.5, errors.DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
+        takes(0.5, errors.DeadlineExceeded, lambda deadline: log.trim(first, deadline))
+        takes(0.5, errors.DeadlineExceeded, lambda deadline: open_logs(url).decision_log("other", deadline))
     finally:
         postgres.resume()
     # What nobody waited for any more was not committed behind their back.
@@ -328,7 +316,7 @@ def test_a_log_outlives_kill_9_of_its_server(request, open_logs, name):
     log = open_logs(server.new_database()).decision_log("killed", Deadline(SOON))
     told = append(log, *(b"%d" % number for number in range(20)))
     server.kill()
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(errors.BrokerUnavailable):
         log.append(b"while it is gone", Deadline(0.5))
     server.start()
     (last,) = append(log, b"20")
@@ -341,7 +329,7 @@ def test_a_commit_that_sqlite_refuses_leaves_no_transaction_open(tmp_path, open_
     with engine.connect() as reader:
         reader.exec_driver_sql("BEGIN")
         assert reader.scalar(sa.text("SELECT next FROM txnbridge_logs")) == 0
-        with pytest.raises(OutcomeUnknown, match="lost"):  # SQLite commits when nobody reads
+        with pytest.raises(errors.OutcomeUnknown, match="lost"):  # SQLite commits when nobody reads
             log.append(b"0", Deadline(SOON))
         assert bounds(log) == (None, None)
     append(log, b"1")
@@ -359,7 +347,7 @@ def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_
             connection.connection.commit()
             raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("gone"))
 
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknown):
         log.append(b"0", Deadline(SOON))
     append(log, b"0")
     assert [record for _, record in read(log)] == [b"0", b"0"]
@@ -445,12 +433,12 @@ def test_a_token_is_refused_by_a_bridge_that_keeps_its_decisions_elsewhere(url, 
                 pass
         assert status(txn.token, decision_log=url) is TokenState.PREPARED
         for how in ({}, {"decision_log": f"sqlite:///{tmp_path / 'another.db'}"}):
-            with pytest.raises(InvalidToken, match="connect with the same decision_log"):
+            with pytest.raises(errors.InvalidToken, match="connect with the same decision_log"):
                 status(txn.token, **how)
         with txnbridge.connect("toy:", transactional_id="shipping") as bridge:
             with bridge.transaction(prepare=True) as txn:
                 pass
-        with pytest.raises(InvalidToken, match="its own broker"):
+        with pytest.raises(errors.InvalidToken, match="its own broker"):
             status(txn.token, decision_log=url)
 
 
@@ -458,5 +446,5 @@ def test_the_error_without_sqlalchemy_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     for name in [name for name in sys.modules if name.startswith("txnbridge.sql")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(BackendMissing, match=r"pip install -e '\.\[sql\]'"):
+    with pytest.raises(errors.BackendMissing, match=r"pip install -e '\.\[sql\]'"):
         txnbridge.connect(f"embedded:{tmp_path}/orders.db", decision_log=f"sqlite:///{tmp_path}/decisions.db")

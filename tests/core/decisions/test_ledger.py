@@ -8,58 +8,46 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
-from txnbridge import Bridge, TokenState, connect, plugins
-from txnbridge.spi import (
-    Begin,
-    Context,
-    Deadline,
-    DecisionLog,
-    Evidence,
-    Identity,
-    Ledger,
-    LedgerValue,
-    Status,
-    Token,
-    Url,
-    Writer,
-)
+from txnbridge import Bridge, TokenState, connect, plugins, spi
 
 
 class LedgerWriter(ToyWriter):
     """Notes in the ledger what it prepares, as a backend does whose broker forgets."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: spi.Ledger) -> None:
         super().__init__()
         self._ledger = ledger
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: spi.Begin) -> None:
         self._begun = begin
         self._log = self._ledger.begin(begin.deadline)
 
-    def prepare(self, deadline: Deadline) -> None:
+    def prepare(self, deadline: spi.Deadline) -> None:
         self._ledger.record("prepare", self._begun.transaction, {"epoch": 3}, deadline)
 
-    def evidence(self) -> Evidence:
-        return Evidence({}, 0, log=self._log)
+    def evidence(self) -> spi.Evidence:
+        return spi.Evidence({}, 0, log=self._log)
 
 
 class LedgerBroker(ToyBroker):
     logs: dict[str, MemoryLog]
-    ledger: Ledger
+    ledger: spi.Ledger
 
-    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+    def open_writers(
+        self, identity: spi.Identity, count: int, ledger: spi.Ledger, deadline: spi.Deadline
+    ) -> list[spi.Writer]:
         self.ledger = ledger
         ledger.opened({"writers": count}, deadline)
         return super().open_writers(identity, count, ledger, deadline)
 
-    def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
+    def prepare_writer(self, identity: spi.Identity, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Writer:
         return LedgerWriter(ledger)
 
-    def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+    def status(self, token: spi.Token, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Status:
         noted = [entry.kind for entry in ledger.find(token.transaction, deadline)]
-        return Status(TokenState.PREPARED if "prepare" in noted else TokenState.ABORTED)
+        return spi.Status(TokenState.PREPARED if "prepare" in noted else TokenState.ABORTED)
 
-    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
+    def decision_log(self, name: str, deadline: spi.Deadline) -> spi.DecisionLog:
         return self.logs.setdefault(name, MemoryLog())
 
 
@@ -68,7 +56,7 @@ class LedgerBackend(ToyBackend):
         super().__init__()
         self.logs: dict[str, MemoryLog] = {}
 
-    def open(self, url: Url, options, context: Context, deadline: Deadline) -> ToyBroker:
+    def open(self, url: spi.Url, options, context: spi.Context, deadline: spi.Deadline) -> ToyBroker:
         broker = LedgerBroker(self.capabilities)
         broker.logs = self.logs
         return broker
@@ -90,7 +78,7 @@ def prepare(bridge: Bridge) -> str:
 def test_a_token_says_where_its_evidence_is_and_any_process_finds_it(backend: LedgerBackend) -> None:
     with connect("toy:", transactional_id="billing", application="shop") as owner:
         token = prepare(owner)
-    assert Token.parse(token).log is not None
+    assert spi.Token.parse(token).log is not None
     with connect("toy:", application="another") as stranger:
         assert stranger.status(token).state is TokenState.PREPARED
     assert set(backend.logs) == {"shop"}
@@ -115,8 +103,8 @@ def test_an_entry_that_a_broker_writes_as_it_is_closed_is_in_the_log(backend, mo
 
 def test_neither_of_two_changes_to_a_value_at_the_same_moment_is_lost(backend: LedgerBackend) -> None:
     with connect("toy:", application="shop") as first, connect("toy:", application="shop") as second:
-        values = [LedgerValue(bridge._logs.ledger("shop", "value")) for bridge in (first, second)]
-        assert values[0].read(Deadline(60)) is None
+        values = [spi.LedgerValue(bridge._logs.ledger("shop", "value")) for bridge in (first, second)]
+        assert values[0].read(spi.Deadline(60)) is None
 
         def add(at: int, change: Callable[[int], object] = lambda count: None) -> int:
             def changed(value: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -124,12 +112,12 @@ def test_neither_of_two_changes_to_a_value_at_the_same_moment_is_lost(backend: L
                 change(count)
                 return {"count": count + 1}
 
-            written = values[at].update(changed, Deadline(60))
+            written = values[at].update(changed, spi.Deadline(60))
             assert written is not None
             return int(written["count"])
 
         assert add(0) == 1
         # The second writes between the look and the write of the first, which looks again.
         assert add(0, lambda count: count == 1 and add(1)) == 3
-        assert values[1].read(Deadline(60)) == {"count": 3}
-        assert values[0].update(lambda value: None, Deadline(60)) == {"count": 3}
+        assert values[1].read(spi.Deadline(60)) == {"count": 3}
+        assert values[0].update(lambda value: None, spi.Deadline(60)) == {"count": 3}

@@ -22,55 +22,24 @@ from tests.core.processor_kit import url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
 from tests.in_time import wait_until, within
 from txnbridge import (
-    Abort,
     Batch,
     Bridge,
-    BrokerUnavailable,
     Capability,
-    Conflict,
-    DeadlineExceeded,
-    DeliveryFailed,
     Event,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidState,
     Message,
-    NotFound,
-    NotSupported,
-    OutcomeUnknown,
-    Poison,
-    PositionLost,
     Processor,
     Status,
     TokenState,
     Topic,
     Transaction,
-    TransactionAborted,
-    UsageError,
     codecs,
     connect,
+    errors,
     plugins,
+    spi,
 )
 from txnbridge._base.service_stop import Shutdown
 from txnbridge._process.processor import ProcessorSettings
-from txnbridge.spi import (
-    Begin,
-    Broker,
-    Context,
-    Deadline,
-    Headers,
-    Identity,
-    Ledger,
-    Partition,
-    Position,
-    Reader,
-    ReaderListener,
-    Subscription,
-    Url,
-    Writer,
-    absent,
-)
 from txnbridge.testing import listening
 
 P = ("t", 0)
@@ -92,13 +61,13 @@ class MemoryWriter(ToyWriter):
         self.broker = broker
         self.raises = broker.raises
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: spi.Begin) -> None:
         super().begin(begin)
         self.id = begin.transaction
         self.sent, self.acked = [], []
         self.broker.begun += 1
 
-    def commit(self, deadline: Deadline) -> None:
+    def commit(self, deadline: spi.Deadline) -> None:
         super().commit(deadline)
         self.broker.committed.append(Committed(self))
 
@@ -107,7 +76,7 @@ class MemoryReader(ToyReader):
     raises: list[BaseException]
     unassigned_polls = 0
 
-    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+    def poll(self, max_messages: int, deadline: spi.Deadline) -> list[Message]:
         if self.raises:
             raise self.raises.pop(0)
         if self.unassigned_polls:
@@ -118,7 +87,7 @@ class MemoryReader(ToyReader):
             time.sleep(min(0.002, deadline.left()))
         return found
 
-    def seek(self, positions: Mapping[Partition, Position]) -> None:
+    def seek(self, positions: Mapping[spi.Partition, spi.Position]) -> None:
         super().seek({p: at for p, at in positions.items() if p in self.sources})
 
 
@@ -134,12 +103,16 @@ class MemoryBroker(ToyBroker):
         self.begun = 0
         self.committed: list[Committed] = []
 
-    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+    def open_writers(
+        self, identity: spi.Identity, count: int, ledger: spi.Ledger, deadline: spi.Deadline
+    ) -> list[spi.Writer]:
         return [MemoryWriter(self) for _ in range(count)]
 
-    def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+    def reader(
+        self, subscription: spi.Subscription, listener: spi.ReaderListener, deadline: spi.Deadline
+    ) -> spi.Reader:
         if "missing" in subscription.topics:
-            raise NotFound("there is no topic 'missing'")
+            raise errors.NotFound("there is no topic 'missing'")
         reader = MemoryReader(subscription, listener)
         reader.raises = self.poll_raises
         reader.unassigned_polls = self.unassigned_polls
@@ -162,7 +135,9 @@ class MemoryBroker(ToyBroker):
 
 
 class MemoryBackend(ToyBackend):
-    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+    def open(
+        self, url: spi.Url, options: Mapping[str, Any], context: spi.Context, deadline: spi.Deadline
+    ) -> spi.Broker:
         broker = MemoryBroker(self)
         self.brokers.append(broker)
         return broker
@@ -219,9 +194,9 @@ def copy_batch(batch: Batch, txn: Transaction) -> None:
 class Failing:
     """A handler that copies, and raises the errors it was given, one by one, when it meets a value."""
 
-    def __init__(self, value: bytes, *errors: Exception) -> None:
+    def __init__(self, value: bytes, *failures: Exception) -> None:
         self.value = value
-        self.errors = list(errors)
+        self.errors = list(failures)
         self.seen: list[Any] = []
 
     def __call__(self, message: Message, txn: Transaction) -> None:
@@ -253,7 +228,7 @@ def test_a_batch_waits_max_wait_seconds_for_more(room):
     seen: list[Any] = []
     processor = room.processor(batch=lambda batch, txn: seen.append(len(batch)), max_wait=30, max_messages=2)
     with processor:
-        wait_until(lambda: bool(room.broker.readers) and not any(room.reader.lag(Deadline(1)).values()))
+        wait_until(lambda: bool(room.broker.readers) and not any(room.reader.lag(spi.Deadline(1)).values()))
         assert seen == []
         room.reader.feed(b"1")
         wait_until(lambda: bool(seen))
@@ -324,19 +299,19 @@ def test_a_message_delivered_before_its_partition_left_is_not_processed(room):
 
 def test_a_processor_repeats_at_once_after_an_abort_and_backs_off_after_a_second_abort(room):
     room.feed(b"0", b"1")
-    room.broker.raises["commit"] = [TransactionAborted("once"), TransactionAborted("a test says so")]
+    room.broker.raises["commit"] = [errors.TransactionAborted("once"), errors.TransactionAborted("a test says so")]
     processor = room.run(each=copy)
     assert room.broker.sent == [b"0", b"1"]
     assert room.waits[0] == 0.0 and 0 < room.waits[1] <= 0.2
     assert processor.stats == (2, 1, 0, 2, "TransactionAborted: a test says so", 0)
     room.feed(b"2", b"3")
-    handler = Failing(b"3", Abort())
+    handler = Failing(b"3", errors.Abort())
     room.run(each=handler)
     assert handler.seen == [b"0", b"1", b"2", b"3"] * 2
 
 
 @pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
-@pytest.mark.parametrize("error", [Conflict, BrokerUnavailable, DeadlineExceeded])
+@pytest.mark.parametrize("error", [errors.Conflict, errors.BrokerUnavailable, errors.DeadlineExceeded])
 def test_a_processor_backs_off_after_a_conflict_or_an_absent_broker_and_holds_its_place(room, call, error):
     room.feed(b"0", b"1")
     room.broker.raises[call] = [error("a test says so")]
@@ -350,14 +325,14 @@ def test_a_processor_backs_off_after_a_conflict_or_an_absent_broker_and_holds_it
 
 def test_a_processor_whose_polls_fail_backs_off(room):
     room.feed(b"0")
-    room.broker.poll_raises += [BrokerUnavailable("down"), BrokerUnavailable("still down")]
+    room.broker.poll_raises += [errors.BrokerUnavailable("down"), errors.BrokerUnavailable("still down")]
     room.run(each=copy)
     assert room.broker.sent == [b"0"]
     assert len(room.waits) == 2
 
 
 @pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
-@pytest.mark.parametrize("error", [Fenced, EvidenceLost])
+@pytest.mark.parametrize("error", [errors.Fenced, errors.EvidenceLost])
 def test_an_error_that_nobody_can_mend_stops_the_processor(room, call, error):
     room.feed(b"0")
     room.broker.raises[call] = [error("a test says so")]
@@ -368,15 +343,15 @@ def test_an_error_that_nobody_can_mend_stops_the_processor(room, call, error):
 
 
 def test_a_lost_position_stops_it(room):
-    room.broker.poll_raises.append(PositionLost("retention"))
-    with pytest.raises(PositionLost):
+    room.broker.poll_raises.append(errors.PositionLost("retention"))
+    with pytest.raises(errors.PositionLost):
         room.run(each=copy)
 
 
 @pytest.mark.parametrize(("state", "times"), [(TokenState.COMMITTED, 1), (TokenState.ABORTED, 2)])
 def test_an_unknown_outcome_is_resolved_before_it_goes_on(room, state, times):
     room.feed(b"0", b"1")
-    room.broker.raises["commit"] = [OutcomeUnknown("no answer")]
+    room.broker.raises["commit"] = [errors.OutcomeUnknown("no answer")]
     # More than the commit and the first poll ask for: each asks every 0.1 s, for 0.3 s.
     room.broker.answers["status"] = [Status(TokenState.UNKNOWN)] * 10 + [Status(state)]
     handler = Failing(b"")
@@ -386,7 +361,9 @@ def test_an_unknown_outcome_is_resolved_before_it_goes_on(room, state, times):
     assert room.waits
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), BrokerUnavailable("its own broker"), NotFound("no such topic")])
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), errors.BrokerUnavailable("its own broker"), errors.NotFound("no such topic")]
+)
 def test_a_handler_that_fails_for_a_while_holds_its_place(room, error):
     room.feed(b"0", b"1", b"2")
     handler = Failing(b"1", *[error] * 4)
@@ -400,11 +377,11 @@ def test_a_handler_that_fails_for_a_while_holds_its_place(room, error):
 def test_waits_grow_to_their_bound_and_start_anew_after_a_success(room, monkeypatch):
     monkeypatch.setattr("random.uniform", lambda low, high: high)  # jitter aside
     room.feed(b"0", b"1")
-    errors = [ValueError()] * 5
-    room.run(each=Failing(b"0", *errors), backoff=(0.5, 3), max_messages=1)
+    failures = [ValueError()] * 5
+    room.run(each=Failing(b"0", *failures), backoff=(0.5, 3), max_messages=1)
     assert room.waits == [0.5, 1, 2, 3, 3]
     room.waits.clear()
-    room.broker.raises["commit"] = [Conflict("one"), Conflict("two")]
+    room.broker.raises["commit"] = [errors.Conflict("one"), errors.Conflict("two")]
     room.run(each=Failing(b"1", ValueError()), backoff=(0.5, 3), max_messages=1)
     assert room.waits == [0.5, 1, 0.5]
 
@@ -418,11 +395,11 @@ def test_a_processor_stops_with_the_handlers_error_after_retry_for_seconds(room)
 
 def test_a_processor_whose_broker_does_not_tell_the_lag_goes_on_as_long_as_it_commits(room, monkeypatch):
     def lag(*_: object) -> None:
-        raise BrokerUnavailable("a test says so")
+        raise errors.BrokerUnavailable("a test says so")
 
     room.feed(b"0", b"1", b"2")
     monkeypatch.setattr(ToyReader, "lag", lag)
-    with pytest.raises(BrokerUnavailable):
+    with pytest.raises(errors.BrokerUnavailable):
         room.run(each=copy, max_messages=1, retry_for=0)
     assert room.broker.sent == [b"0", b"1", b"2"] and not room.waits
 
@@ -437,14 +414,14 @@ def test_an_unexpected_error_outside_the_handler_stops_it(room):
 @pytest.mark.parametrize("goes_on_to_poison", [False, True])
 def test_a_broker_error_that_the_handler_swallows_is_not_lost(room, goes_on_to_poison):
     room.feed(b"0")
-    room.broker.raises["send"] = [BrokerUnavailable("down")]
+    room.broker.raises["send"] = [errors.BrokerUnavailable("down")]
 
     def careless(message: Message, txn: Transaction) -> None:
         failed = bool(room.broker.raises["send"])
-        with suppress(BrokerUnavailable):
+        with suppress(errors.BrokerUnavailable):
             copy(message, txn)
         if failed and goes_on_to_poison:
-            raise Poison("it could not be sent")
+            raise errors.Poison("it could not be sent")
 
     processor = room.run(each=careless, dead_letter="dead")
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
@@ -457,10 +434,10 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused_also_if_it_hides_
 
     def stubborn(message: Message, txn: Transaction) -> None:
         copy(message, txn)
-        with suppress(*[InvalidState] * hides):
+        with suppress(*[errors.InvalidState] * hides):
             getattr(txn, end)()
 
-    with pytest.raises(InvalidState, match="the handler ended transaction"):
+    with pytest.raises(errors.InvalidState, match="the handler ended transaction"):
         room.run(each=stubborn)
     assert room.broker.committed == []
 
@@ -470,7 +447,7 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused_also_if_it_hides_
 
 def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
     room.feed(b"0", b"1", b"2")
-    processor = room.run(each=Failing(b"1", *[Poison("no such customer")] * 2), dead_letter="dead")
+    processor = room.run(each=Failing(b"1", *[errors.Poison("no such customer")] * 2), dead_letter="dead")
     (committed,) = room.broker.committed
     assert committed.sent == [("out", b"0"), ("out", b"2"), ("dead", b"1")]
     assert committed.acked == [0, 1, 2]
@@ -495,10 +472,10 @@ def test_all_poison_of_a_batch_is_found_with_one_abort(room):
 def test_a_dead_letter_is_the_original_with_its_reason(room):
     room.feed(b"\xff\x00")
     reader = room.broker.reader
-    headers = Headers([("kind", b"new"), ("raw", b"\xff"), ("txnbridge-dead-reason", b"an older one")])
+    headers = spi.Headers([("kind", b"new"), ("raw", b"\xff"), ("txnbridge-dead-reason", b"an older one")])
 
-    def with_headers(*args: Any) -> Reader:
-        made: Reader = reader(*args)
+    def with_headers(*args: Any) -> spi.Reader:
+        made: spi.Reader = reader(*args)
         poll = made.poll
         replaced: dict[str, Any] = {"headers": headers, "key": b"\xfe", "timestamp": 42}
         made.poll = lambda *args: [m._replace(**replaced) for m in poll(*args)]  # type: ignore[method-assign]
@@ -534,14 +511,14 @@ class Textless(ValueError):
     [
         (Textless(), b"Textless"),
         (ValueError("half \ud83d"), b"ValueError: half \\ud83d"),
-        (Poison(), b"Poison"),
-        (ExceptionGroup("", [Poison("no customer"), ValueError("late")]), b"no customer; ValueError: late"),
-        (InvalidOption(), b"InvalidOption"),  # a refused call may be poison if it is named
+        (errors.Poison(), b"Poison"),
+        (ExceptionGroup("", [errors.Poison("no customer"), ValueError("late")]), b"no customer; ValueError: late"),
+        (errors.InvalidOption(), b"InvalidOption"),  # a refused call may be poison if it is named
     ],
 )
 def test_a_reason_is_the_errors_class_and_text_and_what_is_no_valid_text_is_escaped(room, error, reason):
     room.feed(b"0")
-    room.run(each=Failing(b"0", *[error] * 2), dead_letter="dead", poison=(ValueError, UsageError))
+    room.run(each=Failing(b"0", *[error] * 2), dead_letter="dead", poison=(ValueError, errors.UsageError))
     assert ("txnbridge-dead-reason", reason) in room.broker.committed[0].full[0][3]
 
 
@@ -557,7 +534,7 @@ class BatchHandler:
         self.seen.append([m.value for m in batch])
         for message in batch:
             if message.value in self.poison:
-                raise Poison("bad", message=message if self.names else None)
+                raise errors.Poison("bad", message=message if self.names else None)
             copy(message, txn)
 
 
@@ -586,7 +563,10 @@ def test_poison_that_the_batch_handler_names_needs_no_splitting(room):
 
 def test_a_failure_between_the_parts_of_a_split_batch_loses_and_doubles_nothing(room):
     room.feed(*(b"%d" % n for n in range(4)))
-    room.broker.raises["commit"] = [TransactionAborted("the first part"), TransactionAborted("the first part again")]
+    room.broker.raises["commit"] = [
+        errors.TransactionAborted("the first part"),
+        errors.TransactionAborted("the first part again"),
+    ]
     room.run(batch=BatchHandler(b"3"), dead_letter="dead")
     assert room.broker.acked == [0, 1, 2, 3]
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"2"], [b"3"])
@@ -611,7 +591,7 @@ def test_a_dead_letter_is_raw_also_when_it_could_be_decoded(room):
     room.feed(b'{"a": 1}')
 
     def refuse(message: Message, txn: Transaction) -> None:
-        raise Poison(f"{message.value['a']} is too little")
+        raise errors.Poison(f"{message.value['a']} is too little")
 
     room.run(inputs=Topic("t", codecs.json), each=refuse, dead_letter="dead")
     assert room.broker.dead == [b'{"a": 1}']
@@ -619,15 +599,15 @@ def test_a_dead_letter_is_raw_also_when_it_could_be_decoded(room):
 
 def test_a_registry_that_is_down_is_no_poison(room):
     room.feed(b"0")
-    errors: list[Exception] = [ConnectionRefusedError("registry"), TimeoutError("registry")]
+    failures: list[Exception] = [ConnectionRefusedError("registry"), TimeoutError("registry")]
 
     class Registry:
         def encode(self, obj: Any, context: codecs.CodecContext) -> bytes:
             raise NotImplementedError
 
         def decode(self, data: bytes, context: codecs.CodecContext) -> Any:
-            if errors:
-                raise errors.pop(0)
+            if failures:
+                raise failures.pop(0)
             return data
 
     room.run(inputs=Topic("t", Registry()), each=copy, dead_letter="dead")
@@ -639,8 +619,8 @@ def test_a_registry_that_is_down_is_no_poison(room):
 def test_a_broker_error_is_never_taken_for_poison(room, explicit):
     """The handler may raise another error: a good message must not become a dead letter because a broker was down."""
     room.feed(b"0")
-    room.broker.raises["send"] = [BrokerUnavailable("down")]
-    elsewhere: list[Exception] = [Conflict("of another bridge")]
+    room.broker.raises["send"] = [errors.BrokerUnavailable("down")]
+    elsewhere: list[Exception] = [errors.Conflict("of another bridge")]
 
     def convert(message: Message, txn: Transaction) -> None:
         try:
@@ -649,7 +629,7 @@ def test_a_broker_error_is_never_taken_for_poison(room, explicit):
                 raise elsewhere.pop()
         except Exception as error:
             if explicit:
-                raise Poison("cannot be processed") from error
+                raise errors.Poison("cannot be processed") from error
             raise ValueError("cannot be processed")  # noqa: B904
 
     room.run(each=convert, dead_letter="dead", poison=ValueError)
@@ -660,11 +640,11 @@ def test_a_broker_error_is_never_taken_for_poison(room, explicit):
 def test_a_refused_output_is_poison_only_if_declared_by_name(room):
     """A wrong setting (no such topic, too small a limit) would empty the input into the dead letters otherwise."""
     room.feed(b"0")
-    room.broker.raises["send"] = [InvalidOption("too large")]
+    room.broker.raises["send"] = [errors.InvalidOption("too large")]
     room.run(each=copy, dead_letter="dead", poison=Exception)
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
-    room.broker.raises["send"] = [InvalidOption("too large")]
-    room.run(each=copy, dead_letter="dead", poison=(ValueError, InvalidOption))
+    room.broker.raises["send"] = [errors.InvalidOption("too large")]
+    room.run(each=copy, dead_letter="dead", poison=(ValueError, errors.InvalidOption))
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [b"0"])
 
 
@@ -675,7 +655,7 @@ def test_a_refused_output_of_many_is_poison_like_any_other(room):
     def copy_many(message: Message, txn: Transaction) -> None:
         txn.send_many(values, [1, object() if message.value == b"bad" else 2])
 
-    processor = room.run(each=copy_many, dead_letter="dead", poison=InvalidOption)
+    processor = room.run(each=copy_many, dead_letter="dead", poison=errors.InvalidOption)
     assert room.broker.dead == [b"bad", b"bad"]
     assert processor.stats.messages == 4
 
@@ -683,13 +663,13 @@ def test_a_refused_output_of_many_is_poison_like_any_other(room):
 def not_two(batch: Batch, txn: Transaction) -> None:
     for message in batch:
         if message.value == 2:
-            raise Poison("no such customer", message=None)
+            raise errors.Poison("no such customer", message=None)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"each": Failing(b"2", *[Poison("no such customer")] * 2)}, "no such customer"),
+        ({"each": Failing(b"2", *[errors.Poison("no such customer")] * 2)}, "no such customer"),
         ({"inputs": Topic("t", codecs.json), "batch": not_two}, "no such customer"),
         ({"inputs": Topic("t", codecs.json), "batch": lambda batch, txn: None}, "cannot be decoded"),
     ],
@@ -697,7 +677,7 @@ def not_two(batch: Batch, txn: Transaction) -> None:
 )
 def test_a_processor_without_a_dead_letter_topic_stops_at_the_poison(room, settings, reason):
     room.feed(b"0", b"1", b"{" if reason == "cannot be decoded" else b"2", b"3")
-    with pytest.raises(Poison, match=rf"t\[0\] at \(2,\).*{reason}") as raised:
+    with pytest.raises(errors.Poison, match=rf"t\[0\] at \(2,\).*{reason}") as raised:
         room.run(**settings)
     assert room.broker.acked == [0, 1]
     assert raised.value.message.position == (2,)
@@ -706,8 +686,8 @@ def test_a_processor_without_a_dead_letter_topic_stops_at_the_poison(room, setti
 @pytest.mark.parametrize(("max_messages", "left"), [(500, 0), (1, 4)])
 def test_too_many_dead_letters_in_a_row_stop_a_processor_and_its_open_transaction_is_aborted(room, max_messages, left):
     room.feed(b"0", *[b"bad"] * 4)
-    handler = Failing(b"bad", *[Poison("bad")] * 100)
-    with pytest.raises(Poison, match="max_dead_letters_in_a_row"):
+    handler = Failing(b"bad", *[errors.Poison("bad")] * 100)
+    with pytest.raises(errors.Poison, match="max_dead_letters_in_a_row"):
         room.run(each=handler, dead_letter="dead", max_dead_letters_in_a_row=3, max_messages=max_messages)
     assert room.broker.acked == list(range(left))
     assert len(room.broker.dead) == max(left - 1, 0)
@@ -715,16 +695,16 @@ def test_too_many_dead_letters_in_a_row_stop_a_processor_and_its_open_transactio
 
 def test_a_good_message_ends_the_row(room):
     room.feed(b"bad", b"bad", b"0", b"bad", b"bad")
-    handler = Failing(b"bad", *[Poison("bad")] * 100)
+    handler = Failing(b"bad", *[errors.Poison("bad")] * 100)
     room.run(each=handler, dead_letter="dead", max_dead_letters_in_a_row=2, max_messages=2)
     assert len(room.broker.dead) == 4
 
 
 def test_a_dead_letter_that_cannot_be_sent_stops_it(room):
     room.feed(b"bad")
-    room.broker.raises["send"] = [NotFound("there is no topic 'dead'")]
-    with pytest.raises(NotFound):
-        room.run(each=Failing(b"bad", *[Poison("bad")] * 2), dead_letter="dead")
+    room.broker.raises["send"] = [errors.NotFound("there is no topic 'dead'")]
+    with pytest.raises(errors.NotFound):
+        room.run(each=Failing(b"bad", *[errors.Poison("bad")] * 2), dead_letter="dead")
     assert room.broker.acked == []
 
 
@@ -775,7 +755,7 @@ def test_after_max_attempts_a_message_is_a_dead_letter(room):
 def test_a_processor_without_a_dead_letter_topic_stops_after_max_attempts(room):
     room.feed(b"bad", b"1")
     handler = Failing(b"bad", *[KeyError("x")] * 3)
-    with pytest.raises(Poison, match=r"3 attempts.* It holds its place in group 'g'"):
+    with pytest.raises(errors.Poison, match=r"3 attempts.* It holds its place in group 'g'"):
         room.run(each=handler, max_attempts=3)
     assert handler.seen == [b"bad"] * 3
     assert room.broker.acked == []
@@ -823,16 +803,16 @@ def test_a_handler_that_fails_now_and_then_does_not_make_the_waits_grow(room):
 
 
 @pytest.mark.parametrize(
-    ("errors", "dead"),
+    ("failures", "dead"),
     [
-        ([NotFound("there is no topic 'out'")] * 5, []),
-        ([BrokerUnavailable("away")] * 5, []),
-        ([InvalidOption("too large")] * 2, [b"0"]),
+        ([errors.NotFound("there is no topic 'out'")] * 5, []),
+        ([errors.BrokerUnavailable("away")] * 5, []),
+        ([errors.InvalidOption("too large")] * 2, [b"0"]),
     ],
 )
-def test_a_refused_message_is_an_attempt_and_a_missing_topic_or_an_absent_broker_is_none(room, errors, dead):
+def test_a_refused_message_is_an_attempt_and_a_missing_topic_or_an_absent_broker_is_none(room, failures, dead):
     room.feed(b"0", b"1")
-    room.run(each=Failing(b"0", *errors), max_attempts=2, dead_letter="dead")
+    room.run(each=Failing(b"0", *failures), max_attempts=2, dead_letter="dead")
     assert (room.broker.sent, room.broker.dead) == ([b"0"] * (not dead) + [b"1"], dead)
 
 
@@ -863,9 +843,9 @@ def test_a_call_longer_than_the_transaction_is_a_failure_of_its_message(room, ba
 
 @pytest.mark.parametrize("handler", [{"each": copy}, {"batch": copy_batch}], ids=["each", "batch"])
 def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room, handler, monkeypatch):
-    def refuse(writer: MemoryWriter, deadline: Deadline) -> None:
+    def refuse(writer: MemoryWriter, deadline: spi.Deadline) -> None:
         if ("out", b"large") in Committed(writer).sent:
-            error = DeliveryFailed("larger than max.message.bytes")
+            error = errors.DeliveryFailed("larger than max.message.bytes")
             error.permanent = True
             raise error
 
@@ -893,7 +873,7 @@ def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
         {"each": copy, "batch": copy_batch},
         {"each": "copy"},
         {"each": copy, "dead_letter": "t"},
-        {"each": copy, "poison": (BrokerUnavailable,)},
+        {"each": copy, "poison": (errors.BrokerUnavailable,)},
         {"each": copy, "poison": (KeyboardInterrupt,)},
         {"each": copy, "poison": ("ValueError",)},
         {"each": copy, "poison": 5},
@@ -918,7 +898,7 @@ def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
     ],
 )
 def test_settings_that_make_no_sense_are_refused(room, settings):
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         room.processor(**settings)
 
 
@@ -953,7 +933,7 @@ def copy_in_turns(batch: Batch, txn: Transaction) -> Iterator[None]:
     ],
 )
 def test_a_handler_of_a_wrong_signature_or_an_async_one_is_refused_by_the_processor(room, setting, handler, how):
-    with pytest.raises(InvalidOption, match=f"{setting}= is {how}"):
+    with pytest.raises(errors.InvalidOption, match=f"{setting}= is {how}"):
         room.processor(**{setting: handler})
 
 
@@ -969,15 +949,15 @@ def test_the_processor_of_a_bridge_takes_what_a_processor_takes():
 
 
 def test_a_processor_without_acknowledgements_in_transactions_is_refused(monkeypatch):
-    room = Room(monkeypatch, MemoryBackend({Capability.ATOMIC_ACK: absent("a test says so")}))
-    with room.bridge, pytest.raises(NotSupported, match="a test says so"):
+    room = Room(monkeypatch, MemoryBackend({Capability.ATOMIC_ACK: spi.absent("a test says so")}))
+    with room.bridge, pytest.raises(errors.NotSupported, match="a test says so"):
         room.processor(each=copy)
 
 
 def test_a_missing_topic_is_told_at_the_start(room):
-    with pytest.raises(NotFound):
+    with pytest.raises(errors.NotFound):
         room.run(inputs="missing", each=copy)
-    with pytest.raises(NotFound), room.processor(inputs="missing", each=copy):
+    with pytest.raises(errors.NotFound), room.processor(inputs="missing", each=copy):
         pass
 
 
@@ -1121,7 +1101,7 @@ def test_a_stop_before_the_start_counts_and_it_runs_once(room):
     processor.stop()
     processor.run()
     assert room.broker.begun == 0
-    with pytest.raises(InvalidState, match="runs once"):
+    with pytest.raises(errors.InvalidState, match="runs once"):
         processor.run()
 
 
@@ -1135,15 +1115,15 @@ def test_a_stop_ends_the_wait_between_retries(room, monkeypatch):
 
 def test_the_end_of_its_block_raises_what_ended_the_loop(room):
     room.feed(b"0")
-    room.broker.raises["begin"] = [Fenced("a newer owner")]
-    with pytest.raises(Fenced), room.processor(each=copy) as processor:
+    room.broker.raises["begin"] = [errors.Fenced("a newer owner")]
+    with pytest.raises(errors.Fenced), room.processor(each=copy) as processor:
         wait_until(lambda: "close" in room.reader.calls)
         assert not processor.healthy
 
 
 def test_an_error_of_the_block_is_not_hidden(room, caplog):
     room.feed(b"0")
-    room.broker.raises["begin"] = [Fenced("a newer owner")]
+    room.broker.raises["begin"] = [errors.Fenced("a newer owner")]
     with pytest.raises(ZeroDivisionError), room.processor(each=copy):
         wait_until(lambda: "close" in room.reader.calls)
         raise ZeroDivisionError
@@ -1182,12 +1162,12 @@ def test_in_a_thread_a_handler_that_does_not_end_loses_its_transaction_at_the_de
     room.feed(b"0")
     slow = Slow()
     processor = room.processor(each=slow, stop_timeout=0.5)
-    with within(0.5), pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"), processor:
+    with within(0.5), pytest.raises(errors.DeadlineExceeded, match=r"did not end within 0\.5 s"), processor:
         assert slow.called.wait(20)
     assert "close" in room.reader.calls  # its partitions are free already
     slow.go_on.set()
     wait_until(lambda: not processor._thread.is_alive())
-    assert isinstance(slow.after[0], InvalidState)
+    assert isinstance(slow.after[0], errors.InvalidState)
     assert room.broker.committed == []
 
 
@@ -1220,6 +1200,6 @@ def test_on_the_main_thread_a_handler_that_does_not_end_is_interrupted_at_the_de
             time.sleep(100)
 
     processor = room.processor(each=hang, stop_timeout=0.5)
-    with within(0.5), pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"):
+    with within(0.5), pytest.raises(errors.DeadlineExceeded, match=r"did not end within 0\.5 s"):
         processor.run()
     assert room.broker.committed == []

@@ -15,20 +15,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
-from txnbridge import (
-    Abort,
-    Batch,
-    Bridge,
-    InvalidOption,
-    Message,
-    NotFound,
-    Outcome,
-    Poison,
-    Topic,
-    Transaction,
-    TransactionAborted,
-    codecs,
-)
+from txnbridge import Batch, Bridge, Message, Outcome, Topic, Transaction, codecs, errors
 from txnbridge._base.messages import Headers
 from txnbridge._process import inputs as _processor_inputs
 from txnbridge._process.inputs import ProcessorInputs, RetryConsumer
@@ -314,7 +301,7 @@ def test_the_number_of_tries_survives_restarts_and_after_the_last_delay_it_is_a_
 def test_a_processor_without_a_dead_letter_topic_stops_after_the_last_delay_with_advice(bridge):
     feed(bridge, b"bad", b"1")
     handler = Failing()
-    with pytest.raises(Poison) as raised:
+    with pytest.raises(errors.Poison) as raised:
         run_until(bridge, lambda: False, each=handler, retry=[SOON], dead_letter=None)
     assert re.fullmatch(
         r"<Message in\[0\] at \(0,\), 3 bytes> cannot be processed \(KeyError at .*test_processor_retry.py:\d+,"
@@ -339,20 +326,20 @@ def test_poison_goes_to_the_dead_letters_at_once(bridge):
     feed(bridge, b"0", b"1")
 
     def refuse(message: Message, txn: Transaction) -> None:
-        raise Poison("a test says so") if message.value == b"0" else ValueError
+        raise errors.Poison("a test says so") if message.value == b"0" else ValueError
 
     run(bridge, each=refuse, retry=[NEVER], poison=ValueError)
     assert values(bridge, "dead") == [b"0", b"1"]
 
 
-@pytest.mark.parametrize("error", [Abort(), txnbridge.BrokerUnavailable("a test says so")])
+@pytest.mark.parametrize("error", [errors.Abort(), txnbridge.BrokerUnavailable("a test says so")])
 def test_an_abort_and_an_error_of_the_broker_are_repeated_in_place(bridge, error):
     feed(bridge, b"0")
-    errors = [error] * 3
+    failures = [error] * 3
 
     def fail(message: Message, txn: Transaction) -> None:
-        if errors:
-            raise errors.pop()
+        if failures:
+            raise failures.pop()
         txn.send("out", message.value)
 
     assert run(bridge, each=fail, retry=[NEVER]).stats.delayed == 0
@@ -365,13 +352,13 @@ def test_a_message_that_fails_in_place_is_given_up_also_if_another_one_waits_beh
     put_waiting(bridge, b"waits", NEVER, due_in=NEVER, at=1)
 
     def fail(message: Message, txn: Transaction) -> None:
-        raise Abort
+        raise errors.Abort
 
     settings = {"inputs": "in", "group": "g", "retry": [NEVER], "backoff": (0.01, 0.05), "retry_for": 2.0}
     processor = bridge.processor(each=fail, **settings)
     watch = Timer(60, processor.stop)
     watch.start()
-    with pytest.raises(TransactionAborted):
+    with pytest.raises(errors.TransactionAborted):
         processor.run()
     watch.cancel()
 
@@ -454,7 +441,7 @@ def test_poison_that_a_batch_handler_names_needs_no_splitting_also_from_a_retry_
         sizes.append(len(batch))
         for message in batch:
             if message.value == b"bad":
-                raise Poison("a test says so", message=message)
+                raise errors.Poison("a test says so", message=message)
 
     run(bridge, batch=refuse, retry=[NEVER])
     assert sizes == [2, 1]
@@ -465,9 +452,9 @@ def test_messages_that_are_delayed_neither_make_nor_end_a_row_of_dead_letters(br
     feed(bridge, b"dead", b"bad", b"dead", b"bad", b"dead")
 
     def refuse(message: Message, txn: Transaction) -> None:
-        raise Poison("no") if message.value == b"dead" else ValueError
+        raise errors.Poison("no") if message.value == b"dead" else ValueError
 
-    with pytest.raises(Poison, match="more than max_dead_letters_in_a_row"):
+    with pytest.raises(errors.Poison, match="more than max_dead_letters_in_a_row"):
         run(bridge, each=refuse, retry=[NEVER], max_dead_letters_in_a_row=2)
     run(bridge, each=refuse, retry=[NEVER], max_dead_letters_in_a_row=3)
     assert (values(bridge, "dead"), values(bridge, "g-retry-3600s")) == ([b"dead"] * 3, [b"bad"] * 2)
@@ -545,7 +532,7 @@ def test_a_redrive_for_one_group_is_seen_by_no_other_group(bridge):
     assert handler.tried[-1][:7] == bridge.read("in", limit=1)[0][:7]
     run(bridge, **audit)
     assert [message.value for message in audited] == [b"bad", b"1"]
-    with pytest.raises(NotFound, match="there is no retry topic of group 'audit'"):
+    with pytest.raises(errors.NotFound, match="there is no retry topic of group 'audit'"):
         Redrive(bridge, "dead", group="audit")
 
 
@@ -556,7 +543,7 @@ def test_a_missing_retry_topic_is_told_at_the_start_with_the_command_that_create
     with txnbridge.connect(url) as bridge:
         bridge.ensure_topics("in", "dead", "g-retry-10s")
     with txnbridge.connect(url, create_topics=0) as strict:
-        with pytest.raises(NotFound, match="txnbridge topics create g-retry-60s"):
+        with pytest.raises(errors.NotFound, match="txnbridge topics create g-retry-60s"):
             run(strict, each=Failing(), retry=[10, 60])
         strict.ensure_topics("g-retry-60s")
         run(strict, each=Failing(), retry=[10, 60])
@@ -584,7 +571,7 @@ def test_a_message_without_valid_headers_in_a_retry_topic_is_poison(bridge, numb
 
 def test_a_waiting_message_from_a_topic_that_is_no_input_is_not_processed(bridge):
     put_waiting(bridge, b"0", NEVER, topic="another")
-    with pytest.raises(InvalidOption, match="'another', which is no input of this processor"):
+    with pytest.raises(errors.InvalidOption, match="'another', which is no input of this processor"):
         run(bridge, each=Failing(), retry=[NEVER])
     run(bridge, inputs=["in", "another"], each=Failing(), retry=[NEVER])
     assert values(bridge, "out") == [b"0"]
@@ -592,7 +579,7 @@ def test_a_waiting_message_from_a_topic_that_is_no_input_is_not_processed(bridge
 
 @pytest.mark.parametrize("retry", [[], "10", 10, [0], [-1], [None], [0.0001], [True]])
 def test_delays_that_make_no_sense_are_refused(bridge, retry):
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         bridge.processor("in", group="g", each=Failing(), retry=retry)
 
 
@@ -600,5 +587,5 @@ def test_delays_that_make_no_sense_are_refused(bridge, retry):
     "settings", [{"dead_letter": "g-retry-10s"}, {"inputs": ["in", "g-retry-10s"]}, {"group": "two words"}]
 )
 def test_a_retry_topic_is_neither_an_input_nor_a_dead_letter_topic(bridge, settings):
-    with pytest.raises(InvalidOption):
+    with pytest.raises(errors.InvalidOption):
         run(bridge, each=Failing(), retry=[10], **settings)

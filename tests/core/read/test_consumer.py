@@ -10,25 +10,7 @@ import pytest
 from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
 from tests.failing import raising
 from tests.in_time import Hold, wait_until
-from txnbridge import (
-    Abort,
-    BrokerUnavailable,
-    Capability,
-    Conflict,
-    Consumer,
-    InvalidOption,
-    InvalidState,
-    Message,
-    NotSupported,
-    Outcome,
-    OutcomeUnknown,
-    Poison,
-    State,
-    Status,
-    TokenState,
-    Topic,
-    codecs,
-)
+from txnbridge import Capability, Consumer, Message, Outcome, State, Status, TokenState, Topic, codecs, errors
 from txnbridge.spi import NO_HEADERS, absent
 
 P = ("t", 0)
@@ -48,7 +30,7 @@ class Room:
         with self.bridge.transaction() as txn:
             txn.ack(messages)
             if abort:
-                raise Abort
+                raise errors.Abort
 
     @property
     def acked(self) -> list[tuple[int, ...]]:
@@ -83,7 +65,7 @@ def test_a_message_is_acknowledged_with_the_proof_of_its_delivery(room: Room) ->
 def test_acknowledging_up_to_a_message_that_was_given_back_is_refused_with_those_before_it(in_order: Room) -> None:
     batch = in_order.consumer.poll()
     in_order.consumer.nack(batch[2])
-    with in_order.bridge.transaction() as txn, pytest.raises(InvalidState, match="comes again"):
+    with in_order.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="comes again"):
         txn.ack_up_to(batch[4])
     assert in_order.acked == []
 
@@ -91,9 +73,9 @@ def test_acknowledging_up_to_a_message_that_was_given_back_is_refused_with_those
 def test_out_of_order_is_refused_with_the_reason_where_only_positions_are_known(in_order: Room) -> None:
     batch = in_order.consumer.poll()
     with in_order.bridge.transaction() as txn:
-        with pytest.raises(InvalidState, match="only knows positions"):
+        with pytest.raises(errors.InvalidState, match="only knows positions"):
             txn.ack(batch[1])
-        with pytest.raises(InvalidState, match="only knows positions"):
+        with pytest.raises(errors.InvalidState, match="only knows positions"):
             txn.ack([batch[1], batch[0]])
         txn.ack(batch[:2])
         txn.ack(batch[2])
@@ -102,14 +84,14 @@ def test_out_of_order_is_refused_with_the_reason_where_only_positions_are_known(
 
 def test_a_message_twice_in_one_acknowledgement_is_refused(room: Room) -> None:
     batch = room.consumer.poll()
-    with room.bridge.transaction() as txn, pytest.raises(InvalidState, match="twice"):
+    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="twice"):
         txn.ack([batch[1], batch[1]])
     assert room.acked == []
 
 
 def test_a_made_up_message_cannot_be_acknowledged(room: Room) -> None:
     made_up = Message("t", 0, (0,), None, b"0", NO_HEADERS, 0, 1, None)
-    with room.bridge.transaction() as txn, pytest.raises(InvalidState, match="group"):
+    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="group"):
         txn.ack(made_up)
 
 
@@ -119,7 +101,7 @@ def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_
     room.consumer.pause()
     room.reader.log.clear()
     assert not room.consumer.poll()
-    with room.bridge.transaction() as txn, pytest.raises(InvalidState, match="comes again"):
+    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="comes again"):
         txn.ack(batch[0])
 
 
@@ -136,14 +118,14 @@ def test_one_open_transaction_at_a_time_holds_a_consumers_acknowledgements(room:
     batch = room.consumer.poll()
     with room.bridge.transaction() as first, room.bridge.transaction() as second:
         first.ack(batch[0])
-        with pytest.raises(InvalidState, match=first.id):
+        with pytest.raises(errors.InvalidState, match=first.id):
             second.ack(batch[1])
     room.ack(batch[1])
 
 
 def test_a_partition_that_leaves_lets_its_transaction_only_abort(room: Room) -> None:
     batch = room.consumer.poll(2)
-    with pytest.raises(Conflict, match=r"t\[0\] left"), room.bridge.transaction() as txn:
+    with pytest.raises(errors.Conflict, match=r"t\[0\] left"), room.bridge.transaction() as txn:
         txn.ack(batch[0])
         room.reader.leaving = [("revoke", [P])]
         room.consumer.poll()
@@ -162,7 +144,7 @@ def test_a_partition_that_leaves_from_inside_a_generator_of_items_lets_its_trans
         assert txn.state is State.FAILED
         yield b"2"
 
-    with pytest.raises(Conflict, match=r"t\[0\] left"):
+    with pytest.raises(errors.Conflict, match=r"t\[0\] left"):
         txn.send_many("out", items())
     txn.abort()
 
@@ -171,7 +153,7 @@ def test_an_ack_of_an_ended_assignment_is_a_conflict_also_when_the_partition_cam
     batch = room.consumer.poll(2)
     room.reader.leaving, room.reader.coming = [("lost", [P])], [P]
     room.consumer.poll(1)
-    with pytest.raises(Conflict, match="left this consumer"), room.bridge.transaction() as txn:
+    with pytest.raises(errors.Conflict, match="left this consumer"), room.bridge.transaction() as txn:
         txn.ack(batch[0])
     assert txn.outcome is Outcome.ABORTED
 
@@ -188,15 +170,15 @@ def test_a_transaction_without_acks_of_it_is_not_disturbed_by_a_leaving_partitio
 def unknown(room: Room, batch: Sequence[Message]) -> None:
     with room.bridge.transaction() as txn:
         pass  # opens the writers
-    room.broker.writers[3].raises["commit"] = [OutcomeUnknown("no answer")]
-    with pytest.raises(OutcomeUnknown), room.bridge.transaction() as txn:
+    room.broker.writers[3].raises["commit"] = [errors.OutcomeUnknown("no answer")]
+    with pytest.raises(errors.OutcomeUnknown), room.bridge.transaction() as txn:
         txn.ack(batch)
 
 
 @pytest.mark.parametrize(("state", "expected"), [(TokenState.COMMITTED, [b"2"]), (TokenState.ABORTED, [b"0"])])
 def test_reading_on_waits_until_an_unknown_outcome_is_known(room, state, expected):
     unknown(room, room.consumer.poll(2))
-    with pytest.raises(OutcomeUnknown) as caught:
+    with pytest.raises(errors.OutcomeUnknown) as caught:
         room.consumer.poll(1, timeout=0.1)
     assert caught.value.token
     room.broker.answers["status"] = [Status(state)]
@@ -207,13 +189,13 @@ def test_a_value_that_cannot_be_decoded_is_raised_alone_and_in_its_place(room: R
     consumer = room.bridge.consumer(Topic("t", codecs.json), "h")
     room.broker.readers[-1].feed(b"1", b"{", b"[2]", b"{", b"3")
     assert values(consumer.poll()) == [1]
-    with pytest.raises(Poison) as caught:
+    with pytest.raises(errors.Poison) as caught:
         consumer.poll()
     assert caught.value.message.value == b"{"
     assert consumer.positions() == {P: (2,)}
     room.ack(caught.value.message)  # it was delivered, so it can be set aside
     assert values(consumer.poll(1)) == [[2]]
-    with pytest.raises(Poison):
+    with pytest.raises(errors.Poison):
         consumer.poll()
     assert values(consumer.poll()) == [3]
 
@@ -233,7 +215,7 @@ def test_a_message_is_decoded_again_after_its_codecs_registry_was_down(room: Roo
     consumer = room.bridge.consumer(Topic("t", Registry()), "h")
     room.broker.readers[-1].feed(b"1", b"2", b"3")
     assert values(consumer.poll()) == [b"1"]
-    with pytest.raises(BrokerUnavailable, match=r"codec of t raised ConnectionError"):
+    with pytest.raises(errors.BrokerUnavailable, match=r"codec of t raised ConnectionError"):
         consumer.poll()
     assert values(consumer.poll()) == [b"2", b"3"]
 
@@ -243,7 +225,7 @@ def test_a_batch_waits_to_become_full_and_stops_before_poison(room: Room) -> Non
     room.broker.readers[-1].feed(b"1", b"2", b"{", b"4")
     batches = consumer.batches(max_messages=10, max_wait=0.05)
     assert values(next(batches)) == [1, 2]
-    with pytest.raises(Poison):
+    with pytest.raises(errors.Poison):
         next(batches)
     assert values(next(consumer.batches(max_messages=1))) == [4]
 
@@ -252,21 +234,21 @@ def test_seeking_forgets_what_was_delivered_and_is_refused_while_acks_are_held(r
     batch = room.consumer.poll()
     with room.bridge.transaction() as txn:
         txn.ack(batch[0])
-        with pytest.raises(InvalidState, match=txn.id):
+        with pytest.raises(errors.InvalidState, match=txn.id):
             room.consumer.seek({P: (0,)})
     room.consumer.seek({P: (3,)})
     assert values(room.consumer.poll()) == [b"3", b"4"]
-    with room.bridge.transaction() as txn, pytest.raises(InvalidState):
+    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState):
         txn.ack(batch[1])
 
 
 def test_places_that_no_partition_has_are_refused_and_the_consumer_goes_on(room: Room) -> None:
     for partitions in ("t", ["t"], 5):
         for call in (room.consumer.pause, room.consumer.resume):
-            with pytest.raises(InvalidOption, match="list of"):
+            with pytest.raises(errors.InvalidOption, match="list of"):
                 call(partitions)  # type: ignore[arg-type]
     for position in ((1 << 63,), 5, "5", (True,)):
-        with pytest.raises(InvalidOption, match="positions"):
+        with pytest.raises(errors.InvalidOption, match="positions"):
             room.consumer.seek({P: position})  # type: ignore[dict-item]
     assert len(room.consumer.poll()) == 5
 
@@ -275,9 +257,9 @@ def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(roo
     batch = room.consumer.poll()
     room.consumer.nack(batch[1:3])
     assert room.reader.nacked == [{P: [(1,), (2,)]}]
-    with room.bridge.transaction() as txn, pytest.raises(InvalidState):
+    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState):
         txn.ack(batch[1])
-    with pytest.raises(InvalidState):
+    with pytest.raises(errors.InvalidState):
         room.consumer.nack(batch[1])
 
 
@@ -290,7 +272,7 @@ def test_a_program_that_never_acknowledges_is_told_so(room: Room, with_timing: C
     with room.bridge.transaction():
         room.consumer.seek({P: (0,)})  # nor does what is forgotten
     room.consumer.poll(5)
-    with pytest.raises(InvalidState, match="5 messages were delivered to group 'g' and not acknowledged"):
+    with pytest.raises(errors.InvalidState, match="5 messages were delivered to group 'g' and not acknowledged"):
         room.consumer.poll(1)
 
 
@@ -299,9 +281,9 @@ def test_closing_a_consumer_leaves_its_group_and_ends_its_deliveries(room: Room)
     room.consumer.close()
     room.consumer.close()
     assert "close" in room.reader.calls
-    with pytest.raises(InvalidState, match="closed"):
+    with pytest.raises(errors.InvalidState, match="closed"):
         room.consumer.poll()
-    with pytest.raises(Conflict), room.bridge.transaction() as txn:
+    with pytest.raises(errors.Conflict), room.bridge.transaction() as txn:
         txn.ack(batch[0])
 
 
@@ -321,7 +303,7 @@ def test_closing_a_consumer_leaves_its_group_and_ends_its_deliveries(room: Room)
 )
 def test_a_capability_that_the_broker_lacks_is_refused_on_use(capability: Capability, use) -> None:
     room = Room(capability)
-    with room.bridge, pytest.raises(NotSupported, match="a test says so"):
+    with room.bridge, pytest.raises(errors.NotSupported, match="a test says so"):
         use(room)
 
 
@@ -332,7 +314,7 @@ def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room
     batch = room.consumer.poll(3)
     unknown(room, batch[:1])
     room.ack(batch[1])
-    with pytest.raises(OutcomeUnknown):
+    with pytest.raises(errors.OutcomeUnknown):
         room.consumer.poll(1, timeout=0.1)
     room.broker.answers["status"] = [Status(TokenState.ABORTED)]
     assert values(room.consumer.poll(1)) == [b"0"]
@@ -340,8 +322,8 @@ def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room
 
 def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     room.ack(room.consumer.poll(3), abort=True)
-    monkeypatch.setattr(room.reader, "seek", fails_once(room.reader.seek, BrokerUnavailable("away")))
-    with pytest.raises(BrokerUnavailable):
+    monkeypatch.setattr(room.reader, "seek", fails_once(room.reader.seek, errors.BrokerUnavailable("away")))
+    with pytest.raises(errors.BrokerUnavailable):
         room.consumer.poll()
     assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
 
@@ -354,11 +336,11 @@ def test_a_seek_that_moves_a_reader_without_a_group_and_fails_skips_nothing(
 
         def move_and_fail(at: Any) -> None:
             ToyReader.seek(reader, at)
-            raise BrokerUnavailable("away")
+            raise errors.BrokerUnavailable("away")
 
         reader.feed(b"0", b"1", b"2", b"3")
         assert values(consumer.poll(1)) == [b"0"]
-        with monkeypatch.context() as patch, pytest.raises(BrokerUnavailable):
+        with monkeypatch.context() as patch, pytest.raises(errors.BrokerUnavailable):
             patch.setattr(reader, "seek", move_and_fail)
             consumer.seek({P: (3,)})
         assert consumer.positions() == {P: (1,)}
@@ -380,7 +362,7 @@ def test_in_a_loop_an_aborted_message_comes_again_before_the_next_one(room: Room
         with room.bridge.transaction() as txn:
             txn.ack(message)
             if len(seen) == 2:
-                raise Abort
+                raise errors.Abort
         if len(seen) == 4:
             break
     assert seen == [b"0", b"1", b"1", b"2"]
@@ -390,7 +372,7 @@ def test_the_bound_of_unacknowledged_messages_costs_no_message(room: Room, with_
     with_timing(unacked_messages=3)
     first = room.consumer.poll(500)
     assert values(first) == [b"0", b"1", b"2"]
-    with pytest.raises(InvalidState, match="3 messages were delivered"):
+    with pytest.raises(errors.InvalidState, match="3 messages were delivered"):
         room.consumer.poll()
     room.ack(first)
     assert values(room.consumer.poll()) == [b"3", b"4"]
@@ -405,7 +387,7 @@ def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_aborted_messag
     first, second = in_order.consumer.poll(2)
     in_order.ack(first, abort=True)
     with in_order.bridge.transaction() as txn:
-        with pytest.raises(InvalidState, match=r"\(0,\) of t\[0\] was given back and comes again"):
+        with pytest.raises(errors.InvalidState, match=r"\(0,\) of t\[0\] was given back and comes again"):
             txn.ack(second)
         txn.send("out", b"1")  # a refusal, no failure
 
@@ -413,7 +395,7 @@ def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_aborted_messag
 def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_unknown_outcome(in_order: Room) -> None:
     first, second = in_order.consumer.poll(2)
     unknown(in_order, [first])
-    with in_order.bridge.transaction() as txn, pytest.raises(InvalidState, match="is not known yet"):
+    with in_order.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="is not known yet"):
         txn.ack(second)
 
 
@@ -427,7 +409,7 @@ def test_a_dropped_consumer_leaves_its_group(room: Room) -> None:
         assert "close" not in reader.calls
     del txn
     wait_until(lambda: "close" in reader.calls)
-    with pytest.raises(Conflict, match="left this consumer"), room.bridge.transaction() as txn:
+    with pytest.raises(errors.Conflict, match="left this consumer"), room.bridge.transaction() as txn:
         txn.ack(batch[0])
 
 
@@ -449,9 +431,9 @@ def test_a_paused_partition_delivers_nothing_that_was_fetched_before(room: Room)
 
 
 def test_columns_are_for_readers_without_a_group(room: Room) -> None:
-    with pytest.raises(InvalidState, match="without a group"):
+    with pytest.raises(errors.InvalidState, match="without a group"):
         room.consumer.poll_columns()
-    with pytest.raises(InvalidOption, match="whole number from 1"):
+    with pytest.raises(errors.InvalidOption, match="whole number from 1"):
         room.bridge.consumer("t").poll_columns(0)
 
 
@@ -471,7 +453,7 @@ def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room
     hold = Hold()
 
     def send(*given: object) -> None:
-        with pytest.raises(BrokerUnavailable):
+        with pytest.raises(errors.BrokerUnavailable):
             hold()
 
     monkeypatch.setattr(ToyWriter, "send", send)
@@ -479,7 +461,7 @@ def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room
     txn.ack(room.consumer.poll())
     with hold.asked_by(lambda: txn.send("t", b"1")):
         room.consumer.close(0.1)
-    with pytest.raises(InvalidState, match="left this consumer"):
+    with pytest.raises(errors.InvalidState, match="left this consumer"):
         txn.commit()
     txn.abort()
 
@@ -502,7 +484,7 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
         closing.set()
         polled.result(60)
     wait_until(lambda: room.reader.calls.count("close") == 1)
-    with pytest.raises(InvalidState, match="closed"):
+    with pytest.raises(errors.InvalidState, match="closed"):
         room.consumer.poll()
 
 
@@ -513,7 +495,7 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
         monkeypatch.undo()
         with ThreadPoolExecutor() as pool:
             for poll in (room.consumer.poll, lambda: pool.submit(room.consumer.poll).result(60)):
-                with pytest.raises(InvalidState, match="one thread at a time"):
+                with pytest.raises(errors.InvalidState, match="one thread at a time"):
                     poll()
                 refused.append(poll)
         recover()
@@ -526,15 +508,15 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
 
 @pytest.mark.parametrize("left", ["leaves", "cannot leave"])
 def test_an_exception_of_another_library_closes_the_consumer(room, monkeypatch, left):
-    with pytest.raises(Conflict), room.bridge.transaction() as txn:
+    with pytest.raises(errors.Conflict), room.bridge.transaction() as txn:
         txn.ack(room.consumer.poll(1))
         monkeypatch.setattr(room.reader, "poll", raising(KeyboardInterrupt))
         if left != "leaves":
-            monkeypatch.setattr(room.reader, "close", raising(BrokerUnavailable("away")))
+            monkeypatch.setattr(room.reader, "close", raising(errors.BrokerUnavailable("away")))
         with pytest.raises(KeyboardInterrupt):
             room.consumer.poll(10)
     assert (txn.outcome, room.reader.calls.count("close")) == (Outcome.ABORTED, left == "leaves")
-    with pytest.raises(InvalidState, match="was interrupted in the middle of a call; open another"):
+    with pytest.raises(errors.InvalidState, match="was interrupted in the middle of a call; open another"):
         room.consumer.poll()
     room.consumer.close()
     assert values(room.bridge.consumer("t", "g").poll(timeout=0)) == []  # the bridge goes on
@@ -566,16 +548,16 @@ def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
 def test_an_invalid_timeout_is_refused_even_when_a_message_is_at_hand(room: Room, timeout: Any) -> None:
     next(iter(room.consumer))
-    with pytest.raises(InvalidOption, match="timeout is a number of seconds"):
+    with pytest.raises(errors.InvalidOption, match="timeout is a number of seconds"):
         room.consumer.poll(timeout=timeout)
 
 
 def fails_once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
-    errors = [error]
+    failures = [error]
 
     def calling(*arguments: Any) -> Any:
-        if errors:
-            raise errors.pop()
+        if failures:
+            raise failures.pop()
         return call(*arguments)
 
     return calling
