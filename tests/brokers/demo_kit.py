@@ -20,9 +20,7 @@ def check_every_claim(*arguments: str) -> None:
     assert len(json.loads(run.stdout)["held"]) == CLAIMS
 
 
-def test_every_claim_holds_on_a_broker_of_yours_and_its_topics_are_gone_afterwards(
-    txnbridge_url: str, bridge: Bridge
-) -> None:
+def test_every_claim_holds_on_a_broker_of_yours_and_its_topics_are_gone_afterwards(txnbridge_url: str, bridge: Bridge):
     """A room of tests imports this test for its broker."""
     before = [topic.name for topic in bridge.admin.topics()]
     check_every_claim("--url", txnbridge_url)

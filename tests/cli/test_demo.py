@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import txnbridge
+from tests.app.test_run import exists
 from tests.core.toy import ToyBackend
 from txnbridge import hookimpl, plugins
 
@@ -85,14 +86,6 @@ def test_the_demo_with_keep_and_json_leaves_the_shop_and_tells_its_story_on_stde
     assert f"export TXNBRIDGE_URL={url}" in run.stderr
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def on_terminal(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
@@ -155,7 +148,7 @@ def test_a_signal_ends_all_its_processes(tmp_path, interruptible, moment, proces
         _, err = process.communicate()
     assert (process.returncode, err) == (code, "\n" if number is signal.SIGINT else "")
     assert len(set(pids)) >= processes
-    assert [pid for pid in set(pids) if is_alive(pid)] == []
+    assert [pid for pid in set(pids) if exists(pid)] == []
     assert list((tmp_path / "tmp").iterdir()) == []
 
 

@@ -24,9 +24,7 @@ RESTARTS = 3
 
 
 @given(group=NAMES, generation=st.integers(-1, 2**31 - 1), name=NAMES, instance=st.none() | NAMES)
-def test_a_membership_is_read_from_the_clients_metadata(
-    group: str, generation: int, name: str, instance: str | None
-) -> None:
+def test_a_membership_is_read_from_the_clients_metadata(group: str, generation: int, name: str, instance: str | None):
     behind = b"\1" if instance is None else b"\0" + instance.encode() + b"\0"
     told = b"CGMDv2:" + struct.pack("<i", generation) + group.encode() + b"\0" + name.encode() + b"\0" + behind
     assert membership_of(told) == GroupMembership(group, generation, name, instance)

@@ -42,8 +42,6 @@ def test_a_transaction_of_the_plain_client_has_no_token_to_publish(tmp_path: Pat
 @pytest.mark.parametrize(
     ("protocol", "nodes"), [("classic", 1), ("consumer", 1), ("classic", 3)], ids=["classic", "consumer", "three-nodes"]
 )
-def test_a_run_with_all_faults_finds_nothing(
-    start_kafka: StartKafka, protocol: str, nodes: int, tmp_path: Path
-) -> None:
+def test_a_run_with_all_faults_finds_nothing(start_kafka: StartKafka, protocol: str, nodes: int, tmp_path: Path):
     settings = {"group_protocol": "consumer"} if protocol == "consumer" else SESSION
     assert_kept(start_kafka(nodes=nodes), tmp_path, kafka=settings)

@@ -412,9 +412,7 @@ def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
 
 @pytest.mark.parametrize("how", ["silent", "denied"])
 @pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE], ids=title)
-def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown(
-    world: World, code: int, how: str
-) -> None:
+def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown(world: World, code: int, how: str):
     bridge = world.connect()
     world.cluster.fail("EndTxn", code)
     txn = bridge.transaction(timeout=SHORT)
@@ -432,9 +430,7 @@ def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown
 
 
 @pytest.mark.parametrize("how", ["silent", "denied"])
-def test_an_abort_whose_outcome_the_coordinator_does_not_tell_is_unknown(
-    world: World, bridge: Bridge, how: str
-) -> None:
+def test_an_abort_whose_outcome_the_coordinator_does_not_tell_is_unknown(world: World, bridge: Bridge, how: str):
     txn = bridge.transaction(timeout=SHORT)
     txn.send(TOPIC, b"2")
     writer_of(txn).flush(Deadline(TIMEOUT))
@@ -468,9 +464,7 @@ def test_an_abort_that_is_refused_is_asked_for_by_another_way(world: World, brid
 
 @pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce", ACKS, "EndTxn"])
 @pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE], ids=title)
-def test_an_owner_fenced_by_a_newer_one_is_told_by_whom_and_stays_fenced(
-    world: World, request_kind: str, code: int
-) -> None:
+def test_an_owner_fenced_by_a_newer_one_is_told_by_whom_and_stays_fenced(world: World, request_kind: str, code: int):
     older = world.connect()
     txn = older.transaction()
     newer = world.connect()
@@ -534,9 +528,7 @@ def test_a_program_sees_the_listed_error_when_its_id_cannot_be_opened(
 
 @pytest.mark.offline
 @pytest.mark.parametrize("code", [K.UNKNOWN_TOPIC_OR_PART, K.TOPIC_AUTHORIZATION_FAILED], ids=title)
-def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(
-    world: World, bridge: Bridge, code: int
-) -> None:
+def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(world: World, bridge: Bridge, code: int):
     with bridge.transaction() as txn:
         txn.send(INPUT, b"1")
     world.cluster.fail("EndTxn", K.INVALID_TXN_STATE)
@@ -641,9 +633,7 @@ def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
-def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(
-    world: World, bridge: Bridge, many: bool
-) -> None:
+def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(world: World, bridge: Bridge, many: bool):
     txn = bridge.transaction(timeout=SHORT)
     writer = writer_of(txn)
     writer.send_many(TOPIC, [])  # so that the writer has looked at the topic

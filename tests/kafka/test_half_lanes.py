@@ -154,7 +154,5 @@ def test_large_half_messages_of_two_threads_and_one_of_many_messages_are_publish
 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
-def test_database_and_topics_agree_wherever_a_seller_dies(
-    txnbridge_url: str, tmp_path: Path, kill_walk: KillWalk
-) -> None:
+def test_database_and_topics_agree_wherever_a_seller_dies(txnbridge_url: str, tmp_path: Path, kill_walk: KillWalk):
     check_wherever_a_seller_dies(txnbridge_url, tmp_path, kill_walk)

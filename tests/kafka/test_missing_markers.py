@@ -69,9 +69,7 @@ def test_the_next_abort_of_the_plain_client_destroys_what_was_committed(hold: Ho
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
-def test_a_transaction_without_its_marker_is_finished_before_our_next_message_in_its_topic(
-    hold: Hold, end: str
-) -> None:
+def test_a_transaction_without_its_marker_is_finished_before_our_next_message_in_its_topic(hold: Hold, end: str):
     held = hold(True)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         with bridge.transaction() as txn:
@@ -92,9 +90,7 @@ def test_an_aborted_message_stays_invisible(hold: Hold) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_the_outcome_of_a_later_transaction_elsewhere_decides_no_missing_marker(
-    hold: Hold, commit: bool, again: bool
-) -> None:
+def test_the_outcome_of_a_later_transaction_elsewhere_decides_no_missing_marker(hold: Hold, commit: bool, again: bool):
     held = hold(commit)
     requests = held.admin.requests
     if again:

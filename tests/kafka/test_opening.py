@@ -110,9 +110,7 @@ def test_the_outcome_of_a_prepared_transaction_is_known_after_its_id_was_used_ag
     assert [other.commit(tokens[1]), other.abort(tokens[1])] == [Outcome.ABORTED] * 2
 
 
-def test_when_all_ids_are_unresolved_the_next_waits_and_is_told_of_the_oldest(
-    connect: Connect, topic: str, owner: str
-) -> None:
+def test_when_all_ids_are_unresolved_the_next_waits_and_is_told_of_the_oldest(connect: Connect, topic: str, owner: str):
     bridge = connect(transactional_id=owner, kafka={"prepared_ids": 2})
     tokens = [prepare(bridge, topic, b"%d" % number) for number in range(2)]
     with pytest.raises(DeadlineExceeded, match="have unresolved ones") as caught:
@@ -140,9 +138,7 @@ def test_an_id_whose_prepared_transaction_waits_is_not_opened_by_the_next_owner(
     assert sorted(m.value for m in seen(newer, topic)) == [b"0", b"1", b"2", b"3", b"prepared"]
 
 
-def test_a_bridge_without_an_id_leaves_no_trace_in_the_log_until_it_prepares(
-    connect: Connect, topic: str, unique
-) -> None:
+def test_a_bridge_without_an_id_leaves_no_trace_in_the_log_until_it_prepares(connect: Connect, topic: str, unique):
     application = unique("application")
     bridge = connect(application=application)
     send(bridge, topic, b"1")

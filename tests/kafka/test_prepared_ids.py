@@ -122,9 +122,7 @@ def listed_until(id: str, timeout_ms: int, common_logs: bool = True, known: bool
     return listed.prepares_until
 
 
-def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(
-    run: Run, openings: list[tuple[str, int]]
-) -> None:
+def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(run: Run, openings: list[tuple[str, int]]):
     run(10.0)
     openings.clear()
     run(20.0)

@@ -585,27 +585,23 @@ def test_messages_that_retention_removed_raise_position_lost_and_are_not_skipped
     cluster.ack(first, *[m for m in messages if m.partition == 0][:3])
     first.close()
     cluster.trim(topic, 0, 6)
-    for member in (join(topic, group), join(topic, None)):
-        if member.group is None:
-            member = join(topic, None)
-            member.take(5)
-            cluster.trim(topic, 0, 8)
-            member.seek({(topic, 0): (8,)})
-            with pytest.raises(errors.PositionLost, match="before 8"):
-                member.seek({(topic, 0): (2,)})
-            assert values(member.take(2)) == [b"8", b"9"]
-            continue
-        found = []
-        with pytest.raises(errors.PositionLost, match=rf"is 3 in {topic}\[0\].* before 6"):
-            while True:
-                found += member.take(1)
-        assert values(found) == [b"other"]
-        assert member.positions()[topic, 0] == (3,)
-        with pytest.raises(errors.PositionLost, match="before 6"):
-            member.seek({(topic, 0): (5,)})
-        member.seek({(topic, 0): (6,)})
-        assert values(member.take(4)) == numbered(6, 10)
-        assert [m.position for m in member.poll()] == []
+    member, alone, found = join(topic, group), join(topic, None), []
+    with pytest.raises(errors.PositionLost, match=rf"is 3 in {topic}\[0\].* before 6"):
+        while True:
+            found += member.take(1)
+    assert values(found) == [b"other"]
+    assert member.positions()[topic, 0] == (3,)
+    with pytest.raises(errors.PositionLost, match="before 6"):
+        member.seek({(topic, 0): (5,)})
+    member.seek({(topic, 0): (6,)})
+    assert values(member.take(4)) == numbered(6, 10)
+    assert [m.position for m in member.poll()] == []
+    alone.take(5)
+    cluster.trim(topic, 0, 8)
+    alone.seek({(topic, 0): (8,)})
+    with pytest.raises(errors.PositionLost, match="before 8"):
+        alone.seek({(topic, 0): (2,)})
+    assert values(alone.take(2)) == [b"8", b"9"]
 
 
 def test_messages_that_retention_removes_under_a_reader_raise_position_lost(cluster, join):

@@ -336,18 +336,10 @@ def older_transactions() -> Iterator[brokers.Broker]:
         yield broker
 
 
+@pytest.mark.parametrize("older", ["older_kafka", "older_transactions"])
 @pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
-def test_kafka_3_9_answers_end_txn_as_the_table_says(older_kafka, make_world, situation, commit, code):
-    world = make_world(older_kafka)
-    assert world.version == 4
-    check_row(world, situation, commit, code)
-
-
-@pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
-def test_a_cluster_with_transaction_version_1_answers_end_txn_as_the_table_says(
-    older_transactions, make_world, situation, commit, code
-):
-    world = make_world(older_transactions)
+def test_an_older_cluster_answers_end_txn_as_the_table_says(request, older, make_world, situation, commit, code):
+    world = make_world(request.getfixturevalue(older))
     assert world.version == 4
     check_row(world, situation, commit, code)
 
@@ -428,10 +420,6 @@ def check_ended(world: World, mine: TransactionDescription, commit: bool) -> Non
     assert ended.epoch == mine.epoch + (world.version == 5)
 
 
-def test_the_coordinator_describes_an_id_from_birth_to_time_out(world):
-    check_states(world)
-
-
 def test_after_a_time_out_the_start_is_still_told(world):
     world.begun(timeout_ms=SHORT_MS)
     before = world.described()
@@ -458,9 +446,9 @@ def test_kafka_3_9_describes_an_id_from_birth_to_time_out(older_kafka, make_worl
     assert (world.described().state, world.described().start) == ("Empty", start)
 
 
-@pytest.mark.full
-def test_a_cluster_with_transaction_version_1_describes_an_id_from_birth_to_time_out(older_transactions, make_world):
-    check_states(make_world(older_transactions))
+@pytest.mark.parametrize("broker", ["kafka_broker", pytest.param("older_transactions", marks=pytest.mark.full)])
+def test_the_coordinator_describes_an_id_from_birth_to_time_out(request, broker, make_world):
+    check_states(make_world(request.getfixturevalue(broker)))
 
 
 def test_many_ids_are_described_at_once(world):
@@ -538,14 +526,11 @@ def test_a_marker_ends_a_transaction_in_its_partition(world):
         world.requests.write_markers(pid, epoch - 1, COMMIT, [(world.topic, 0)], Deadline(LONG))
 
 
-def test_a_cluster_tells_its_id_and_what_it_has_finalised(world, older_transactions, make_world):
+def test_a_cluster_tells_its_id_and_what_it_has_finalised(world, older_transactions, older_kafka, make_world):
     assert len(world.requests.cluster_id(Deadline(LONG))) == 22
     assert world.requests.transaction_version(Deadline(LONG)) == 2
-    assert make_world(older_transactions).requests.transaction_version(Deadline(LONG)) == 1
-
-
-def test_kafka_3_9_has_finalised_nothing(older_kafka, make_world):
-    assert make_world(older_kafka).requests.transaction_version(Deadline(LONG)) == 0
+    for older, version in ((older_transactions, 1), (older_kafka, 0)):
+        assert make_world(older).requests.transaction_version(Deadline(LONG)) == version
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -614,15 +599,16 @@ def test_a_deadline_that_has_passed_asks_nothing(call):
     ours.close()
 
 
-def test_a_broker_that_stands_still_for_a_moment_is_waited_for(world, kafka_broker):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_broker_that_stands_still_or_is_away_for_a_moment_is_waited_for(world, kafka_broker, killed):
     who = world.begun()
-    stand_still(kafka_broker)
-    resuming = threading.Timer(0.5, kafka_broker.resume)
-    resuming.start()
+    kafka_broker.kill() if killed else stand_still(kafka_broker)
+    returning = threading.Timer(0.5, kafka_broker.start if killed else kafka_broker.resume)
+    returning.start()
     try:
-        assert world.end(who, COMMIT).code == 0
+        assert world.end(who, ABORT if killed else COMMIT).code == 0
     finally:
-        resuming.join()
+        returning.join()
 
 
 def test_an_end_that_was_never_asked_for_is_not_called_unknown(world, kafka_broker, paused):
@@ -709,17 +695,6 @@ def test_a_transaction_outlives_the_broker_and_is_ended_after_it(world, kafka_br
     assert world.end(who, COMMIT).code == 0
     assert world.end(who, ABORT).code == 48
     assert world.visible() == [world.id.encode()]
-
-
-def test_an_end_is_asked_for_until_the_broker_is_back(world, kafka_broker):
-    who = world.begun()
-    kafka_broker.kill()
-    starting = threading.Timer(0.5, kafka_broker.start)
-    starting.start()
-    try:
-        assert world.end(who, ABORT).code == 0
-    finally:
-        starting.join()
 
 
 def test_many_threads_share_the_runner_of_requests(world):

@@ -150,9 +150,7 @@ def test_a_bridge_closed_right_after_a_commit_first_tells_it_to_a_topic_that_is_
     assert values(seen(bridge, topic)) == [b"1"]
 
 
-def test_an_abort_is_told_as_well(
-    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_is_told_as_well(bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
     topic = movable(bridge)
     send(bridge, topic, b"0")
     with forgetting(monkeypatch, lambda: unload(topic)), pytest.raises(KeyError), bridge.transaction() as txn:
@@ -162,9 +160,7 @@ def test_an_abort_is_told_as_well(
     assert values(seen(bridge, topic)) == [b"0"]
 
 
-def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
     told: list[Any] = []
     monkeypatch.setattr(Transactions, "end_on_partition", lambda *args: told.append(args))
     topic = movable(bridge)

@@ -116,9 +116,7 @@ def test_a_transaction_that_names_no_proof_topic_is_left_alone(open_bridge: Conn
     client.transactions.end_on_partition(txn, topic, False, SOON)
 
 
-def test_a_topic_where_a_transaction_has_ended_before_is_not_held_back(
-    open_bridge: Connect, client: PulsarClient
-) -> None:
+def test_a_topic_where_a_transaction_has_ended_before_is_not_held_back(open_bridge: Connect, client: PulsarClient):
     bridge = open_bridge()
     topic = new_topic(bridge)
     send(bridge, topic, b"1")

@@ -21,7 +21,7 @@ def committing(pulsar_broker: brokers.Pulsar) -> tuple[brokers.Pulsar, str]:
 def test_messages_of_transactions_that_are_alone_are_entries_of_their_own(
     bridge: Bridge,
     topic: str,  # noqa: F811
-) -> None:
+):
     """Members of a group get whole entries, and transactions that share one of the broker's share entries, too."""
 
     def send(number: int) -> None:

@@ -135,9 +135,7 @@ def test_any_other_refusal_is_passing_or_told_at_the_deadline(refusal: Any) -> N
     ],
     ids=["open", "not loaded", "no coordinator", "of another", "silence", "ended"],
 )
-def test_only_a_transaction_that_its_coordinator_says_has_ended_is_repaired(
-    answer: Any, error: type[Exception]
-) -> None:
+def test_only_a_transaction_that_its_coordinator_says_has_ended_is_repaired(answer: Any, error: type[Exception]):
     with answering(transactionMetadata=[answer]) as asked:
         asked.topics = []
         with pytest.raises(error) as raised:

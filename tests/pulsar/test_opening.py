@@ -8,12 +8,12 @@ from txnbridge_conformance.observing import eventually, send
 from txnbridge_pulsar.client import AccessMode, PulsarClient, Single, TxnId
 
 from tests.pulsar.client_kit import SOON, admin, cut, path_of
+from tests.pulsar.test_traps import _nothing_is_open  # noqa: F401
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
     concrete,
     connect_to,
-    end_all,
     fence_topic,
     flush,
     new_topic,
@@ -25,13 +25,6 @@ from tests.pulsar.writing_kit import (
 )
 from txnbridge import Bridge, EvidenceLost, Fenced, Transaction
 from txnbridge.spi import Deadline
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_open(request: pytest.FixtureRequest) -> None:
-    """End the transactions that other tests left open: they keep brokers from refusing late writes."""
-    if "client" in request.fixturenames:
-        end_all(request.getfixturevalue("pulsar_broker"))
 
 
 @pytest.fixture

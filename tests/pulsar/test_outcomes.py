@@ -56,9 +56,7 @@ ANSWERS: list[tuple[list[Any], Any]] = [
 
 
 @pytest.mark.parametrize(("answers", "expected"), ANSWERS, ids=str)
-def test_the_result_of_an_end_is_certain_only_where_every_request_was_answered(
-    answers: list[Any], expected: Any
-) -> None:
+def test_the_result_of_an_end_is_certain_only_where_every_request_was_answered(answers: list[Any], expected: Any):
     waiting = list(answers)
 
     def end_txn(peer: Peer, fields: dict[str, Any]) -> None:

@@ -58,9 +58,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
 
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["by another reader", "by one that has not noticed"])
-def test_a_position_in_the_older_topic_cannot_be_gone_to(
-    open_bridge: Connect, topic: str, renew: Renew, noticed: bool
-) -> None:
+def test_a_position_in_the_older_topic_cannot_be_gone_to(open_bridge: Connect, topic: str, renew: Renew, noticed: bool):
     bridge = open_bridge(pulsar={"admin_url": ""})
     with bridge.consumer(topic) as consumer:
         place = take(consumer, 5)[-1].position

@@ -249,9 +249,7 @@ PARTS = [(0,), (1, 2), ALL]
 @pytest.mark.parametrize(
     ("aborting", "is_told", "copies"), [(-1, True, 3), (0, True, 1), (0, False, 1), (0, False, 3), (1, True, 3)]
 )
-def test_each_message_is_committed_once_in_every_order_of_three_members(
-    aborting: int, is_told: bool, copies: int
-) -> None:
+def test_each_message_is_committed_once_in_every_order_of_three_members(aborting: int, is_told: bool, copies: int):
     """With "unseen" another process aborts the transaction, and the member is not told."""
     for parts in itertools.product(PARTS, repeat=3):
         for order in ORDERS:

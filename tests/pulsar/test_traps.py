@@ -292,9 +292,7 @@ def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) ->
 # --- the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
 
 
-def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(
-    client: wire.PulsarClient, topic: str
-) -> None:
+def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(client: wire.PulsarClient, topic: str):
     fence = f"persistent://public/default/{unique('fence')}"
     bystander = client.create_producer(concrete(topic), connection_key="older", timeout=SOON)
     older, _ = [
@@ -488,9 +486,7 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
 
 
 @pytest.mark.full
-def test_fence_and_proof_topics_outlive_the_inactivity_for_which_a_naive_topic_is_deleted(
-    start_pulsar: StartPulsar,
-) -> None:
+def test_fence_and_proof_topics_outlive_the_inactivity_for_which_a_naive_topic_is_deleted(start_pulsar: StartPulsar):
     broker = start_pulsar(delete_unused=True, settings={"brokerDeleteInactiveTopicsFrequencySeconds": "1"})
     id = unique("owner")
     with connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:

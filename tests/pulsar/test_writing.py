@@ -149,9 +149,7 @@ def test_no_message_is_sent_before_its_topic_was_announced_and_registered(open_b
     ]
 
 
-def test_the_partitions_of_the_last_transaction_are_named_together_with_the_next_one_s_first(
-    open_bridge: Connect,
-) -> None:
+def test_the_partitions_of_the_last_transaction_are_named_together_with_the_next_one_s_first(open_bridge: Connect):
     with recorded() as events:
         bridge = open_bridge()
     topic = new_topic(bridge, partitions=4)

@@ -18,6 +18,7 @@ from txnbridge_rocketmq.client.protocol.frames import (
     encode,
 )
 
+from tests.conformance.test_frames import cut_up
 from tests.rocketmq.kit import around, binary_frame, frame
 
 pytestmark = pytest.mark.offline
@@ -40,14 +41,6 @@ commands = st.builds(
 def fed(chunks: list[bytes]) -> list[RemotingCommand]:
     frames = FrameDecoder()
     return [command for chunk in chunks for command in frames.feed(chunk)]
-
-
-def cut_up(data: bytes, sizes: list[int]) -> list[bytes]:
-    chunks = []
-    for size in sizes:
-        chunks.append(data[:size])
-        data = data[size:]
-    return [*chunks, data]
 
 
 def test_a_request_is_written_as_all_clients_write_it():

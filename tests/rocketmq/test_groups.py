@@ -57,9 +57,7 @@ def stands(reader: Member) -> dict[Any, Any]:
 # --- where a group begins and stands ----------------------------------------------------------------------------------
 
 
-def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(join: Join, client: RemotingClient, group: str):
     topic = new_topic(client, 2)
     publish(client, topic, b"old")
     with pytest.MonkeyPatch.context() as patch:
@@ -384,9 +382,7 @@ def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
     assert [how for how, _ in one.listener.told] == ["assigned", "assigned", "revoking"]
 
 
-def test_members_of_other_topics_in_the_same_group_share_nothing(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_members_of_other_topics_in_the_same_group_share_nothing(join: Join, client: RemotingClient, group: str):
     topics = new_topic(client), new_topic(client)
     one, two = (join(topic, group) for topic in topics)
     one.has(1)
@@ -461,9 +457,7 @@ def test_a_killed_members_decision_is_published_before_the_next_member_reads_on(
 
 
 @pytest.mark.full
-def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(join: Join, client: RemotingClient, group: str):
     topic = new_topic(client, 2)
     one = join(topic, group)
     one.has(2)
@@ -489,9 +483,7 @@ def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
         one.has(1)
 
 
-def test_only_a_member_that_is_connected_and_does_not_answer_is_asleep(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_only_a_member_that_is_connected_and_does_not_answer_is_asleep(join: Join, client: RemotingClient, group: str):
     reader = join(new_topic(client), group)
     for name in (reader.sharing.client.client_id, "nobody"):
         assert client.call(BROKER, groups.is_asleep(group, name), LONG) is False

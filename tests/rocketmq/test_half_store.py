@@ -130,9 +130,7 @@ def test_an_undecided_half_message_survives_a_kill_of_the_broker(
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "it is published")
 
 
-def test_a_resolver_that_no_broker_can_ask_is_not_healthy(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge
-) -> None:
+def test_a_resolver_that_no_broker_can_ask_is_not_healthy(rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge):
     with open_bridge().resolver(unique("halves"), check=says(Decision.COMMIT)) as resolver:
         eventually(lambda: resolver.healthy, "it is a member")
         try:

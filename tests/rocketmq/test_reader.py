@@ -55,9 +55,7 @@ def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClien
             reader.seek({(topic, 7): (1,)})
 
 
-def test_queues_that_are_added_are_read_from_their_beginning(
-    bridge: Bridge, client: RemotingClient, topic: str
-) -> None:
+def test_queues_that_are_added_are_read_from_their_beginning(bridge: Bridge, client: RemotingClient, topic: str):
     with member(bridge, topic, start="latest") as reader:
         bridge.admin.grow_topic(topic, 2)
         publish(client, topic, b"there already", queue=1)
@@ -105,9 +103,7 @@ def _publishes(client: RemotingClient, topic: str, value: bytes) -> bool:
 # --- repeats ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_half_that_was_committed_again_and_again_is_one_message(
-    bridge: Bridge, client: RemotingClient, topic: str
-) -> None:
+def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge, client: RemotingClient, topic: str):
     with member(bridge, topic) as reader:
         for number in range(5):
             commit(client, store_half(client, topic, b"%d" % number), times=3)
@@ -208,9 +204,7 @@ def test_a_reader_goes_on_once_it_may_read_again(bridge: Bridge, client: Remotin
 # --- messages of others -----------------------------------------------------------------------------------------------
 
 
-def test_a_compressed_body_of_a_foreign_producer_is_unpacked(
-    bridge: Bridge, client: RemotingClient, topic: str
-) -> None:
+def test_a_compressed_body_of_a_foreign_producer_is_unpacked(bridge: Bridge, client: RemotingClient, topic: str):
     plain = send_requests.send(send_requests.WireMessage(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
     zipped = dataclasses.replace(plain, fields={**plain.fields, "f": "1"}, body=zlib.compress(b"long" * 2000))
     client.call(BROKER, zipped, LONG)

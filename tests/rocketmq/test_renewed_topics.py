@@ -57,9 +57,7 @@ def test_a_reader_that_waits_for_what_comes_next_is_told_too(bridge: Bridge, top
         is_told(consumer)
 
 
-def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there_again(
-    bridge: Bridge, topic: str
-) -> None:
+def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there_again(bridge: Bridge, topic: str):
     send(bridge, topic, *FEW)
     with bridge.consumer(topic) as consumer:
         take(consumer, 10)

@@ -58,3 +58,8 @@ def spark_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spark(spark_faults: Path) -> Iterator[object]:
     with kit.local_spark(spark_faults) as session:
         yield session
+
+
+@pytest.fixture
+def start(sink, query):
+    return sink, query

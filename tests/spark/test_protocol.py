@@ -30,11 +30,6 @@ FIRST = [[0, 1, 2], [3, 4], []]
 SECOND = [[5, 6], [7]]
 
 
-@pytest.fixture
-def start(sink, query):
-    return sink, query
-
-
 # --- as it should go -------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +89,7 @@ def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
 def test_a_batch_that_comes_again_with_other_rows_is_in_doubt_until_somebody_has_looked(start, kill, other):
     """A restored checkpoint that lacks the plan of its last batch makes Spark plan that batch anew."""
     sink, query = start
-    with Child(decide_and_die, start, kill=kill) as child:
+    with Child(decide, start, kill=kill) as child:
         child.stopped() if kill else child.result(60)
     if not other:
         other = [[]]
@@ -139,20 +134,20 @@ def test_a_process_with_more_tasks_than_ids_for_prepared_transactions_takes_furt
 # --- dying -----------------------------------------------------------------------------------------------------------
 
 
-def run_two_batches(start):
+def run_two_batches(start, first=FIRST, again=([4, 3, 2, 1, 0],), second=SECOND):
     """A query that is started again goes on under a new run, and may share its rows out differently."""
     sink, query = start
     run = new_run()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         known = bridge.decisions().read((query, "sink"))
     if known.done_up_to != 1:  # Spark repeats only its last batch
-        run_batch(sink, BatchId(query, "sink", 0, run), FIRST if known.opening is None else [[4, 3, 2, 1, 0]])
-    run_batch(sink, BatchId(query, "sink", 1, run), SECOND)
+        run_batch(sink, BatchId(query, "sink", 0, run), first if known.opening is None else again)
+    run_batch(sink, BatchId(query, "sink", 1, run), second)
 
 
-def check_two_batches(start):
+def check_two_batches(start, rows=8):
     sink, query = start
-    assert published(sink) == list(range(8))
+    assert published(sink) == list(range(rows))
     assert left_open(sink, query) == []
 
 
@@ -218,16 +213,21 @@ def test_a_simpler_writer_loses_or_doubles_rows_when_it_is_killed(broken, point,
         check_two_batches(start)
 
 
-def decide_and_die(start):
+def decide(start, parts=FIRST):
     sink, query = start
-    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), parts)
+
+
+def die_deciding(start, *parts, at="resolve/before/1"):
+    """Let a driver decide, and kill its process when it publishes."""
+    with Child(decide, start, *parts, kill=at) as child:
+        child.stopped()
 
 
 def test_a_decided_transaction_is_alive_when_the_next_run_needs_it(start):
     """The next run's tasks come before its commit; they may not touch what the last run decided."""
     sink, query = start
-    with Child(decide_and_die, start, kill="resolve/before/1") as child:
-        child.stopped()
+    die_deciding(start)
     assert published(sink) == []
     identity = BatchId(query, "sink", 0, new_run())
     written = write(sink, identity, [[0, 1, 2, 3, 4]])
@@ -255,14 +255,9 @@ def test_the_newer_of_two_drivers_wins(sink, query):
         write(sink, older, FIRST)
 
 
-def decide_about_one_task(start):
-    sink, query = start
-    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
-
-
 def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
     sink, query = start
-    with Child(decide_about_one_task, start, pause="resolve/before/1") as child:
+    with Child(decide, start, [[0, 1, 2, 3, 4]], pause="resolve/before/1") as child:
         child.stopped()
         run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
         assert published(sink) == [0, 1, 2, 3, 4]
@@ -275,8 +270,7 @@ def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
 @mostly_embedded
 def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(start, monkeypatch):
     sink, query = start
-    with Child(decide_and_die, start, kill="resolve/before/1") as child:
-        child.stopped()
+    die_deciding(start)
     identity = BatchId(query, "sink", 0, new_run())
     written = write(sink, identity, FIRST)
 
@@ -338,10 +332,8 @@ def test_a_transaction_that_cannot_be_ended_keeps_no_other_open(sink, query, bri
 @pytest.mark.parametrize("url", ["kafka"], indirect=True)
 def test_a_batch_that_is_given_up_spares_what_was_decided_before_it_in_a_log_elsewhere(url, query, tmp_path):
     """The broker shows a token decided in a log elsewhere as it shows one that nobody decided about."""
-    place = f"sqlite:///{tmp_path / 'decisions.db'}"
-    sink = options(url, topic=f"out-{new_run()}", transactionalIdPrefix=f"test-{new_run()}", decisionLog=place)
-    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
-        child.stopped()
+    sink = elsewhere(url, tmp_path)
+    die_deciding((sink, query))
     next_batch = BatchId(query, "sink", 1, new_run())
     # The task of partition 0, which would finish what was decided, has failed.
     second = write_partition(next_batch, sink, Columns(frozenset({"value"}), sink.topic), rows([5]), 1, "task 1")
@@ -386,8 +378,7 @@ def test_a_run_that_tries_a_batch_again_takes_no_late_tasks_of_its_first_attempt
 
 def test_an_abort_after_the_decision_changes_nothing(start):
     sink, query = start
-    with Child(decide_and_die, start, kill="resolve/before/2") as child:
-        child.stopped()
+    die_deciding(start, at="resolve/before/2")
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
     identity = BatchId(query, "sink", 0, claim.data["run"])
@@ -434,9 +425,8 @@ def test_a_batch_that_took_too_long_is_not_decided(sink, query):
     assert published(sink) == []
 
 
-def lose_a_decided_part(sink, query, number, decide=decide_and_die):
-    with Child(decide, (sink, query), kill="resolve/before/1") as child:
-        child.stopped()
+def lose_a_decided_part(sink, query, number, *parts):
+    die_deciding((sink, query), *parts)
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
         bridge.abort(claim.data["parts"][number]["token"])
@@ -453,15 +443,10 @@ def test_a_lost_part_of_a_decided_batch_is_written_again_when_the_same_rows_come
     assert published(sink) == list(range(8))
 
 
-def decide_alike_and_die(start):
-    sink, query = start
-    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[1], [1], [1]])
-
-
 @mostly_embedded
 def test_a_lost_part_of_a_decided_batch_comes_from_its_own_partition_where_others_look_alike(start, monkeypatch):
     sink, query = start
-    lose_a_decided_part(sink, query, 1, decide_alike_and_die)
+    lose_a_decided_part(sink, query, 1, [[1], [1], [1]])
     marked = []
     monkeypatch.setattr(_driver, "mark_done", lambda session, path, batch, data: marked.append(data))
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [[1], [1], [1]])
@@ -480,8 +465,7 @@ def test_a_lost_part_of_a_decided_batch_is_named_when_its_rows_are_shared_out_ot
 def test_a_replacement_that_was_decided_and_not_finished_is_finished(start):
     sink, query = start
     lose_a_decided_part(sink, query, 0)
-    with Child(decide_and_die, start, kill="resolve/after/3") as child:  # the two old ones, then the new one
-        child.stopped()
+    die_deciding(start, at="resolve/after/3")  # the two old ones, then the new one
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
     assert published(sink) == [0, 1, 2, 3, 4]
 
@@ -526,8 +510,7 @@ def test_a_later_batch_without_its_decision_log_is_refused_until_somebody_has_lo
 
 def test_a_first_batch_whose_decision_is_gone_is_refused_while_its_transactions_are_open(url, query, tmp_path):
     sink = elsewhere(url, tmp_path)
-    with Child(decide_and_die, (sink, query), kill="resolve/before/2") as child:
-        child.stopped()
+    die_deciding((sink, query), at="resolve/before/2")
     opened = left_open(sink, query)
     (tmp_path / "decisions.db").unlink()
     again = BatchId(query, "sink", 0, new_run())
@@ -604,8 +587,7 @@ def test_a_batch_below_one_that_is_done_is_an_error_and_a_jobs_version_is_skippe
 def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url):
     job = f"job-{new_run()}"
     sink = options(url, topic=f"out-{new_run()}", txnAppId=job)
-    with Child(decide_and_die, (sink, job), kill="resolve/before/1") as child:
-        child.stopped()
+    die_deciding((sink, job))
     with pytest.raises(errors.InvalidOption, match="is done, with 5 rows; now it has 2"):
         run_batch(sink, BatchId(job, "sink", 0, new_run()), SECOND[:1])
     assert published(sink) == [0, 1, 2, 3, 4]

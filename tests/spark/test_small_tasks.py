@@ -15,18 +15,13 @@ from pyspark_txnbridge._write.task import SlotWriters, prepare, write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from tests.spark.test_protocol import fresh_starts
+from tests.spark.test_protocol import check_two_batches, fresh_starts, run_two_batches
 from txnbridge import Fenced, InvalidOption, NotFound, OutcomeUnknown, Token, TransactionAborted
 from txnbridge._decisions.decisions import Opening
 from txnbridge.testing import Child, crash_everywhere, listening, recorded
 
 SMALL: list[list[object]] = [["0", "1", "2"], ["3"], [], ["4"]]
 MIXED: list[list[object]] = [["5"], [6], ["7", "8"], [9]]
-
-
-@pytest.fixture
-def start(sink, query):
-    return sink, query
 
 
 def test_small_tasks_prepare_nothing_and_the_driver_publishes_their_rows_in_one_transaction(sink, query):
@@ -85,34 +80,26 @@ def test_rows_of_small_tasks_go_to_the_topics_that_they_name(sink, query):
 # --- dying -----------------------------------------------------------------------------------------------------------
 
 
-def run_two_batches(start):
-    sink, query = start
-    run = new_run()
-    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
-        known = bridge.decisions().read((query, "sink"))
-    if known.done_up_to != 1:  # Spark repeats only its last batch
-        run_batch(
-            sink, BatchId(query, "sink", 0, run), SMALL if known.opening is None else [["4", "3"], ["2", "1", "0"]]
-        )
-    run_batch(sink, BatchId(query, "sink", 1, run), MIXED)
+def run_small_batches(start):
+    run_two_batches(start, SMALL, [["4", "3"], ["2", "1", "0"]], MIXED)
 
 
-def check_two_batches(start):
-    sink, query = start
-    assert published(sink) == list(range(10))
-    assert left_open(sink, query) == []
+def check_small_batches(start):
+    check_two_batches(start, 10)
 
 
 @pytest.mark.timeout(900)
 def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once(tmp_path):
     fresh = fresh_starts(f"embedded:{tmp_path}/NUMBER.db")
-    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh, at_once=2)
+    crash_everywhere(run_small_batches, check_small_batches, fresh=fresh, at_once=2)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once_on_kafka(kafka_broker):
-    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh_starts(kafka_broker.url), timeout=120, at_once=2)
+    crash_everywhere(
+        run_small_batches, check_small_batches, fresh=fresh_starts(kafka_broker.url), timeout=120, at_once=2
+    )
 
 
 def write_and_commit(sink, identity, partitions):

@@ -93,9 +93,7 @@ def test_a_value_that_is_not_where_it_should_be_is_an_error(value: str) -> None:
         resolve_options(OPTIONS, {"level": value}, "toy")
 
 
-def test_an_unknown_scheme_names_the_known_ones_and_one_of_ours_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unknown_scheme_names_the_known_ones_and_one_of_ours_what_to_install(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(BackendMissing, match="embedded"):  # which is known
         find_backend("amqp")
     monkeypatch.setattr(plugins, "backends", list)

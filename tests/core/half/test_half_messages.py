@@ -187,9 +187,7 @@ def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(
         eventually(lambda: published(bridge) == BOTH, "it is published")
 
 
-def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
     asked: list[Decision] = []
 
     def gone(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:

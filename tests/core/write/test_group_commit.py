@@ -180,9 +180,7 @@ def test_a_member_that_times_out_before_its_batch_begins_leaves_the_others_alone
     assert values(slow) == [b"first", b"1"]
 
 
-def test_closing_waits_for_members_of_a_batch_and_aborts_gathered_transactions(
-    bridge: Bridge, slow: SlowWriter
-) -> None:
+def test_closing_waits_for_members_of_a_batch_and_aborts_gathered_transactions(bridge: Bridge, slow: SlowWriter):
     gathered = bridge.transaction()
     gathered.send("t", b"never")
     with side_by_side(bridge, slow, b"1", b"2") as members:

@@ -179,9 +179,7 @@ def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(brid
 
 
 @pytest.mark.parametrize("error", [Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
-def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(
-    bridge: Bridge, broker: ToyBroker, error: Exception
-) -> None:
+def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(bridge: Bridge, broker: ToyBroker, error: Exception):
     txn = bridge.transaction(prepare=True)
     broker.writers[-1].raises["prepare"] = [error]
     with pytest.raises(type(error)), txn:
