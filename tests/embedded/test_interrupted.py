@@ -169,8 +169,8 @@ def test_closing_a_bridge_waits_for_no_call_that_was_interrupted(path, caplog):
     with txnbridge.connect(f"embedded:{path}", timeout=1, create_topics=1) as bridge:
         with bridge.transaction(prepare=True) as txn:
             txn.send("out", b"1")
-        where = ["/_base/connection.py"]
-        assert interrupted_everywhere(lambda: bridge.status(txn.token), lambda: None, where) > 3
+        token, where = str(txn.token), ["/_base/connection.py"]
+        assert interrupted_everywhere(lambda: bridge.status(token), lambda: None, where) > 3
     assert "calls of other threads" not in caplog.text
 
 
