@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from txnbridge.errors import DeadlineExceeded, InvalidToken, TxnBridgeError
@@ -68,17 +68,16 @@ class EmbeddedBroker(Broker):
                 ending.delete_old_rows(connection, now_ms() - int(self.store.settings.keep_seconds * 1000))
                 epoch = take_over(connection, identity.name, identity.host) if identity.owned else None
                 owner = Owner(identity.name, identity.host, epoch)
-                instances = [WriterRow(owner) for _ in range(count)]
-                for instance in instances:
-                    instance.add(connection)
+                rows = [WriterRow(owner) for _ in range(count)]
+                for row in rows:
+                    row.add(connection)
             self._owners[identity.name] = owner
             ending.remove_aborted_messages(self.store, connection, deadline)
-        return [self._plain_writer(owner, instance) for instance in instances]
-
-    def _plain_writer(self, owner: Owner, instance: WriterRow) -> Writer:
-        writer = PlainWriter(self.store, owner, self._forget, instance)
-        self._writers.add(writer)
-        return writer
+        with ExitStack() as opened:
+            new = [opened.enter_context(closing(PlainWriter(self.store, owner, self._forget, row))) for row in rows]
+            self._writers.update(new)
+            opened.pop_all()
+        return [*new]
 
     def _forget(self, writer: EmbeddedWriter, instance: WriterRow | None) -> None:
         self._writers.discard(writer)

@@ -1,6 +1,7 @@
 """Closing and exiting while others are at it: nothing is closed under its user, and nobody waits long for a lock."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -8,15 +9,17 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from txnbridge_conformance.observing import eventually
+from txnbridge_embedded.client.store import FileConnection, Store
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.embedded.kit import broker_of
 from tests.embedded.test_store import hold
-from txnbridge import BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
+from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._write.writers import Writers
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child
@@ -135,6 +138,32 @@ def test_transactions_that_were_dropped_before_they_prepared_leave_no_descriptor
         drop(5)  # what is opened once is open
         assert drop(1) == drop(30)
         assert len(bridge.read("orders", 1000)) == 24
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
+@pytest.mark.parametrize("what", ["writers", "a publisher"])
+def test_what_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, what):
+    attempts = itertools.count(1)
+
+    def connect(store: Store) -> FileConnection:
+        if next(attempts) % 3 == 0:
+            raise AccessDenied("too many open files")
+        return real(store)
+
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+
+        def attempt(count: int) -> int:
+            for _ in range(count):
+                with pytest.raises((AccessDenied, RuntimeError)):
+                    bridge.transaction() if what == "writers" else bridge.publisher()
+            return len(os.listdir("/proc/self/fd"))
+
+        if what == "writers":
+            real = Store.connect
+            monkeypatch.setattr(Store, "connect", connect)
+        else:
+            monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        assert attempt(2) == attempt(6)  # SQLite keeps a few for its next connection
 
 
 @pytest.mark.parametrize("sharing", ["partition", "message"])

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 
 from txnbridge import errors
 from txnbridge.spi import Deadline, Publisher, RawHeaders
@@ -35,17 +36,6 @@ class EmbeddedPublisher(Publisher):
         self._name = name
         self._closed = closed
         self._most_bytes = store.settings.spill_bytes
-        self._lookups = store.connect()  # for calling threads; the publisher's own thread has another connection
-        try:
-            self._connection = store.connect()
-            try:
-                self._owner = self._open(deadline)
-            except BaseException:
-                self._connection.close()
-                raise
-        except BaseException:
-            self._lookups.close()
-            raise
         self._instance: WriterRow | None = None
         self._state = threading.Condition()  # guards the attributes below
         self._outgoing = StagedMessages(self._find_topic, lambda: None, store.settings)
@@ -57,7 +47,13 @@ class EmbeddedPublisher(Publisher):
         self._error: errors.TxnBridgeError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="txnbridge-publisher", daemon=True)
-        self._thread.start()
+        with ExitStack() as opened:
+            # For calling threads; the publisher's own thread has another connection.
+            self._lookups = opened.enter_context(closing(store.connect()))
+            self._connection = opened.enter_context(closing(store.connect()))
+            self._owner = self._open(deadline)
+            self._thread.start()
+            opened.pop_all()
 
     def _open(self, deadline: Deadline) -> Owner:
         host = f"{socket.gethostname()} pid {os.getpid()}"
