@@ -262,9 +262,7 @@ def test_a_broker_that_breaks_a_promise_breaks_the_story(tmp_path, broken_broker
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_the_demo_passes_with_a_harmless_plug_in_and_a_plain_encoding_and_is_as_wide_as_asked_for(
-    tmp_path, broken_broker
-):
+def test_the_demo_passes_with_a_harmless_plug_in_and_a_plain_encoding_and_is_as_wide_as_asked(tmp_path, broken_broker):
     more = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "COLUMNS": "57"}
     run = play(tmp_path, FAULT="none", PYTHONPATH=broken_broker, **more)
     assert (run.returncode, run.stdout.isascii()) == (0, True)

@@ -65,9 +65,7 @@ def test_messages_that_are_due_and_not_processed_are_counted(bridge):
     assert (last.topic, last.waiting, last.due, last.attempts) == ("shipping-retry-2ms", 0, 1, 2)
 
 
-def test_retries_lists_only_messages_not_due_where_a_broker_tells_no_position_of_a_group(
-    invoke, bridge, waits, monkeypatch
-):
+def test_retries_lists_only_messages_not_due_where_a_broker_tells_no_position(invoke, bridge, waits, monkeypatch):
     monkeypatch.setattr(_retry_overview, "_group_positions", lambda bridge, group: None)
     found = {each.topic: (each.waiting, each.due) for each in waiting_topics(bridge, "shipping")}
     assert found == {"shipping-retry-1ms": (0, None), "shipping-retry-3600s": (3, None)}

@@ -98,9 +98,7 @@ def test_processors_and_half_messages_are_counted(bridge, collected):
     assert values(collected, "processor_messages_total") == {"shipping,orders": 3}, "counters outlive their bridge"
 
 
-def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_is_closed(
-    bridge, collected, monkeypatch, caplog
-):
+def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_closes(bridge, collected, monkeypatch, caplog):
     connection = bridge._connection
     monkeypatch.setattr(connection, "timeout", 0.5)
     with bridge.transaction(prepare=True, timeout=30) as txn:

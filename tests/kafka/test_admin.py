@@ -508,9 +508,7 @@ def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafk
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
 
 
-def test_an_unreadable_log_hides_no_transaction_and_its_prepared_ones_are_not_aborted(
-    start_kafka, connect, kafka_broker, unique
-):
+def test_an_unreadable_log_hides_no_transaction_and_aborts_no_prepared_one(start_kafka, connect, kafka_broker, unique):
     broker = start_kafka()
     bridge = connect(broker, transactional_id="reader", create_topics=1)
     topics = topics_of(settings_of(broker))
@@ -871,9 +869,7 @@ def test_a_time_that_the_brokers_do_not_allow_is_a_problem(make_admin):
     assert "900 s" in advice.text and "1200 s" in advice.text
 
 
-def test_transactions_that_are_open_for_long_are_a_warning_and_fresh_ones_are_not(
-    make_admin, kafka_broker, topic, unique
-):
+def test_transactions_open_for_long_are_a_warning_and_fresh_ones_are_not(make_admin, kafka_broker, topic, unique):
     id = unique("slow")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"open")

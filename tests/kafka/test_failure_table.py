@@ -482,9 +482,7 @@ def test_an_owner_fenced_by_a_newer_one_is_told_by_whom_and_stays_fenced(world: 
 
 @pytest.mark.parametrize("again", [HANG_UP, K.COORDINATOR_NOT_AVAILABLE], ids=title)
 @pytest.mark.parametrize("wrote", ["committed", "aborted", "nothing", "not yet"])
-def test_a_commit_that_was_sent_twice_and_refused_is_what_the_coordinator_wrote_down(
-    world: World, again: int, wrote: str
-) -> None:
+def test_a_commit_sent_twice_and_refused_is_what_the_coordinator_wrote_down(world: World, again: int, wrote: str):
     """The copy that was not answered, or answered with "not now", may have been carried out."""
     older = world.connect()
     pid, epoch = world.coordinator.told.pid, world.coordinator.told.epoch

@@ -95,9 +95,7 @@ def test_an_outcome_that_was_not_heard_is_known_after_the_id_was_opened_by_anoth
     assert connect(application="shop").status(token).state is wanted
 
 
-def test_the_outcome_of_a_prepared_transaction_is_known_after_its_id_was_used_again(
-    connect: Connect, topic: str, owner: str
-) -> None:
+def test_a_prepared_transaction_has_an_outcome_after_its_id_was_used_again(connect: Connect, topic: str, owner: str):
     bridge = connect(transactional_id=owner, kafka={"prepared_ids": 2})
     tokens = [prepare(bridge, topic, b"%d" % number) for number in range(2)]
     outcomes = [bridge.commit(tokens[0]), bridge.abort(tokens[1])]
@@ -126,9 +124,7 @@ def test_when_all_ids_are_unresolved_the_next_waits_and_is_told_of_the_oldest(co
     assert sorted(m.value for m in seen(bridge, topic)) == [b"0", b"1", b"2"]
 
 
-def test_an_id_whose_prepared_transaction_waits_is_not_opened_by_the_next_owner(
-    connect: Connect, topic: str, owner: str
-) -> None:
+def test_an_id_with_a_prepared_transaction_is_not_opened_by_the_next_owner(connect: Connect, topic: str, owner: str):
     token = prepare(connect(transactional_id=owner, kafka={"prepared_ids": 3}), topic)
     newer = connect(transactional_id=owner, kafka={"prepared_ids": 3})
     for number in range(4):

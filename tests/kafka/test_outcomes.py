@@ -280,9 +280,7 @@ def forgetful(start_kafka: StartKafka) -> brokers.Broker:
     )
 
 
-def test_an_id_that_the_broker_forgot_aborts_one_transaction_at_most_and_works_again(
-    forgetful: brokers.Broker, owner: str
-) -> None:
+def test_an_id_that_the_broker_forgot_aborts_at_most_one_transaction(forgetful: brokers.Broker, owner: str) -> None:
     with txnbridge.connect(forgetful.url, transactional_id=owner, writers=1, create_topics=1) as bridge:
         send(bridge, "topic", b"0")
         eventually(lambda: not describe(bridge, f"{owner}.0"), "the id is forgotten")

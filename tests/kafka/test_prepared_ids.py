@@ -160,9 +160,7 @@ def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_dea
         owner.open_once(Deadline(0.1))
 
 
-def test_an_id_that_another_thread_replaces_while_the_coordinator_is_asked_is_not_taken(
-    openings: list[tuple[str, int]],
-) -> None:
+def test_an_id_that_another_thread_replaces_while_its_state_is_asked_is_not_taken(openings: list[tuple[str, int]]):
     def describe(ids: list[str], deadline: Deadline) -> dict[str, Any]:
         pool.replace_id(ids[0])
         return {}

@@ -173,9 +173,7 @@ def test_a_topic_that_is_deleted_fails_the_publisher(kafka_broker, open_publishe
     assert values(kafka_broker.url, other) == [b"1"]
 
 
-def test_a_topic_that_is_known_to_be_gone_is_not_found_and_the_others_go_on(
-    kafka_broker, open_publisher, topic, admin, make_topic
-):
+def test_a_topic_known_to_be_gone_is_not_found_and_others_go_on(kafka_broker, open_publisher, topic, admin, make_topic):
     other = make_topic()
     publisher = open_publisher(**{"topic.metadata.propagation.max.ms": "1"})
     send(publisher, topic, b"1")

@@ -249,9 +249,7 @@ def test_a_poll_hands_out_the_messages_at_hand_up_to_its_limit_and_to_enough_byt
 
 
 @pytest.mark.parametrize("kind", [COOPERATIVE, CONSUMER], ids=["cooperative", "consumer"])
-def test_messages_of_a_partition_that_leaves_within_the_same_poll_are_not_handed_out(
-    cluster, join, group, monkeypatch, kind
-):
+def test_messages_of_a_partition_that_leaves_within_a_poll_are_not_handed_out(cluster, join, group, monkeypatch, kind):
     topic = cluster.topic(2)
     member = join(topic, group, kind, timing=TENS)
     member.has(2)

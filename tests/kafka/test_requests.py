@@ -318,9 +318,7 @@ def test_the_coordinator_answers_end_txn_5_as_the_table_says(world, situation, c
 
 
 @pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
-def test_the_coordinator_answers_end_txn_4_as_the_table_says(
-    kafka_broker, make_world, older_end, situation, commit, code
-):
+def test_a_coordinator_answers_end_txn_4_as_the_table(kafka_broker, make_world, older_end, situation, commit, code):
     check_row(make_world(kafka_broker, version=4), situation, commit, code)
 
 

@@ -259,9 +259,7 @@ def test_without_indexes_in_the_cursor_entries_that_are_acknowledged_one_by_one_
 
 
 @BOTH_ENDS
-def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
-    pulsar_broker, client, topic, member, commit
-):
+def test_the_next_member_waits_for_what_is_held_before_it_in_order(pulsar_broker, client, topic, member, commit):
     reader, held, txn = begun(client, topic, member, batch_of(b"1", b"2"), b"3", admin_url=pulsar_broker.admin_url)
     reader.ack(txn, held)
     reader.leave()
@@ -528,9 +526,7 @@ def left_over(client, topic):
     return [value for value in found if value != b"marker"]
 
 
-def test_an_acknowledgement_whose_subscription_was_not_added_hangs_for_ever_after_a_commit(
-    pulsar_broker, client, topic, member
-):
+def test_an_acknowledgement_of_an_unregistered_subscription_hangs_after_a_commit(pulsar_broker, client, topic, member):
     write(client, topic, b"1")
     naive = Naive(client, topic)
     found = naive.take(1)

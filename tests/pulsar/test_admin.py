@@ -161,9 +161,7 @@ def test_an_abort_behind_an_older_transaction_says_that_late_messages_are_not_re
     client.transactions.end(older, False, SOON)
 
 
-def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(
-    pulsar_broker, cluster, admin, client, namespace
-):
+def test_a_transaction_of_an_unloaded_topic_is_known_and_listed(pulsar_broker, cluster, admin, client, namespace):
     topic, unloaded = full("loaded", namespace), fresh_topic()  # which is in another namespace
     txn, _ = open_with(client, topic, b"1")
     client.transactions.register(txn, SOON, [unloaded])
@@ -308,9 +306,7 @@ def test_the_doctor_tells_of_messages_that_expire_on_single_topics(pulsar_broker
         assert f"after {seconds} s" in found.text and "remove-message-ttl" in found.remedy
 
 
-def test_the_doctor_tells_which_topics_of_our_own_lost_their_subscription(
-    pulsar_broker, open_bridge, client, namespace
-):
+def test_the_doctor_tells_which_of_our_topics_lost_their_subscription(pulsar_broker, open_bridge, client, namespace):
     url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), unique("owner")
     with open_bridge(url, transactional_id=id) as bridge:
         topic = new_topic(bridge)
@@ -325,9 +321,7 @@ def test_the_doctor_tells_which_topics_of_our_own_lost_their_subscription(
             assert found[name].level == "problem" and "create-subscription" in found[name].remedy
 
 
-def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(
-    pulsar_broker, open_bridge, client, namespace, with_timing
-):
+def test_the_doctor_tells_what_is_prepared_and_soon_aborted(pulsar_broker, open_bridge, client, namespace, with_timing):
     url = pulsar_broker.url.replace("/default", f"/{namespace}")
     bridge = open_bridge(url)
     topic = new_topic(bridge)
@@ -388,9 +382,7 @@ def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_t
     assert read_all(client, place) == [b"whole"]
 
 
-def test_the_doctor_tells_what_is_at_risk_while_an_older_transaction_is_open(
-    pulsar_broker, open_bridge, client, namespace
-):
+def test_the_doctor_tells_what_an_older_open_transaction_puts_at_risk(pulsar_broker, open_bridge, client, namespace):
     end_all(pulsar_broker)
     url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), unique("owner")
     older = open_bridge(url, transactional_id=id)
@@ -529,9 +521,7 @@ def test_a_repair_reads_the_messages_from_about_the_time_of_its_transaction(clus
     assert broker_evidence._can_be_read(cluster, topic, txn, about, soon()) is found
 
 
-def test_the_topic_of_the_late_write_canary_is_never_reported_as_held_back(
-    pulsar_broker, admin, open_bridge, client, namespace
-):
+def test_the_late_write_canary_is_never_reported_as_held_back(pulsar_broker, admin, open_bridge, client, namespace):
     bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
     older = begin(client, full("older", namespace))  # as long as it is open, late messages are not refused
     with bridge.transaction() as txn:

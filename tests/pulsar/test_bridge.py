@@ -89,9 +89,7 @@ def test_messages_of_one_entry_go_to_one_member_together_and_others_to_another(c
         assert values(take(other, 2)) == [b"4", b"5"]
 
 
-def test_where_brokers_remove_no_duplicates_no_sequences_are_promised(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect
-) -> None:
+def test_no_sequences_are_promised_where_duplicates_stay(pulsar_broker: brokers.Pulsar, open_bridge: Connect) -> None:
     assert open_bridge().capabilities[Capability.RESUME_SEQUENCE]
     namespace = unique("doubling")
     admin(pulsar_broker, "PUT", f"namespaces/public/{namespace}")

@@ -249,9 +249,7 @@ def test_a_new_owner_does_not_take_back_a_commit_that_its_coordinator_forgot(
         txn.commit()
 
 
-def test_a_writer_does_not_take_back_a_commit_that_its_coordinator_forgot(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_takes_back_no_commit_that_its_coordinator_forgot(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
     topic = new_topic(bridge)
     txn = bridge.transaction()
     with monkeypatch.context() as patch:
@@ -355,9 +353,7 @@ def process(
 
 
 @pytest.mark.full
-def test_commits_while_topics_are_unloaded_lose_nothing_and_double_nothing(
-    bridge: Bridge, unload: Callable[[str], None]
-) -> None:
+def test_commits_while_topics_unload_lose_and_double_nothing(bridge: Bridge, unload: Callable[[str], None]) -> None:
     assert race(bridge, unload) == (set(), set())
 
 

@@ -88,9 +88,7 @@ def test_partitions_that_were_added_since_are_begun(connect, bridge, topic, grou
 
 
 @pytest.mark.usefixtures("begun")
-def test_without_rest_a_group_whose_subscription_was_deleted_is_a_new_one(
-    open_bridge, bridge, topic, group, subscription
-):
+def test_without_rest_a_group_whose_subscription_is_gone_is_a_new_one(open_bridge, bridge, topic, group, subscription):
     """Every other client of Pulsar behaves in this way."""
     subscription("DELETE")
     markers = mark(bridge, topic)

@@ -202,9 +202,7 @@ def test_a_marker_topic_that_was_made_anew_proves_nothing(
     assert bridge.abort(later) is Outcome.ABORTED
 
 
-def test_a_transaction_that_is_still_open_is_neither_committed_nor_aborted(
-    open_bridge: Connect, bridge: Bridge, topic: str
-) -> None:
+def test_an_open_transaction_is_neither_committed_nor_aborted(open_bridge: Connect, bridge: Bridge, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"x")
         flush(txn)

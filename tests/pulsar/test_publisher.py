@@ -136,9 +136,7 @@ def test_a_sequence_goes_on_behind_a_publisher_that_was_cut_off(pulsar_broker, p
     assert stored(client, topic) == numbered(15)
 
 
-def test_a_name_that_the_broker_knows_no_more_publishes_nothing_twice(
-    pulsar_broker, publisher, new_topic, client, name
-):
+def test_a_name_that_the_broker_has_forgotten_publishes_no_copy(pulsar_broker, publisher, new_topic, client, name):
     """A broker forgets a name that was not used for hours; one that recreated the topic answers as well that it knows
     nothing.
     """

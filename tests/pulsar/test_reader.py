@@ -173,9 +173,7 @@ def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_
 
 
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
-def test_partitions_that_are_added_are_read_from_their_beginning(
-    pulsar_broker, client, topic, member, partitioned, group
-):
+def test_added_partitions_are_read_from_their_beginning(pulsar_broker, client, topic, member, partitioned, group):
     write(client, partitioned(1)[0], b"old")
     reader = member(topic, group, start="latest")
     reader.has(1)
@@ -316,9 +314,7 @@ def test_messages_of_a_batch_that_are_given_back_come_again_alone(client, topic,
     assert values(reader.take(1)) == [b"marker"]
 
 
-def test_entries_that_a_broker_leaves_out_when_it_goes_back_come_before_later_messages(
-    client, topic, member, monkeypatch
-):
+def test_entries_that_a_broker_skips_when_it_goes_back_come_before_later_messages(client, topic, member, monkeypatch):
     """A broker that reads on while it goes back may jump there (hazard H94): here entries 3 to 6 do not arrive once."""
     write(client, topic, *(b"%d" % number for number in range(10)))
     group = member(topic)

@@ -198,9 +198,7 @@ def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(
         bridge.close()
 
 
-def test_ours_refuses_messages_that_come_after_the_end_of_their_transaction(
-    open_bridge: Connect, client: wire.PulsarClient
-) -> None:
+def test_ours_refuses_messages_behind_the_end_of_their_transaction(open_bridge: Connect, client: wire.PulsarClient):
     bridge = open_bridge(timeout=20)
     topic, late = new_topic(bridge), new_topic(bridge)
     with pytest.raises(errors.TransactionAborted):
@@ -213,9 +211,7 @@ def test_ours_refuses_messages_that_come_after_the_end_of_their_transaction(
     assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
 
 
-def test_a_late_write_is_refused_also_where_subscriptions_are_named(
-    bridge: Bridge, client: wire.PulsarClient, topic: str
-) -> None:
+def test_a_late_write_is_refused_also_beside_acknowledgements(bridge: Bridge, client: wire.PulsarClient, topic: str):
     client.subscribe(concrete(topic), "group", timeout=SOON).close(SOON)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")

@@ -279,9 +279,7 @@ def test_an_acknowledgement_that_comes_after_the_end_does_not_hold_its_message_b
 # --- connections that end ------------------------------------------------------------------------------------------
 
 
-def test_a_producer_that_lost_its_connection_between_two_entries_goes_on(
-    bridge: Bridge, client: PulsarClient, topic: str
-) -> None:
+def test_a_producer_whose_connection_is_lost_between_entries_goes_on(bridge: Bridge, client: PulsarClient, topic: str):
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)

@@ -603,9 +603,7 @@ def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
         (Decision.ABORT, RequestCode.QUERY_MESSAGE, ResponseCode.SYSTEM_BUSY),
     ],
 )
-def test_a_process_that_has_decided_and_cannot_finish_is_told_how_it_is_decided(
-    owner, other, broker, decision, code, fault
-):
+def test_a_process_that_decided_and_cannot_finish_is_told_the_decision(owner, other, broker, decision, code, fault):
     token = prepared(owner)
     always(broker, code, int(fault))
     busy = fault == ResponseCode.SYSTEM_BUSY

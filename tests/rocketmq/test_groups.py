@@ -214,9 +214,7 @@ def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
     return members
 
 
-def test_a_member_that_was_overtaken_learns_it_and_goes_on_behind(
-    join: Join, client: RemotingClient, group: str, topic: str
-) -> None:
+def test_an_overtaken_member_learns_it_and_goes_on_behind(join: Join, client: RemotingClient, group: str, topic: str):
     one, two = at_once(join, topic, group)
     publish(client, topic, b"0", b"1", b"2")
     late = one.take(2)
@@ -261,9 +259,7 @@ def test_several_acknowledgements_of_one_transaction_are_one(join: Join, client:
     assert stands(reader) == {(topic, 0): 3, (topic, 1): 1}
 
 
-def test_messages_of_a_partition_that_left_a_reader_cannot_be_acknowledged(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_messages_of_a_partition_that_left_cannot_be_acknowledged(join: Join, client: RemotingClient, group: str):
     topic = new_topic(client, 2)
     for queue in range(2):
         publish(client, topic, b"0", queue=queue)
@@ -368,9 +364,7 @@ def test_the_member_before_sleeping_ones_reads_their_queues() -> None:
     assert assign(queues, readers, set(readers)) == {}
 
 
-def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_a_member_keeps_its_partitions_until_its_transaction_ends(join: Join, client: RemotingClient, group: str):
     topic = new_topic(client, 2)
     one = join(topic, group)
     one.has(2)

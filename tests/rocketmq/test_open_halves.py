@@ -83,9 +83,7 @@ def test_an_open_transaction_is_listed_until_it_ends(open_bridge, observer, topi
     assert gone(observer, txn.id)
 
 
-def test_a_decided_transaction_not_published_is_listed_and_published_by_hand(
-    open_bridge, observer, client, topic, monkeypatch
-):
+def test_a_decided_transaction_is_listed_and_published_by_hand(open_bridge, observer, client, topic, monkeypatch):
     with monkeypatch.context() as patched, open_bridge(application=unique("gone")) as bridge:
         patched.setattr(HalfEnder, "publish_fresh", lambda *args: False)
         patched.setattr(HalfEnder, "publish", raising(BrokerUnavailable("as if the process were killed")))
@@ -230,9 +228,7 @@ def test_a_discarded_half_of_another_client_keeps_no_topic(observer, client, top
 
 
 @pytest.mark.parametrize("how", ["token", "by hand"])
-def test_half_messages_that_the_broker_gave_up_are_listed_and_end_as_decided(
-    open_bridge, observer, client, topic, settings, how
-):
+def test_half_messages_given_up_are_listed_and_end_as_decided(open_bridge, observer, client, topic, settings, how):
     name, token, application = prepare_and_go(open_bridge, topic)
     discard(observer, settings, name)
     (advice,) = [each for each in observer.doctor() if name in each.subject]
@@ -257,9 +253,7 @@ def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, obser
     assert bodies(client, topic) == []
 
 
-def test_a_transaction_that_nobody_can_decide_any_more_is_reported_and_not_touched(
-    open_bridge, observer, client, topic
-):
+def test_a_transaction_that_nobody_can_decide_is_reported_and_not_touched(open_bridge, observer, client, topic):
     name, _, application = prepare_and_go(open_bridge, topic)
     observer.delete_topic(f"_txnbridge-log-{application}")
     observer = open_bridge(application="late observers").admin  # a bridge that has never read that log

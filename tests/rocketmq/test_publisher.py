@@ -126,9 +126,7 @@ class MayNotLook:
         raise ErrorResponse(ResponseCode.NO_PERMISSION, "no right to Sub", request.action)
 
 
-def test_a_publisher_without_the_right_to_look_for_a_lost_answer_raises_access_denied(
-    rocketmq_broker, publisher, topic
-):
+def test_a_publisher_that_may_not_look_for_a_lost_answer_raises_access_denied(rocketmq_broker, publisher, topic):
     with faults.proxy(rocketmq_broker) as proxy:
         plain = publisher(proxy.url, client=MayNotLook)
         send_all(plain, topic, [b"0"])

@@ -114,9 +114,7 @@ def test_messages_read_before_a_topic_was_recreated_move_no_position_in_the_new_
         assert values(take(consumer, len(MORE))) == MORE
 
 
-def test_an_abort_goes_back_to_nothing_in_a_topic_that_was_made_anew(
-    bridge: Bridge, topic: str, group: str, renew: Renew
-) -> None:
+def test_an_abort_goes_back_to_nothing_in_a_renewed_topic(bridge: Bridge, topic: str, group: str, renew: Renew) -> None:
     send(bridge, topic, *FEW)
     with bridge.consumer(topic, group) as consumer:
         with bridge.transaction() as txn:

@@ -56,9 +56,7 @@ def test_half_messages_wait_in_rocksdb_and_the_capabilities_say_what_is_missing(
         bridge.admin.transactions()
 
 
-def test_an_aborted_message_is_never_seen_and_not_asked_about_for_ever(
-    open_bridge: Open, client: RemotingClient, one: str
-) -> None:
+def test_an_aborted_message_is_never_seen_nor_asked_about_long(open_bridge: Open, client: RemotingClient, one: str):
     bridge = open_bridge()
     with bridge.transaction() as txn:
         txn.send(one, b"never")

@@ -331,9 +331,7 @@ def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(
 
 
 @pytest.mark.timeout(180)
-def test_a_bridge_that_comes_while_the_broker_restarts_waits_for_it(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: Open
-) -> None:
+def test_a_bridge_that_opens_during_a_restart_waits_for_it(rocketmq_broker: brokers.RocketMQ, open_bridge: Open):
     rocketmq_broker.kill()
     try:
         # After a moment the name server knows no broker.

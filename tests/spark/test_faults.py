@@ -435,9 +435,7 @@ def test_a_query_stopped_while_it_commits_goes_on_later(spark, query, orders, sp
         *(pytest.param(s, marks=pytest.mark.full) for s in ("between two tokens", "after the mark")),
     ],
 )
-def test_a_commit_whose_process_is_killed_is_not_undone_by_the_abort_that_follows(
-    spark, query, orders, spark_faults, small, step
-):
+def test_a_commit_whose_process_is_killed_is_not_undone_by_the_abort(spark, query, orders, spark_faults, small, step):
     """Spark takes the commit for failed, and calls abort() with every task's message."""
     orders(Fault("die", then="kill", once=query.after_the_first_batch(), **STEPS[step]))
     with pytest.raises(StreamingQueryException):

@@ -264,9 +264,7 @@ def end_by_trigger(db):
 
 @pytest.mark.parametrize("form", ["engine", "session"])
 @pytest.mark.parametrize("end", [end_by_text, end_by_conflict, end_by_trigger])
-def test_a_statement_that_ends_the_database_transaction_behind_sqlalchemy_publishes_nothing(
-    shop, engine, bridge, form, end
-):
+def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_publishes_nothing(shop, engine, bridge, form, end):
     if engine.dialect.name != "sqlite" and end is not end_by_text:
         pytest.skip("only SQLite's statements do so")
     if end is end_by_trigger:
@@ -360,9 +358,7 @@ def test_an_interrupt_while_the_block_begins_leaves_no_database_transaction_open
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_session_may_be_in_another_transaction_after_an_interrupt_while_the_block_begins(
-    shop, engine, bridge, interrupted, times
-):
+def test_a_session_may_be_in_another_transaction_after_an_interrupted_begin(shop, engine, bridge, interrupted, times):
     session = orm.Session(engine)
     txn = bridge.transaction(db=session, group="shop")
     with interrupted("SAVEPOINT", times) as go_on, txn:

@@ -559,9 +559,7 @@ def test_while_the_outcome_of_a_batch_is_unknown_its_rows_stay_and_nothing_is_pu
         assert sorted(values(bridge)) == [b"1", b"2", b"3"]
 
 
-def test_a_batch_that_was_prepared_on_another_cluster_is_not_published_on_this_one(
-    engine, shop, bridge, tmp_path, caplog
-):
+def test_a_batch_prepared_on_another_cluster_is_not_published_on_this_one(engine, shop, bridge, tmp_path, caplog):
     send(engine, b"1")
     die_before_the_commit(shop)
     with engine.begin() as connection:

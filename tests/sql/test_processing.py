@@ -356,9 +356,7 @@ def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_other
 
 
 @pytest.mark.live
-def test_without_the_right_to_make_tables_the_error_has_the_statements_and_with_them_it_works(
-    postgres, bridge, run, open_engine
-):
+def test_without_the_right_to_make_tables_the_error_has_the_statements_that_help(postgres, bridge, run, open_engine):
     url = postgres.new_database()
     guest = postgres.guest(url)
     feed(bridge, *numbers(4))
@@ -707,9 +705,7 @@ def test_a_wrong_setting_is_refused(bridge, shop, run, settings, match):
         run(record, **settings)
 
 
-def test_an_engine_that_commits_each_statement_or_does_not_wait_for_the_disk_is_refused(
-    shop, run, open_engine, careless
-):
+def test_an_engine_that_commits_each_statement_or_waits_for_no_disk_is_refused(shop, run, open_engine, careless):
     with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
         run(record, db=open_engine(shop.database, isolation_level="AUTOCOMMIT"))
     with pytest.raises(InvalidOption, match="synchronous"):

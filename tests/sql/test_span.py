@@ -149,9 +149,7 @@ def die(pair: Pair, engine: sa.Engine, at: str, left: int) -> None:
 @pytest.mark.parametrize(
     ("at", "left", "sold"), [("prepare/after", 1, []), ("half.store/before", 2, []), ("database.commit/after", 2, [0])]
 )
-def test_a_sweep_ends_the_parts_of_a_dead_process_as_the_row_decides(
-    pair, engine, monkeypatch, quick_sweep, at, left, sold
-):
+def test_a_sweep_ends_parts_of_a_dead_process_as_the_row_says(pair, engine, monkeypatch, quick_sweep, at, left, sold):
     monkeypatch.setattr(EmbeddedHalves, "checks", no_checks)  # no resolver is asked about a record
     die(pair, engine, at, left)
     with spanning(*pair, db=engine):

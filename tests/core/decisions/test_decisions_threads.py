@@ -166,9 +166,7 @@ def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(
     assert looking.result()
 
 
-def test_a_thread_that_waits_for_its_turn_keeps_its_deadline_while_another_one_reads_for_the_first_time(
-    join, log, pool
-):
+def test_a_thread_that_waits_for_its_turn_keeps_its_deadline_while_another_reads_for_the_first_time(join, log, pool):
     join().claim("X", COMMIT)
     decisions = join()
     log.hold("end")

@@ -79,9 +79,7 @@ def test_no_caller_is_ever_told_an_answer_that_does_not_count(chances, origin, s
 @pytest.mark.parametrize(
     ("chances", "origin", "near_end"), [(CALM, None, 15), (HARSH, ORIGIN, 4)], ids=["calm", "harsh"]
 )
-def test_a_process_that_reads_only_the_last_records_tells_no_answer_that_does_not_count(
-    chances, origin, near_end, seeds
-):
+def test_a_process_that_reads_the_last_records_only_tells_no_answer_that_is_void(chances, origin, near_end, seeds):
     timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end)
     # In the last two, such a process has not read the snapshot by which a claim is void, or a part of a commit.
     findings, told = explore([*seeds, 1_241, 2_811], chances, origin=origin, numbered=True, timing=timing)

@@ -534,9 +534,7 @@ def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, mon
 @pytest.mark.parametrize(
     ("row", "decision", "listed"), [("-x", Decision.ABORT, False), (".row", Decision.COMMIT, True)]
 )
-def test_an_open_part_that_its_process_has_prepared_since_the_look_is_not_aborted(
-    pair, monkeypatch, row, decision, listed
-):
+def test_an_open_part_that_was_prepared_since_the_look_is_not_aborted(pair, monkeypatch, row, decision, listed):
     clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
     left = OpenTransaction(f"t{mark(f'{clusters}{row}', 1, time.time() - 90)}", "open")
     looks, aborted = count(), set[str]()

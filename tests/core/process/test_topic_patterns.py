@@ -86,9 +86,7 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
 @pytest.mark.parametrize(
     "error", [errors.BrokerUnavailable("away"), errors.AccessDenied("not yours"), errors.InvalidOption("is odd")]
 )
-def test_a_topic_is_read_later_if_the_processor_could_not_join_again_when_it_found_it(
-    tmp_path, with_timing, monkeypatch, error
-):
+def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(tmp_path, with_timing, monkeypatch, error):
     with_timing(pattern_look=0.02)
     seen: list[str] = []
     failed: list[int] = []

@@ -153,9 +153,7 @@ def test_a_snapshot_that_was_made_while_a_claim_was_on_its_way_costs_another_app
 
 
 @pytest.mark.parametrize("dropped_by_age", [False, True], ids=["trimmed", "dropped by age"])
-def test_a_reader_that_cannot_see_what_stands_against_a_claim_does_not_take_it_for_good(
-    join, log, clock, dropped_by_age
-):
+def test_a_reader_that_cannot_see_what_stands_against_a_claim_does_not_trust_it(join, log, clock, dropped_by_age):
     """A transaction is aborted while a claim on it is on its way. The author of a snapshot with that abort sleeps until
     the claim has arrived and nobody needs any record in front of it."""
     one, sleeper, resolver = join(), join("Y"), join("Z")

@@ -328,9 +328,7 @@ def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: py
     assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_a_seek_that_moves_a_reader_without_a_group_and_fails_skips_nothing(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_seek_that_moves_a_reader_without_a_group_skips_nothing(room: Room, monkeypatch: pytest.MonkeyPatch):
     with room.bridge.consumer("t") as consumer:
         reader = room.broker.readers[1]
 

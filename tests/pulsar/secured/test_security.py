@@ -110,9 +110,7 @@ def test_a_bridge_does_all_that_it_is_for_and_shows_no_secret(
     [{"token": token("user")[:-2]}, {"token": token("user", -10)}, {"user": "user", "password": "wr0ng"}],
     ids=["wrong token", "expired token", "wrong password"],
 )
-def test_a_client_that_is_not_let_in_is_told_which_options_to_look_at(
-    connect: Connect, told: dict[str, str], rest: bool
-) -> None:
+def test_a_client_that_is_not_let_in_is_told_which_options_count(connect: Connect, told: dict[str, str], rest: bool):
     with pytest.raises(AccessDenied, match="look at the options token") as caught:
         connect(rest=rest, **told)
     shown = f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r}"
