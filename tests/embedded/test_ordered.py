@@ -21,6 +21,13 @@ def fill(broker, count, partitions=1, topic="orders"):
     writer.close()
 
 
+def begun(broker, join, count, taken, **how):
+    """Fill the topic, and return a new member and the first messages that it takes."""
+    fill(broker, count)
+    member = join(**how)
+    return member, member.take(taken)
+
+
 def numbers(messages):
     return [int(message.value) for message in messages]
 
@@ -50,9 +57,7 @@ def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
 
 
 def test_a_message_given_back_comes_again_at_once_with_its_deliveries_counted(broker, join):
-    fill(broker, 6)
-    member = join()
-    messages = member.take(4)
+    member, messages = begun(broker, join, 6, 4)
     member.reader.nack({ORDERS: [messages[2].position, messages[0].position]})
     assert member.reader.positions() == {ORDERS: (0,)}
     again = member.take(4)
@@ -62,9 +67,7 @@ def test_a_message_given_back_comes_again_at_once_with_its_deliveries_counted(br
 
 
 def test_seeking_back_delivers_unacknowledged_messages_again(broker, join):
-    fill(broker, 10)
-    member = join()
-    messages = member.take(8)
+    member, messages = begun(broker, join, 10, 8)
     member.ack(messages[0], messages[1], messages[4])
     member.reader.seek({ORDERS: (0,)})
     assert member.reader.positions() == {ORDERS: (2,)}
@@ -73,9 +76,7 @@ def test_seeking_back_delivers_unacknowledged_messages_again(broker, join):
 
 
 def test_a_message_given_back_and_then_sought_comes_once(broker, join):
-    fill(broker, 4)
-    member = join()
-    messages = member.take(3)
+    member, messages = begun(broker, join, 4, 3)
     member.reader.nack({ORDERS: [messages[1].position]})
     member.reader.seek({ORDERS: (1,)})
     member.reader.nack({ORDERS: [messages[2].position]})
@@ -103,9 +104,7 @@ def test_seeking_to_a_time_leaves_acknowledged_messages_out(broker, join):
 
 
 def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_each(broker, join):
-    fill(broker, 6)
-    member = join()
-    messages = member.take(6)
+    member, messages = begun(broker, join, 6, 6)
     for token in [member.reserve(messages[0]), member.reserve(messages[3], messages[4])]:
         broker.abort(token, kit.NO_LEDGER, Deadline(10))
     assert numbers(member.take(3)) == [0, 3, 4]
@@ -115,9 +114,7 @@ def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_eac
 
 
 def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join, clock):
-    fill(broker, 3)
-    member = join()
-    messages = member.take(3)
+    member, messages = begun(broker, join, 3, 3)
     writer = kit.open_preparing(broker)
     kit.begin(writer, timeout=60, hold=0.001, prepare=True)
     member.tell(writer, *messages)
@@ -152,9 +149,7 @@ def test_a_group_reads_new_partitions_of_its_topic_from_their_beginning(broker, 
 
 
 def test_a_topic_made_anew_is_read_from_its_beginning(broker, join):
-    fill(broker, 2)
-    member = join()
-    messages = member.take(2)
+    member, messages = begun(broker, join, 2, 2)
     broker.admin.delete_topic("orders", Deadline(10))
     fill(broker, 3)
     assert numbers(member.take(3)) == [0, 1, 2]
@@ -274,9 +269,7 @@ def test_leaving_while_the_file_is_locked_ends_in_time_and_leaves_the_lease_to_r
 
 
 def test_a_reader_that_was_taken_for_dead_joins_again_as_another_member(broker, join):
-    fill(broker, 3)
-    member = join()
-    messages = member.take(3)
+    member, messages = begun(broker, join, 3, 3)
     kit.execute(broker, "UPDATE members SET expires_at = 0")
     other = join()
     assert other.partitions == [0]
@@ -305,9 +298,7 @@ def test_a_partition_that_is_elsewhere_cannot_be_sought_or_paused(broker, join):
 
 @pytest.mark.parametrize("sharing", ["partition", "message"])
 def test_lag_counts_messages_neither_acknowledged_nor_reserved(broker, join, sharing):
-    fill(broker, 10)
-    member = join(sharing=sharing)
-    messages = member.take(5)
+    member, messages = begun(broker, join, 10, 5, sharing=sharing)
     assert member.reader.lag(Deadline(10)) == {ORDERS: 10}
     member.ack(messages[0], messages[3])
     member.reserve(messages[4])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.embedded import kit
 from tests.embedded.members import settle
-from tests.embedded.test_ordered import fill, numbers, position
+from tests.embedded.test_ordered import begun, fill, numbers, position
 from txnbridge.errors import Conflict, NotSupported, PositionLost
 from txnbridge.spi import Deadline
 
@@ -57,9 +57,7 @@ def test_leaving_gives_everything_back_at_once(broker, join):
 
 
 def test_a_member_that_is_taken_for_dead_gives_everything_back(broker, join):
-    fill(broker, 3)
-    first = join()
-    messages = first.take(3)
+    first, messages = begun(broker, join, 3, 3)
     kit.execute(broker, "UPDATE members SET expires_at = 0")
     second = join()
     assert numbers(second.take(3)) == [0, 1, 2]
@@ -139,9 +137,7 @@ def test_a_group_whose_messages_retention_removed_all_raises_position_lost(broke
 
 
 def test_a_message_removed_by_retention_while_it_is_processed_can_be_acknowledged(broker, join):
-    fill(broker, 6)
-    member = join()
-    messages = member.take(4)
+    member, messages = begun(broker, join, 6, 4)
     kit.trim(broker, 3)
     member.ack(*messages[:3])
     assert numbers(member.take(2)) == [4, 5]

@@ -42,17 +42,18 @@ def plain_producer(proxy: faults.Proxy, id: str) -> Producer:
 def commit_plainly(producer: Producer, topic: str, value: bytes) -> None:
     producer.begin_transaction()
     producer.produce(topic, value)
-    commit_until_ok(producer)
+    until_ok(producer, producer.commit_transaction)
 
 
-def commit_until_ok(producer: Producer) -> None:
+def until_ok(producer: Producer, end: Callable[[float], object]) -> None:
     while True:
         try:
-            producer.commit_transaction(30)
+            end(30)
             return
         except KafkaException as error:
             if not error.args[0].retriable():
                 raise
+            producer.poll(0.05)
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client
     hold.wait()
     with suppress(KafkaException):
         producer.flush(PATIENCE_MS / 1000)
-    abort_until_ok(producer)
+    until_ok(producer, producer.abort_transaction)
     second = proxy.hold(requests="Produce")
     producer.begin_transaction()
     producer.produce(topic, b"2")
@@ -154,21 +155,10 @@ def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client
     hold.release()
     hold.answered()
     second.release()
-    commit_until_ok(producer)
+    until_ok(producer, producer.commit_transaction)
     found = values(seen(bridge, topic))
     assert b"late" in found
     assert b"2" not in found
-
-
-def abort_until_ok(producer: Producer) -> None:
-    while True:
-        try:
-            producer.abort_transaction(30)
-            return
-        except KafkaException as error:
-            if not error.args[0].retriable():
-                raise
-            producer.poll(0.05)
 
 
 def test_a_late_message_is_not_seen_and_replaces_none_of_ours(
