@@ -187,7 +187,7 @@ class Bridge:
         self._barriers: Barriers | None = None
         self._half_lanes: LaneStore | None = None
         connection.half_lanes = self._open_half_lanes
-        ours, clients = resolve_options(backend.options, options, backend.name)
+        ours, clients = resolve_options(backend.options, options, backend.name, _OPTIONS)
         context = Context(
             bridge=connection.name,
             events=connection.events,

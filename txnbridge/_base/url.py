@@ -117,12 +117,12 @@ def plugin_failures() -> str:
 
 
 def resolve_options(
-    declared: Mapping[str, Option], given: Mapping[str, Any], backend: str
+    declared: Mapping[str, Option], given: Mapping[str, Any], backend: str, also: Iterable[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the `declared` options with the `given` values or defaults, and the client library's options.
 
     The names of the client library's options contain a dot. Raise `InvalidOption` for an unknown option (with the
-    nearest known name) and for a value of the wrong type.
+    nearest known name, perhaps one of `also`) and for a value of the wrong type.
     """
     ours = {name: option.default for name, option in declared.items()}
     clients: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def resolve_options(
         elif "." in name:
             clients[name] = value
         else:
-            raise unknown_option(name, declared, f"the {backend} backend")
+            raise unknown_option(name, [*declared, *also], f"the {backend} backend")
     return ours, clients
 
 

@@ -115,17 +115,11 @@ NO_SECONDS = [float("inf"), float("nan"), -1, "30", True, 1e300]
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"transactional_id": ""},
-        {"transactional_id": " "},
-        {"transactional_id": b"billing"},
-        {"transactional_id": "é" * 180},
-        {"application": ""},
-        {"timeout": 0},
-        {"writers": 0},
-        {"writers": 1.5},
-        {"create_topics": -1},
-        {"create_topics": "1"},
-        {"embedded": "durability"},
+        *({name: ""} for name in ("transactional_id", "application")),
+        *({"transactional_id": wrong} for wrong in (" ", b"billing", "é" * 180)),
+        *({"writers": wrong} for wrong in (0, 1.5)),
+        *({"create_topics": wrong} for wrong in (-1, "1")),
+        *({"timeout": 0}, {"embedded": "durability"}),
         *({name: wrong} for name in ("timeout", "hold") for wrong in NO_SECONDS),
     ],
     ids=repr,
@@ -140,6 +134,11 @@ def test_an_argument_of_connect_that_makes_no_sense_is_refused(tmp_path: Path, w
 def test_a_mistyped_argument_of_connect_is_answered_with_the_nearest(tmp_path: Path, mistyped: str, meant: str) -> None:
     with pytest.raises(InvalidOption, match=f"no option '{mistyped}'; did you mean '{meant}'"):
         connect(f"embedded:{tmp_path}/broker.db", **{mistyped: 5})  # type: ignore[arg-type]
+
+
+def test_a_mistyped_argument_of_connect_in_the_url_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="no option 'create_topic'; did you mean 'create_topics'"):
+        connect(f"embedded:{tmp_path}/broker.db?create_topic=5")
 
 
 @pytest.mark.parametrize("wrong", NO_SECONDS, ids=repr)
