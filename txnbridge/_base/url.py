@@ -17,6 +17,8 @@ from txnbridge.spi import Backend, Option, Url
 # The extra of the package txnbridge to install, for each URL scheme whose backend is not installed.
 _EXTRAS = {"kafka": "kafka", "pulsar": "pulsar", "pulsar+ssl": "pulsar", "rocketmq": "rocketmq"}
 
+_NO_USER = "a URL holds no user or password; give them as options, for example password='env:NAME'"
+
 
 def parse_url(text: object) -> tuple[Url, dict[str, str]]:
     """Split a URL into the address and the options of its query. Raise `InvalidOption` for an invalid URL."""
@@ -30,6 +32,8 @@ def parse_url(text: object) -> tuple[Url, dict[str, str]]:
         authority, slash, tail = rest[2:].partition("/")
         path = slash + tail
         hosts = tuple(_host(part) for part in authority.split(",") if part)
+    elif ":" in rest.partition("@")[0] and "@" in rest.lstrip("/").partition("/")[0]:  # its // is missing
+        raise InvalidOption(_NO_USER)
     while path.startswith("//"):
         path = path[1:]
     path = urllib.parse.unquote(path)
@@ -44,7 +48,7 @@ def _shown(text: object) -> str:
 
 def _host(part: str) -> tuple[str, int | None]:
     if "@" in part:
-        raise InvalidOption("a URL holds no user or password; give them as options, for example password='env:NAME'")
+        raise InvalidOption(_NO_USER)
     name, port = part, ""
     if part.startswith("["):  # an IPv6 address
         name, _, port = part[1:].partition("]")
@@ -52,7 +56,7 @@ def _host(part: str) -> tuple[str, int | None]:
     elif ":" in part:
         name, _, port = part.rpartition(":")
     if not name or (port and not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536)):
-        raise InvalidOption(f"{part!r} is not host:port")
+        raise InvalidOption(f"a URL names each server as host:port; wrong at {name!r}")  # a password has a colon, too
     return name, int(port) if port else None
 
 

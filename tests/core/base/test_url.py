@@ -43,7 +43,13 @@ def test_the_query_holds_options() -> None:
     assert parse_url("embedded:x?like=kafka&fast=")[1] == {"like": "kafka", "fast": ""}
 
 
-@pytest.mark.parametrize("bad", ["", "orders.db", "kafka://h:port", "kafka://h:0", "kafka://u:pw@h:1", "a:?x=1&x=2", 7])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("", "orders.db", "kafka://h:port", "kafka://h:0", "kafka://u:pw@h:1", "a:?x=1&x=2", 7),
+        *("kafka:u:pw@h:1", "kafka:/u:pw@h:1", "kafka://u:pw/w@h:1"),
+    ],
+)
 def test_a_wrong_url_is_refused(bad: object) -> None:
     with pytest.raises(InvalidOption) as caught:
         parse_url(bad)
