@@ -55,7 +55,7 @@ class EmbeddedBroker(Broker):
         self._owners: dict[str, Owner] = {}
         self._writers: set[EmbeddedWriter] = set()  # the writers that are not closed
         self._closed_rows: list[WriterRow] = []  # the rows of closed writers and publishers
-        self._publishers: list[EmbeddedPublisher] = []
+        self._publishers: set[EmbeddedPublisher] = set()  # those that are not closed
         self._closed = False
         self._admin = EmbeddedAdmin(self.session)
 
@@ -79,8 +79,9 @@ class EmbeddedBroker(Broker):
             opened.pop_all()
         return [*new]
 
-    def _forget(self, writer: EmbeddedWriter, instance: WriterRow | None) -> None:
-        self._writers.discard(writer)
+    def _forget(self, closed: Any, instance: WriterRow | None) -> None:
+        self._writers.discard(closed)
+        self._publishers.discard(closed)
         if instance is not None:
             self._closed_rows.append(instance)
 
@@ -95,8 +96,8 @@ class EmbeddedBroker(Broker):
         return writer
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        publisher = EmbeddedPublisher(self.store, name, deadline, self._closed_rows.append)
-        self._publishers.append(publisher)
+        publisher = EmbeddedPublisher(self.store, name, deadline, self._forget)
+        self._publishers.add(publisher)
         return publisher
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
@@ -150,7 +151,7 @@ class EmbeddedBroker(Broker):
         for writer in list(self._writers):
             if not writer.in_use:  # else the caller that ends its transaction closes it
                 writer.close()
-        for publisher in self._publishers:
+        for publisher in list(self._publishers):
             with suppress(TxnBridgeError):  # the application gets the error from the publisher's own flush
                 publisher.close(deadline)
         leaving = Deadline(min(deadline.left(), CLOSING_SECONDS))

@@ -1,6 +1,8 @@
 """Sends without a transaction."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -34,6 +36,16 @@ def test_closing_the_broker_stores_the_messages_that_are_left(opened):
     publish(publisher, "orders", b"1")
     broker.close(Deadline(5))
     assert values(opened(), "orders") == [b"1"]
+
+
+def test_a_publisher_that_is_closed_is_not_kept_until_its_bridge_is_closed(broker):
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"1")
+    publisher.close(Deadline(5))
+    kept = weakref.ref(publisher)
+    del publisher
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("name", [None, "meter"])

@@ -30,7 +30,7 @@ class EmbeddedPublisher(Publisher):
         store: Store,
         name: str | None,
         deadline: Deadline,
-        closed: Callable[[WriterRow], None],
+        closed: Callable[[EmbeddedPublisher, WriterRow | None], None],
     ) -> None:
         self._store = store
         self._name = name
@@ -110,6 +110,7 @@ class EmbeddedPublisher(Publisher):
         finally:
             self._thread.join(deadline.left())
             self._lookups.close()
+            self._closed(self, self._instance)
 
     # --- on the caller's thread, with the state locked -------------------------------------------------------------
 
@@ -141,8 +142,6 @@ class EmbeddedPublisher(Publisher):
                 pass
         finally:
             self._connection.close()
-            if self._instance is not None:
-                self._closed(self._instance)
 
     def _store_next(self) -> bool:
         """Wait for messages, and store all that are in memory. Return False after a failure, or after `close`."""
