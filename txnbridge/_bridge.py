@@ -681,8 +681,10 @@ class Bridge:
         if frame is not None and frame.f_code is Bridge.__exit__.__code__:
             frame = frame.f_back
         while frame is not None:
-            caller = frame.f_locals.get("self")
-            if caller is self or (isinstance(caller, ConnectionUser) and caller._connection is self._connection):
+            user = frame.f_locals.get("self")
+            if user is self or (
+                isinstance(user, ConnectionUser) and getattr(user, "_connection", 0) is self._connection
+            ):
                 return True
             frame = frame.f_back
         return False
@@ -776,6 +778,7 @@ def _close_dropped() -> None:
 
 
 def _after_fork() -> None:
+    plugins.lock = threading.RLock()  # a thread that is not in this process may have held it
     for bridge in [*_live, *_dropped]:
         bridge._forget_parent()
     _live.clear()

@@ -27,7 +27,7 @@ __all__ = ["Codec", "CodecContext", "avro", "bytes", "confluent", "dataclass_jso
 _T = TypeVar("_T")
 
 # JSON that has it may become what JSON cannot express: a lone surrogate, NaN, or an infinity.
-_SUSPECT = re.compile(rb"\\u[dD]|[eE]\+?\d{3}|NaN|Infinity")
+_SUSPECT = re.compile(rb"\\u[dD]|[eE]\+?\d{3}|\d{200}|NaN|Infinity")
 
 
 @dataclass(frozen=True)

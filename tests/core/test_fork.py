@@ -1,6 +1,8 @@
 """After a fork nothing of the parent's can be used in the child, and the parent goes on."""
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import connect_toy
 from txnbridge import Decision, InvalidState, Outcome
+from txnbridge._base.plugins import plugins
 from txnbridge._decisions.decisions import Decisions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -68,6 +71,29 @@ def test_the_child_opens_a_bridge_of_its_own() -> None:
             assert txn.outcome is Outcome.COMMITTED
 
         assert in_child(check) == 0
+
+
+def test_the_child_opens_a_bridge_although_a_thread_of_the_parent_was_loading_plug_ins() -> None:
+    loading, forked = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with plugins.lock:
+            loading.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    loading.wait(60)
+
+    def check() -> None:
+        signal.alarm(20)  # kills the child if it hangs
+        plugins.backends()
+
+    try:
+        assert in_child(check) == 0
+    finally:
+        forked.set()
+        thread.join()
 
 
 def test_a_decision_log_of_the_parent_is_neither_used_nor_closed_by_the_child() -> None:

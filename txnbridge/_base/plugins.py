@@ -70,14 +70,14 @@ class Plugins:
     """The registry of plug-ins in this process."""
 
     def __init__(self, entry_points: bool = True) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._entry_points = entry_points
         self._manager: pluggy.PluginManager | None = None
         self.failed: dict[str, BaseException] = {}  # the errors of plug-ins that failed, by entry point name
 
     @property
     def manager(self) -> pluggy.PluginManager:
-        with self._lock:
+        with self.lock:
             if self._manager is None:
                 self._manager = self._load()
             return self._manager

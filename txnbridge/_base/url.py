@@ -16,7 +16,6 @@ from txnbridge.spi import Backend, Option, Url
 
 # The extra of the package txnbridge to install, for each URL scheme whose backend is not installed.
 _EXTRAS = {"kafka": "kafka", "pulsar": "pulsar", "pulsar+ssl": "pulsar", "rocketmq": "rocketmq"}
-
 _NO_USER = "a URL holds no user or password; give them as options, for example password='env:NAME'"
 
 

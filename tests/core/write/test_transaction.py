@@ -21,6 +21,7 @@ from txnbridge import (
     BrokerUnavailable,
     Conflict,
     DeadlineExceeded,
+    Decision,
     DeliveryFailed,
     EvidenceLost,
     Fenced,
@@ -421,6 +422,19 @@ def test_closing_by_a_signal_handler_leaves_the_call_that_it_interrupted_alone()
                 bridge.transaction()
     finally:
         signal.signal(signal.SIGUSR1, before)
+    assert broker.closed
+
+
+def test_closing_inside_the_making_of_a_service_leaves_it_alone() -> None:
+    class Seconds(float):
+        def __ge__(self, other: float) -> bool:
+            bridge.close()
+            return float(self) >= other
+
+    bridge, broker = connect_toy(timeout=60)
+    bridge.resolver("g", check=lambda transaction, messages: Decision.COMMIT, stop_timeout=Seconds(1))
+    assert not broker.closed
+    bridge.close()
     assert broker.closed
 
 
