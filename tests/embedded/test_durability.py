@@ -11,19 +11,7 @@ import pytest
 from txnbridge_embedded.broker import EmbeddedBroker
 from txnbridge_embedded.client.store import FileConnection, Store
 
-from tests.embedded.kit import (
-    NO_LEDGER,
-    begin,
-    commit,
-    open_broker,
-    open_preparing,
-    open_writer,
-    read,
-    rows,
-    send,
-    token_of,
-    values,
-)
+from tests.embedded import kit
 from txnbridge.errors import DeliveryFailed, EvidenceLost, TransactionAborted
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, Outcome, TokenState
 from txnbridge.testing import Child, tell
@@ -32,7 +20,7 @@ LARGE = [bytes(3000) + b"%d" % number for number in range(12)]  # more than `spi
 
 
 def sound(broker: EmbeddedBroker) -> bool:
-    return rows(broker, "PRAGMA integrity_check") == [("ok",)]
+    return kit.rows(broker, "PRAGMA integrity_check") == [("ok",)]
 
 
 # --- kill -9 at random instants --------------------------------------------------------------------------------------
@@ -40,12 +28,12 @@ def sound(broker: EmbeddedBroker) -> bool:
 
 def commit_until_killed(path, topic):
     """Transactions of all sizes, each number told once it is committed; every fifth is aborted instead."""
-    broker = open_broker(path, spill_bytes=20_000, create_topics=3)
-    writer = open_writer(broker, "billing")
+    broker = kit.open_broker(path, spill_bytes=20_000, create_topics=3)
+    writer = kit.open_writer(broker, "billing")
     number = 0
     while True:
         number += 1
-        begin(writer)
+        kit.begin(writer)
         for count in range(1, number % 7 + 2):
             writer.send(topic, b"%d %d" % (number, count), b"%d" % count, None, None, None)
         writer.send_many(f"{topic}-copy", [b"%d" % number] * (100 if number % 3 == 0 else 2))
@@ -61,10 +49,10 @@ def commit_until_killed(path, topic):
 def check_after_kill(broker, topic, acknowledged):
     """All that the killed process was told is there; of the transaction that it was in, all or nothing."""
     found: dict[int, list[int]] = {}
-    for message in read(broker, topic):
+    for message in kit.read(broker, topic):
         number, count = message.value.split()
         found.setdefault(int(number), []).append(int(count))
-    copies = {int(value) for value in values(broker, f"{topic}-copy") if value != bytes(2000)}
+    copies = {int(value) for value in kit.values(broker, f"{topic}-copy") if value != bytes(2000)}
     assert set(acknowledged) <= set(found)
     assert set(found) - set(acknowledged) <= {max(acknowledged, default=0) + 1, max(acknowledged, default=0) + 2}
     assert all(number % 5 for number in found)
@@ -81,24 +69,24 @@ def kill_at_random(path, rounds):
     try:
         for number in range(rounds):
             if number % 2:  # every other time nobody else has the file open, so that it is recovered
-                watcher = open_broker(path)
+                watcher = kit.open_broker(path)
             topic = f"round-{number}"
             with Child(commit_until_killed, path, topic) as child:
                 first = child.told()
                 time.sleep(chance.uniform(0, 0.03))
                 child.kill()
                 acknowledged = [first, *left_over(child)]
-            broker = watcher or open_broker(path)
-            open_writer(broker, "billing").close()  # the next owner ends what was left open
+            broker = watcher or kit.open_broker(path)
+            kit.open_writer(broker, "billing").close()  # the next owner ends what was left open
             check_after_kill(broker, topic, acknowledged)
-            seen[topic] = rows(broker, "SELECT count(*) FROM messages")[0][0]
-            assert rows(broker, "SELECT * FROM undecided") == rows(broker, "SELECT * FROM transactions") == []
+            seen[topic] = kit.rows(broker, "SELECT count(*) FROM messages")[0][0]
+            assert kit.rows(broker, "SELECT * FROM undecided") == kit.rows(broker, "SELECT * FROM transactions") == []
             broker.close(Deadline(10))
             watcher = None
-        broker = open_broker(path)
+        broker = kit.open_broker(path)
         assert sound(broker)
         assert list(seen.values()) == sorted(seen.values())
-        assert rows(broker, "SELECT count(*) FROM messages")[0][0] == max(seen.values())
+        assert kit.rows(broker, "SELECT count(*) FROM messages")[0][0] == max(seen.values())
         broker.close(Deadline(10))
     finally:
         if watcher is not None:
@@ -141,27 +129,27 @@ def do_everything(path, last):
         return connection
 
     pytest.MonkeyPatch().setattr(Store, "connect", connect_and_count)  # for the rest of this process
-    broker = open_broker(path, spill_bytes=10_000, create_topics=2)
-    writer = open_writer(broker, "billing")
+    broker = kit.open_broker(path, spill_bytes=10_000, create_topics=2)
+    writer = kit.open_writer(broker, "billing")
     for name, values_sent, end in (
         ("small", [b"1", b"2"], writer.commit),
         ("large", LARGE, writer.commit),
         ("aborted", LARGE, writer.abort),
     ):
-        begin(writer)
+        kit.begin(writer)
         writer.send_many(name, values_sent)
-        send(writer, f"{name}-copy", *values_sent)
+        kit.send(writer, f"{name}-copy", *values_sent)
         end(Deadline(10))
         tell((name, None))
     for name, end_by_token in (("prepared", broker.commit), ("given-up", broker.abort)):
-        preparing = open_preparing(broker, "billing")
-        transaction = begin(preparing, prepare=True)
+        preparing = kit.open_preparing(broker, "billing")
+        transaction = kit.begin(preparing, prepare=True)
         preparing.send_many(name, LARGE)
         preparing.prepare(Deadline(10))
-        token = token_of(broker, preparing, transaction, prepared=True)
+        token = kit.token_of(broker, preparing, transaction, prepared=True)
         preparing.close()
         tell((f"{name} token", token))
-        end_by_token(token, NO_LEDGER, Deadline(10))
+        end_by_token(token, kit.NO_LEDGER, Deadline(10))
         tell((name, None))
     publisher = broker.publisher("import", Deadline(10))
     for sequence in range(3):
@@ -187,9 +175,9 @@ def do_everything(path, last):
 
 
 def check_everything(path, told):
-    broker = open_broker(path, spill_bytes=10_000, create_topics=2)
+    broker = kit.open_broker(path, spill_bytes=10_000, create_topics=2)
     try:
-        open_writer(broker, "billing")
+        kit.open_writer(broker, "billing")
         for name in ("prepared", "given-up"):
             end_as_told(broker, name, told)
         for found in broker.admin.transactions(Deadline(10)):  # prepared, and its process died before it told anybody
@@ -207,9 +195,9 @@ def check_everything(path, told):
         check_log(broker, told)
         check_half(broker, told)
         broker.admin.check(Deadline(10))
-        assert rows(broker, "SELECT * FROM undecided") == rows(broker, "SELECT * FROM garbage") == []
-        assert rows(broker, "SELECT * FROM transactions WHERE ended_at IS NULL") == []
-        commit(open_writer(broker), "after", b"marker")
+        assert kit.rows(broker, "SELECT * FROM undecided") == kit.rows(broker, "SELECT * FROM garbage") == []
+        assert kit.rows(broker, "SELECT * FROM transactions WHERE ended_at IS NULL") == []
+        kit.commit(kit.open_writer(broker), "after", b"marker")
         assert all_of(broker, "after") == [b"marker"]
         assert sound(broker)
     finally:
@@ -217,7 +205,7 @@ def check_everything(path, told):
 
 
 def all_of(broker, topic):
-    return sorted(values(broker, topic))
+    return sorted(kit.values(broker, topic))
 
 
 def end_as_told(broker, name, told):
@@ -226,15 +214,15 @@ def end_as_told(broker, name, told):
         return
     token = told[f"{name} token"]
     wanted = Outcome.COMMITTED if name == "prepared" else Outcome.ABORTED
-    state = broker.status(token, NO_LEDGER, Deadline(10)).state
+    state = broker.status(token, kit.NO_LEDGER, Deadline(10)).state
     assert state is (TokenState(wanted.value) if name in told else state)
     assert state in (TokenState.PREPARED, TokenState(wanted.value))
-    assert (broker.commit if name == "prepared" else broker.abort)(token, NO_LEDGER, Deadline(10)) is wanted
+    assert (broker.commit if name == "prepared" else broker.abort)(token, kit.NO_LEDGER, Deadline(10)) is wanted
     told[name] = None
 
 
 def check_publisher(broker, told):
-    published = [int(value) for value in values(broker, "published")]
+    published = [int(value) for value in kit.values(broker, "published")]
     assert published == list(range(len(published)))
     assert len(published) > told.get("published", -1)
     last = broker.publisher("import", Deadline(10)).last_sequence("published", Deadline(10))
@@ -282,7 +270,7 @@ def fill(writer, topic, size):
     committed = 0
     while True:
         try:
-            commit(writer, topic, *[bytes(size)] * 10)
+            kit.commit(writer, topic, *[bytes(size)] * 10)
         except TransactionAborted as error:
             return committed, error
         committed += 1
@@ -290,12 +278,12 @@ def fill(writer, topic, size):
 
 def test_a_bound_of_the_file_aborts_a_transaction_that_does_not_fit_and_spares_the_rest(opened):
     broker = opened(max_bytes=4 << 20)
-    writer = open_writer(broker)
+    writer = kit.open_writer(broker)
     committed, error = fill(writer, "orders", 10_000)
     assert isinstance(error, DeliveryFailed)
     assert "no space" in str(error) and isinstance(error.__cause__, sqlite3.OperationalError)
-    assert len(values(broker, "orders")) == committed * 10 > 0
-    assert sum(map(len, values(broker, "orders"))) < 4 << 20
+    assert len(kit.values(broker, "orders")) == committed * 10 > 0
+    assert sum(map(len, kit.values(broker, "orders"))) < 4 << 20
     broker.admin.delete_topic("orders", Deadline(10))
     assert fill(writer, "audit", 10_000)[0] > committed // 2  # the same writer, now that there is room
     assert sound(broker)
@@ -303,59 +291,59 @@ def test_a_bound_of_the_file_aborts_a_transaction_that_does_not_fit_and_spares_t
 
 def test_a_large_transaction_that_does_not_fit_leaves_nothing(opened):
     broker = opened(max_bytes=4 << 20, spill_bytes=100_000)
-    writer = open_writer(broker)
-    commit(writer, "orders", b"first")
-    begin(writer)
+    writer = kit.open_writer(broker)
+    kit.commit(writer, "orders", b"first")
+    kit.begin(writer)
     with pytest.raises(DeliveryFailed, match="no space"):
         writer.send_many("orders", (bytes(10_000) for _ in range(1000)))
     with pytest.raises(DeliveryFailed):
         writer.commit(Deadline(10))
-    commit(writer, "orders", b"last")
-    assert values(broker, "orders") == [b"first", b"last"]
-    assert rows(broker, "SELECT * FROM undecided") == rows(broker, "SELECT * FROM transactions") == []
+    kit.commit(writer, "orders", b"last")
+    assert kit.values(broker, "orders") == [b"first", b"last"]
+    assert kit.rows(broker, "SELECT * FROM undecided") == kit.rows(broker, "SELECT * FROM transactions") == []
 
 
 def test_a_prepared_transaction_that_does_not_fit_is_not_prepared(opened):
     broker = opened(max_bytes=4 << 20)
-    writer = open_preparing(broker)
-    transaction = begin(writer, prepare=True)
+    writer = kit.open_preparing(broker)
+    transaction = kit.begin(writer, prepare=True)
     writer.send_many("orders", [bytes(10_000)] * 500)
     with pytest.raises(DeliveryFailed, match="no space"):
         writer.prepare(Deadline(10))
     with pytest.raises(EvidenceLost):
-        broker.commit(token_of(broker, writer, transaction, prepared=True), NO_LEDGER, Deadline(10))
-    commit(open_writer(broker), "orders", b"marker")
-    assert values(broker, "orders") == [b"marker"]
+        broker.commit(kit.token_of(broker, writer, transaction, prepared=True), kit.NO_LEDGER, Deadline(10))
+    kit.commit(kit.open_writer(broker), "orders", b"marker")
+    assert kit.values(broker, "orders") == [b"marker"]
 
 
 def test_a_prepared_transaction_can_be_ended_on_a_full_disk(opened):
     broker = opened(max_bytes=4 << 20)
     tokens = []
     for name in ("kept", "dropped"):
-        writer = open_preparing(broker)
-        transaction = begin(writer, prepare=True)
+        writer = kit.open_preparing(broker)
+        transaction = kit.begin(writer, prepare=True)
         writer.send_many(name, [bytes(10_000)] * 10)
         writer.prepare(Deadline(10))
-        tokens.append(token_of(broker, writer, transaction, prepared=True))
-    fill(open_writer(broker), "orders", 1000)
-    fill(open_writer(broker), "orders", 1)
-    assert broker.commit(tokens[0], NO_LEDGER, Deadline(10)) is Outcome.COMMITTED
-    assert broker.abort(tokens[1], NO_LEDGER, Deadline(10)) is Outcome.ABORTED
-    assert len(values(broker, "kept")) == 10
-    assert values(broker, "dropped") == []
+        tokens.append(kit.token_of(broker, writer, transaction, prepared=True))
+    fill(kit.open_writer(broker), "orders", 1000)
+    fill(kit.open_writer(broker), "orders", 1)
+    assert broker.commit(tokens[0], kit.NO_LEDGER, Deadline(10)) is Outcome.COMMITTED
+    assert broker.abort(tokens[1], kit.NO_LEDGER, Deadline(10)) is Outcome.ABORTED
+    assert len(kit.values(broker, "kept")) == 10
+    assert kit.values(broker, "dropped") == []
 
 
 def commit_against_limits(path, step):
     """Commit while no file of this process may grow beyond a limit, which rises by `step`; what came of each."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    broker = open_broker(path)
-    writer = open_writer(broker)
-    commit(writer, "orders", b"first")
+    broker = kit.open_broker(path)
+    writer = kit.open_writer(broker)
+    kit.commit(writer, "orders", b"first")
     outcomes = []
     for number in range(40):
         size = os.stat(f"{path}-wal").st_size
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + number * step, hard))
-        begin(writer, "orders", *[b"%d" % number + bytes(5_000)] * 20)
+        kit.begin(writer, "orders", *[b"%d" % number + bytes(5_000)] * 20)
         try:
             writer.commit(Deadline(10))
             outcomes.append("committed")
@@ -363,7 +351,7 @@ def commit_against_limits(path, step):
             outcomes.append(type(error).__name__)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        commit(writer, "between", b"%d" % number)  # there is room again: the same writer goes on
+        kit.commit(writer, "between", b"%d" % number)  # there is room again: the same writer goes on
     writer.close()
     broker.close(Deadline(10))
     return outcomes
@@ -374,9 +362,9 @@ def test_a_file_that_may_not_grow_aborts_a_transaction_that_does_not_fit_and_spa
     with Child(commit_against_limits, path, step) as child:
         outcomes = child.result()
     assert set(outcomes) == {"DeliveryFailed", "committed"}
-    broker = open_broker(path)
-    found = [int(value.rstrip(b"\0")) for value in values(broker, "orders")[1:]]
+    broker = kit.open_broker(path)
+    found = [int(value.rstrip(b"\0")) for value in kit.values(broker, "orders")[1:]]
     assert found == [number for number, outcome in enumerate(outcomes) if outcome == "committed" for _ in range(20)]
-    assert [int(value) for value in values(broker, "between")] == list(range(40))
+    assert [int(value) for value in kit.values(broker, "between")] == list(range(40))
     assert sound(broker)
     broker.close(Deadline(10))

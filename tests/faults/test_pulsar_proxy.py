@@ -7,18 +7,7 @@ import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._pulsar import VERSIONS, load_coordinator, rest
 
-from tests.brokers.pulsar_kit import (
-    ACK_RESPONSE,
-    END_TXN,
-    MESSAGE,
-    PING,
-    PONG,
-    Client,
-    commit_one,
-    first_message,
-    new_topic,
-    port_of,
-)
+from tests.brokers import pulsar_kit
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Pulsar
 
@@ -30,33 +19,33 @@ def proxy(pulsar_broker: brokers.Pulsar) -> Iterator[faults.Proxy]:
 
 
 @pytest.fixture
-def direct(pulsar_broker: brokers.Pulsar) -> Iterator[Client]:
-    with Client(port_of(pulsar_broker.url)) as client:
+def direct(pulsar_broker: brokers.Pulsar) -> Iterator[pulsar_kit.Client]:
+    with pulsar_kit.Client(pulsar_kit.port_of(pulsar_broker.url)) as client:
         yield client
 
 
 @pytest.fixture
-def client(proxy: faults.Proxy) -> Iterator[Client]:
-    with Client(proxy.ports[0]) as client:
+def client(proxy: faults.Proxy) -> Iterator[pulsar_kit.Client]:
+    with pulsar_kit.Client(proxy.ports[0]) as client:
         yield client
 
 
 def test_a_client_that_connects_through_the_proxy_stays_with_it(pulsar_broker, proxy, client, direct):
     assert proxy.url == f"pulsar://127.0.0.1:{proxy.ports[0]}/public/default"
-    topic = new_topic("lookup")
+    topic = pulsar_kit.new_topic("lookup")
     assert client.lookup(topic) == proxy.url.removesuffix("/public/default").encode()
     assert direct.lookup(topic) == pulsar_broker.url.removesuffix("/public/default").encode()
     load_coordinator(proxy.ports[0])
 
 
 def state_of(txn: int, broker: brokers.Pulsar) -> str:
-    metadata = rest(port_of(broker.admin_url), f"/admin/v3/transactions/transactionMetadata/0/{txn}")
+    metadata = rest(pulsar_kit.port_of(broker.admin_url), f"/admin/v3/transactions/transactionMetadata/0/{txn}")
     return str(metadata["status"])
 
 
 def test_a_late_end_of_a_transaction_ends_it_after_its_client_is_gone(pulsar_broker, proxy, direct):
-    topic = new_topic("late-end")
-    with Client(proxy.ports[0]) as client:
+    topic = pulsar_kit.new_topic("late-end")
+    with pulsar_kit.Client(proxy.ports[0]) as client:
         client.produce(topic)
         txn = client.begin()
         client.add_topic(txn, topic)
@@ -64,18 +53,18 @@ def test_a_late_end_of_a_transaction_ends_it_after_its_client_is_gone(pulsar_bro
         client.receipt()
         hold = proxy.hold(requests="END_TXN")
         client.ask_to_commit(txn)
-        assert hold.wait().kind == END_TXN
+        assert hold.wait().kind == pulsar_kit.END_TXN
         assert state_of(txn, pulsar_broker) == "OPEN"
         proxy.cut()
     hold.release()
     hold.answered()
-    assert first_message(port_of(pulsar_broker.url), topic) == b"late"
+    assert pulsar_kit.first_message(pulsar_kit.port_of(pulsar_broker.url), topic) == b"late"
 
 
 def test_a_late_message_of_a_transaction_arrives_behind_what_was_sent_later(pulsar_broker, proxy, direct):
-    topic = new_topic("late-send")
+    topic = pulsar_kit.new_topic("late-send")
     direct.produce(topic)
-    with Client(proxy.ports[0]) as client:
+    with pulsar_kit.Client(proxy.ports[0]) as client:
         client.produce(topic)
         hold = proxy.hold(requests="SEND")
         client.put(7, b"late")
@@ -90,19 +79,19 @@ def test_a_late_message_of_a_transaction_arrives_behind_what_was_sent_later(puls
 
 
 def test_a_held_receipt_is_about_a_message_that_is_stored(pulsar_broker, proxy, client):
-    topic = new_topic("held-receipt")
+    topic = pulsar_kit.new_topic("held-receipt")
     client.produce(topic)
     hold = proxy.hold(answers="SEND")
     client.put(3, b"stored")
     hold.answered()
-    assert first_message(port_of(pulsar_broker.url), topic) == b"stored"
+    assert pulsar_kit.first_message(pulsar_kit.port_of(pulsar_broker.url), topic) == b"stored"
     hold.release()
     assert client.receipt() == 3
 
 
 def test_an_ack_of_a_transaction_is_held_and_then_answered(pulsar_broker, proxy, client):
-    topic = new_topic("held-ack")
-    commit_one(port_of(pulsar_broker.url), topic, b"one")
+    topic = pulsar_kit.new_topic("held-ack")
+    pulsar_kit.commit_one(pulsar_kit.port_of(pulsar_broker.url), topic, b"one")
     client.subscribe(topic)
     _, id = client.message()
     txn = client.begin()
@@ -112,7 +101,7 @@ def test_an_ack_of_a_transaction_is_held_and_then_answered(pulsar_broker, proxy,
     hold.wait()
     hold.release()
     hold.answered()
-    while (command := client.receive()).kind != ACK_RESPONSE:
+    while (command := client.receive()).kind != pulsar_kit.ACK_RESPONSE:
         pass
     assert 4 not in command.fields  # no error
     client.commit(txn)
@@ -120,7 +109,7 @@ def test_an_ack_of_a_transaction_is_held_and_then_answered(pulsar_broker, proxy,
 
 @pytest.mark.parametrize("name", ["NEW_TXN", "ADD_PARTITION_TO_TXN", "PRODUCER", "LOOKUP"])
 def test_an_answer_is_picked_by_the_name_of_its_request(proxy, client, name):
-    topic = new_topic("named")
+    topic = pulsar_kit.new_topic("named")
     hold = proxy.hold(answers=name)
     with ThreadPoolExecutor(1) as other:
 
@@ -136,29 +125,29 @@ def test_an_answer_is_picked_by_the_name_of_its_request(proxy, client, name):
 
 
 def test_a_message_that_the_broker_pushes_is_held_too(pulsar_broker, proxy, client):
-    topic = new_topic("held-message")
-    commit_one(port_of(pulsar_broker.url), topic, b"pushed")
+    topic = pulsar_kit.new_topic("held-message")
+    pulsar_kit.commit_one(pulsar_kit.port_of(pulsar_broker.url), topic, b"pushed")
     hold = proxy.hold(answers="MESSAGE")
     client.subscribe(topic)
-    assert hold.wait().kind == MESSAGE
+    assert hold.wait().kind == pulsar_kit.MESSAGE
     hold.release()
     assert client.message()[0] == b"pushed"
 
 
 def test_a_cut_connection_is_replaced_by_the_next(proxy, client):
-    client.ask(PONG, PING)
+    client.ask(pulsar_kit.PONG, pulsar_kit.PING)
     proxy.cut()
     with pytest.raises(OSError, match=r"hung up|reset"):
         client.receive()
-    with Client(proxy.ports[0]) as another:
-        another.ask(PONG, PING)
+    with pulsar_kit.Client(proxy.ports[0]) as another:
+        another.ask(pulsar_kit.PONG, pulsar_kit.PING)
 
 
 @pytest.mark.full
 def test_the_older_version_keeps_its_clients_behind_the_proxy_too(start_pulsar):
     broker = start_pulsar(version=VERSIONS[-1], store="rocksdb")
-    with faults.proxy(broker) as proxy, Client(proxy.ports[0]) as client:
-        topic = new_topic("older")
+    with faults.proxy(broker) as proxy, pulsar_kit.Client(proxy.ports[0]) as client:
+        topic = pulsar_kit.new_topic("older")
         assert client.lookup(topic) == f"pulsar://127.0.0.1:{proxy.ports[0]}".encode()
         hold = proxy.hold(answers="SEND")
         client.produce(topic)

@@ -12,20 +12,10 @@ from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.outcome import broker_evidence
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 
+from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import admin as ask
 from tests.pulsar.client_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
 from tests.pulsar.kit import SOON, Connection, open_cluster
-from tests.pulsar.writing_kit import (
-    announced,
-    cluster_of,
-    concrete,
-    connect_to,
-    end_all,
-    flush,
-    new_topic,
-    read_all,
-    unique,
-)
 from txnbridge import Decision, Outcome, TokenState
 from txnbridge.errors import BrokerUnavailable, Fenced, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import Deadline
@@ -192,12 +182,12 @@ def test_a_transaction_of_an_unloaded_topic_is_known_and_listed(pulsar_broker, c
 
 def prepare_half(url, admin_url, id, topic):
     """Prepare one transaction, and have another stored that is not prepared yet."""
-    bridge = connect_to(url, admin_url, transactional_id=id, writers=2)
+    bridge = writing_kit.connect_to(url, admin_url, transactional_id=id, writers=2)
     with bridge.transaction(prepare=True) as whole:
         whole.send(topic, b"whole")
     half = bridge.transaction(prepare=True)
     half.send(topic, b"half")
-    flush(half)
+    writing_kit.flush(half)
     tell([whole.id, half.id])
     time.sleep(600)  # it is killed long before
 
@@ -207,7 +197,7 @@ def test_a_transaction_that_a_dead_process_had_not_prepared_can_only_be_aborted_
     pulsar_broker, open_bridge, client, owned
 ):
     bridge = open_bridge()
-    topic, id = new_topic(bridge), unique("owner") if owned else None
+    topic, id = writing_kit.new_topic(bridge), writing_kit.unique("owner") if owned else None
     with Child(prepare_half, pulsar_broker.url, pulsar_broker.admin_url, id, topic) as child:
         whole, half = child.told()
         child.kill()
@@ -219,7 +209,7 @@ def test_a_transaction_that_a_dead_process_had_not_prepared_can_only_be_aborted_
     assert bridge.admin.abort(half) is Outcome.ABORTED
     assert bridge.status(found[whole].token).state is TokenState.PREPARED
     assert bridge.admin.commit(whole) is Outcome.COMMITTED
-    assert read_all(client, concrete(topic)) == [b"whole"]
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"whole"]
 
 
 # --- the doctor -----------------------------------------------------------------------------------------------------
@@ -307,9 +297,9 @@ def test_the_doctor_tells_of_messages_that_expire_on_single_topics(pulsar_broker
 
 
 def test_the_doctor_tells_which_of_our_topics_lost_their_subscription(pulsar_broker, open_bridge, client, namespace):
-    url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), unique("owner")
+    url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), writing_kit.unique("owner")
     with open_bridge(url, transactional_id=id) as bridge:
-        topic = new_topic(bridge)
+        topic = writing_kit.new_topic(bridge)
         with bridge.transaction() as txn:
             txn.send(topic, b"x")
         names = {f"_txnbridge-fence-{id}", f"_txnbridge-marker-{id}.0"}
@@ -324,7 +314,7 @@ def test_the_doctor_tells_which_of_our_topics_lost_their_subscription(pulsar_bro
 def test_the_doctor_tells_what_is_prepared_and_soon_aborted(pulsar_broker, open_bridge, client, namespace, with_timing):
     url = pulsar_broker.url.replace("/default", f"/{namespace}")
     bridge = open_bridge(url)
-    topic = new_topic(bridge)
+    topic = writing_kit.new_topic(bridge)
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"x")
     subject = f"transaction {txn.id}"
@@ -361,12 +351,12 @@ def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_t
     bridge = open_bridge(url)
     with with_timing(long_open_seconds=0):
         hasty = open_bridge(url)
-    topic, id = new_topic(bridge), unique("owner")
+    topic, id = writing_kit.new_topic(bridge), writing_kit.unique("owner")
     with Child(prepare_half, url, pulsar_broker.admin_url, id, topic) as child:
         whole, half = child.told()
         child.kill()
     place = f"persistent://public/{namespace}/{topic}-partition-0"
-    assert read_all(client, place, patience=1) is None
+    assert writing_kit.read_all(client, place, patience=1) is None
     assert not [each for each in bridge.admin.doctor() if each.subject.startswith("transaction")]  # not for long yet
     found = of_transactions(hasty)
     for name, state in ((whole, "prepared"), (half, "open")):
@@ -379,18 +369,18 @@ def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_t
     assert whole in found and half not in found
     assert bridge.admin.commit(whole) is Outcome.COMMITTED
     assert whole not in of_transactions(hasty)
-    assert read_all(client, place) == [b"whole"]
+    assert writing_kit.read_all(client, place) == [b"whole"]
 
 
 def test_the_doctor_tells_what_an_older_open_transaction_puts_at_risk(pulsar_broker, open_bridge, client, namespace):
-    end_all(pulsar_broker)
-    url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), unique("owner")
+    writing_kit.end_all(pulsar_broker)
+    url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), writing_kit.unique("owner")
     older = open_bridge(url, transactional_id=id)
-    topic = new_topic(older)
+    topic = writing_kit.new_topic(older)
     oldest = client.transactions.begin(60_000, SOON, 0)
     txn = older.transaction()
     txn.send(topic, b"never")
-    number = flush(txn)
+    number = writing_kit.flush(txn)
     newer = open_bridge(url, transactional_id=id)
 
     def told():
@@ -525,10 +515,10 @@ def test_the_late_write_canary_is_never_reported_as_held_back(pulsar_broker, adm
     bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
     older = begin(client, full("older", namespace))  # as long as it is open, late messages are not refused
     with bridge.transaction() as txn:
-        txn.send(new_topic(bridge), b"1")
-        flush(txn)
-        ended = announced(bridge)
-    assert not refuse_late_writes(cluster_of(bridge), ended, soon())
+        txn.send(writing_kit.new_topic(bridge), b"1")
+        writing_kit.flush(txn)
+        ended = writing_kit.announced(bridge)
+    assert not refuse_late_writes(writing_kit.cluster_of(bridge), ended, soon())
     assert not held(admin)
     with pytest.raises(NotFound):
         admin.repair(str(ended.txn), soon())

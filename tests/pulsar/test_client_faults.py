@@ -7,18 +7,7 @@ from txnbridge_conformance import brokers
 from txnbridge_pulsar import client as wire
 
 from tests.in_time import within
-from tests.pulsar.client_kit import (
-    SOON,
-    acknowledge,
-    batch_of,
-    begin,
-    everything,
-    payloads,
-    receive,
-    send_for_certain,
-    service,
-    settle,
-)
+from tests.pulsar import client_kit
 
 # A broker that was killed reads its ledgers again before it serves a topic, on a busy machine slowly.
 AFTER_A_KILL = 90.0
@@ -26,25 +15,25 @@ AFTER_A_KILL = 90.0
 
 def test_a_transaction_survives_the_broker_and_nothing_is_lost_or_doubled(client, topic, pulsar_broker):
     # A subscription keeps the broker from trimming what is not committed yet.
-    consumer = client.subscribe(topic, "s", timeout=SOON, start=wire.EARLIEST)
-    producer = client.create_producer(topic, name="survivor", timeout=SOON, transactions=True)
-    producer.send(wire.Single(b"before"), timeout=SOON).result(SOON)
-    assert payloads(receive(consumer, 1)) == [b"before"]
-    txn, late = begin(client, topic, ttl_ms=600_000), client.transactions.begin(3000, SOON)
+    consumer = client.subscribe(topic, "s", timeout=client_kit.SOON, start=wire.EARLIEST)
+    producer = client.create_producer(topic, name="survivor", timeout=client_kit.SOON, transactions=True)
+    producer.send(wire.Single(b"before"), timeout=client_kit.SOON).result(client_kit.SOON)
+    assert client_kit.payloads(client_kit.receive(consumer, 1)) == [b"before"]
+    txn, late = client_kit.begin(client, topic, ttl_ms=600_000), client.transactions.begin(3000, client_kit.SOON)
     expected = [b"%d" % number for number in range(20_000)]
     for at in range(0, len(expected), 20):
         if at == len(expected) // 2:
             pulsar_broker.restart()
-        send_for_certain(producer, batch_of(*expected[at : at + 20]), txn, AFTER_A_KILL)
-    settle(producer, AFTER_A_KILL)
+        client_kit.send_for_certain(producer, client_kit.batch_of(*expected[at : at + 20]), txn, AFTER_A_KILL)
+    client_kit.settle(producer, AFTER_A_KILL)
     client.transactions.end(txn, True, AFTER_A_KILL)
-    assert everything(client, topic) == [b"before", *expected]
+    assert client_kit.everything(client, topic) == [b"before", *expected]
     with pytest.raises(wire.TransactionNotFound):
         client.transactions.end(late, True, AFTER_A_KILL)
     with pytest.raises(wire.BrokerConnectionLost):
-        consumer.receive(SOON)
+        consumer.receive(client_kit.SOON)
     consumer.reopen(AFTER_A_KILL)
-    assert payloads(receive(consumer, 1 + len(expected))) == [b"before", *expected]
+    assert client_kit.payloads(client_kit.receive(consumer, 1 + len(expected))) == [b"before", *expected]
 
 
 @pytest.fixture
@@ -57,17 +46,17 @@ def frozen(pulsar_broker: brokers.Pulsar) -> Iterator[Callable[[], None]]:
 
 
 def test_a_frozen_broker_keeps_nobody_beyond_the_deadline(client, topic, frozen, pulsar_broker):
-    producer = client.create_producer(topic, timeout=SOON)
-    consumer = client.subscribe(topic, "s", timeout=SOON, start=wire.EARLIEST)
-    producer.send(wire.Single(b"x"), timeout=SOON).result(SOON)
-    (entry,) = receive(consumer, 1)
-    txn = begin(client, topic)
+    producer = client.create_producer(topic, timeout=client_kit.SOON)
+    consumer = client.subscribe(topic, "s", timeout=client_kit.SOON, start=wire.EARLIEST)
+    producer.send(wire.Single(b"x"), timeout=client_kit.SOON).result(client_kit.SOON)
+    (entry,) = client_kit.receive(consumer, 1)
+    txn = client_kit.begin(client, topic)
     frozen()
     calls: list[Callable[[], object]] = [
         lambda: producer.send(wire.Single(b"y"), timeout=0.3).result(0.3),
         lambda: producer.flush(0.3),
         lambda: producer.reopen(0.3),
-        lambda: acknowledge(consumer, [entry.id], timeout=0.3),
+        lambda: client_kit.acknowledge(consumer, [entry.id], timeout=0.3),
         lambda: consumer.acknowledge_up_to(entry.id, timeout=0.3),
         lambda: consumer.last_message_id(0.3),
         lambda: consumer.seek(wire.EARLIEST, 0.3),
@@ -79,7 +68,7 @@ def test_a_frozen_broker_keeps_nobody_beyond_the_deadline(client, topic, frozen,
         lambda: client.transactions.register(txn, 0.3, [topic], [(topic, "s")]),
         lambda: client.transactions.end(txn, True, 0.3),
         lambda: client.transactions.connect(0.3),
-        lambda: wire.PulsarClient(service(pulsar_broker)).partitions(topic, 0.3),
+        lambda: wire.PulsarClient(client_kit.service(pulsar_broker)).partitions(topic, 0.3),
     ]
     for call in calls:
         with within(0.3), pytest.raises(wire.PulsarError) as error:

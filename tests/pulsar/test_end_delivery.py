@@ -19,22 +19,9 @@ from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, EndDelivery, 
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.write import owner as owner_module
 
+from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import admin
 from tests.pulsar.kit import SOON
-from tests.pulsar.writing_kit import (
-    Connect,
-    WithTiming,
-    cluster_of,
-    concrete,
-    evidence_of,
-    flush,
-    new_topic,
-    owner_of,
-    prepare,
-    token_of,
-    unique,
-    writer_of,
-)
 from txnbridge import Bridge, Consumer, Outcome, TokenState, errors
 from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline
@@ -55,7 +42,7 @@ def pulsar_broker() -> Iterator[brokers.Pulsar]:
 
 
 @pytest.fixture
-def bridge(open_bridge: Connect) -> Bridge:
+def bridge(open_bridge: writing_kit.Connect) -> Bridge:
     return open_bridge()
 
 
@@ -64,13 +51,17 @@ def unload(pulsar_broker: brokers.Pulsar, bridge: Bridge) -> Callable[[str], Non
     """Have the broker let go of a topic, and of all in its bundle. It loads them again for the next who asks."""
 
     def unload_one(topic: str) -> None:
-        admin(pulsar_broker, "PUT", f"namespaces/public/default/{bundle_of(bridge, concrete(topic, 0))}/unload")
+        admin(
+            pulsar_broker,
+            "PUT",
+            f"namespaces/public/default/{bundle_of(bridge, writing_kit.concrete(topic, 0))}/unload",
+        )
 
     return unload_one
 
 
 def bundle_of(bridge: Bridge, full: str) -> str:
-    _, answer = cluster_of(bridge).rest.exchange(
+    _, answer = writing_kit.cluster_of(bridge).rest.exchange(
         "GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON)
     )
     return answer.decode().strip('"')
@@ -79,10 +70,10 @@ def bundle_of(bridge: Bridge, full: str) -> str:
 def movable(bridge: Bridge, *away_from: str) -> str:
     """A topic that is not let go of together with these, nor with the broker's own."""
     taken = {bundle_of(bridge, f"persistent://public/default/{name}") for name in ITS_OWN}
-    taken |= {bundle_of(bridge, concrete(topic, 0)) for topic in away_from}
-    while bundle_of(bridge, concrete(topic := unique("moved"), 0)) in taken:
+    taken |= {bundle_of(bridge, writing_kit.concrete(topic, 0)) for topic in away_from}
+    while bundle_of(bridge, writing_kit.concrete(topic := writing_kit.unique("moved"), 0)) in taken:
         pass
-    cluster_of(bridge).topics.create(topic, 1, Deadline(SOON))
+    writing_kit.cluster_of(bridge).topics.create(topic, 1, Deadline(SOON))
     return topic
 
 
@@ -107,7 +98,7 @@ def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(
         with bridge.transaction() as txn:
             txn.send(results, b"result")
             txn.ack(messages)
-            flush(txn)
+            writing_kit.flush(txn)
 
             def meanwhile() -> None:
                 unload(inputs)
@@ -132,11 +123,11 @@ def test_a_topic_unloaded_a_moment_after_a_commit_is_told_of_it_too(
 
 
 def test_a_bridge_closed_right_after_a_commit_first_tells_it_to_a_topic_that_is_unloaded(
-    open_bridge: Connect,
+    open_bridge: writing_kit.Connect,
     bridge: Bridge,
     unload: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
-    with_timing: WithTiming,
+    with_timing: writing_kit.WithTiming,
 ) -> None:
     topic = movable(bridge)
     with with_timing(unload_notice_seconds=3.0):  # a broker unloads within milliseconds, if it is not busy
@@ -155,7 +146,7 @@ def test_an_abort_is_told_as_well(bridge: Bridge, unload: Callable[[str], None],
     send(bridge, topic, b"0")
     with forgetting(monkeypatch, lambda: unload(topic)), pytest.raises(KeyError), bridge.transaction() as txn:
         txn.send(topic, b"1")
-        flush(txn)
+        writing_kit.flush(txn)
         raise KeyError
     assert values(seen(bridge, topic)) == [b"0"]
 
@@ -166,7 +157,7 @@ def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(bridge: Bridge,
     topic = movable(bridge)
     for _ in range(3):
         send(bridge, topic, b"1")
-    end_delivery = owner_of(bridge).end_delivery
+    end_delivery = writing_kit.owner_of(bridge).end_delivery
     eventually(lambda: end_delivery._thread is None, "the last is old enough")
     assert not end_delivery._recent and not told
     send(bridge, topic, b"2")
@@ -176,9 +167,9 @@ def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(bridge: Bridge,
 
 
 def test_a_commit_by_token_of_another_bridge_is_told_to_every_topic_and_group(
-    open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+    open_bridge: writing_kit.Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, results = new_topic(bridge), new_topic(bridge, partitions=3)
+    inputs, results = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge, partitions=3)
     send(bridge, inputs, b"1")
     with bridge.consumer(inputs, group="workers") as consumer:
         messages = take(consumer, 1)
@@ -195,18 +186,18 @@ def test_a_commit_by_token_of_another_bridge_is_told_to_every_topic_and_group(
 
 
 def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(
-    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+    open_bridge: writing_kit.Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = unique("owned")
+    name = writing_kit.unique("owned")
     dead = open_bridge(transactional_id=name)
-    topic = new_topic(dead)
+    topic = writing_kit.new_topic(dead)
     with dead.transaction() as txn:
         txn.send(topic, b"1")
-        number = flush(txn)
-        proof = writer_of(txn).proof
+        number = writing_kit.flush(txn)
+        proof = writing_kit.writer_of(txn).proof
         assert proof is not None
         # As if the coordinator had ended it, its marker been told, and its process been killed before it heard of it.
-        cluster_of(dead).client.transactions.end_on_partition(number, proof.topic, True, SOON)
+        writing_kit.cluster_of(dead).client.transactions.end_on_partition(number, proof.topic, True, SOON)
         monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
         newer = open_bridge(transactional_id=name)
         assert values(seen(newer, topic)) == [b"1"]
@@ -214,23 +205,23 @@ def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(
 
 @pytest.mark.parametrize("shows", [True, False], ids=["proven", "by hand"])
 def test_a_new_owner_does_not_take_back_a_commit_that_its_coordinator_forgot(
-    open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, shows: bool
+    open_bridge: writing_kit.Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, shows: bool
 ) -> None:
-    name = unique("owned")
+    name = writing_kit.unique("owned")
     dead = open_bridge(transactional_id=name)
-    told, untold, other = new_topic(dead), new_topic(dead), new_topic(dead)
-    transactions = cluster_of(dead).client.transactions
+    told, untold, other = writing_kit.new_topic(dead), writing_kit.new_topic(dead), writing_kit.new_topic(dead)
+    transactions = writing_kit.cluster_of(dead).client.transactions
     txn = dead.transaction()
     with monkeypatch.context() as patch:
         patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
         txn.send(told, b"1")
         txn.send(untold, b"1")
-        number = flush(txn)
-    proof = writer_of(txn).proof
+        number = writing_kit.flush(txn)
+    proof = writing_kit.writer_of(txn).proof
     assert proof is not None
-    token = token_of(txn, dead)
+    token = writing_kit.token_of(txn, dead)
     transactions.end(number, True, SOON)
-    participants = [concrete(topic) for topic in (told, untold)]
+    participants = [writing_kit.concrete(topic) for topic in (told, untold)]
     if shows:
         transactions.end_on_partition(number, participants[0], True, SOON)
     newer = open_bridge(transactional_id=name, timeout=30)
@@ -250,24 +241,24 @@ def test_a_new_owner_does_not_take_back_a_commit_that_its_coordinator_forgot(
 
 
 def test_a_writer_takes_back_no_commit_that_its_coordinator_forgot(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
-    topic = new_topic(bridge)
+    topic = writing_kit.new_topic(bridge)
     txn = bridge.transaction()
     with monkeypatch.context() as patch:
         patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
         txn.send(topic, b"1")
-        number = flush(txn)
-    writer = writer_of(txn)
+        number = writing_kit.flush(txn)
+    writer = writing_kit.writer_of(txn)
     assert writer.proof is not None
     hidden = writer.proof.topic
-    cluster_of(bridge).client.transactions.end(number, True, SOON)
+    writing_kit.cluster_of(bridge).client.transactions.end(number, True, SOON)
     writer.reopen(Deadline(SOON))
     with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
-        owner_of(bridge).require_no_doubt([concrete(topic)], Deadline(SOON))
-    assert number in owner_of(bridge)._under_way
-    for place in (concrete(topic), hidden):
-        cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
-    owner_of(bridge).require_no_doubt([concrete(topic)], Deadline(SOON))
-    assert number not in owner_of(bridge)._under_way
+        writing_kit.owner_of(bridge).require_no_doubt([writing_kit.concrete(topic)], Deadline(SOON))
+    assert number in writing_kit.owner_of(bridge)._under_way
+    for place in (writing_kit.concrete(topic), hidden):
+        writing_kit.cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
+    writing_kit.owner_of(bridge).require_no_doubt([writing_kit.concrete(topic)], Deadline(SOON))
+    assert number not in writing_kit.owner_of(bridge)._under_way
     txn.abort()
     assert values(seen(bridge, topic)) == [b"1"]
 
@@ -279,28 +270,28 @@ def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPat
         with bridge.transaction(prepare=True) as txn:
             txn.send(topic, b"1")
     token = str(txn.token)
-    number, _ = evidence_of(token)
+    number, _ = writing_kit.evidence_of(token)
     # As by a process that died before it told the topics.
-    cluster_of(bridge).client.transactions.end(number, True, SOON)
+    writing_kit.cluster_of(bridge).client.transactions.end(number, True, SOON)
     return token, number
 
 
 @pytest.mark.parametrize("by", ["its owner", "a newer owner"])
 def test_the_proof_topic_of_a_prepared_transaction_is_used_again_once_it_tells_the_outcome(
-    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch, by: str
+    open_bridge: writing_kit.Connect, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    name = unique("owned")
+    name = writing_kit.unique("owned")
     bridge = open_bridge(transactional_id=name)
-    topic, other = new_topic(bridge), new_topic(bridge)
+    topic, other = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
     first, number = prepare_and_forget(bridge, topic, monkeypatch)
     if by == "a newer owner":
         bridge = open_bridge(transactional_id=name)
-    assert bridge.abort(prepare(bridge, other)) is Outcome.ABORTED
+    assert bridge.abort(writing_kit.prepare(bridge, other)) is Outcome.ABORTED
     with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
         send(bridge, topic, b"2")
     assert bridge.status(first).state is TokenState.UNKNOWN
-    _, proof = evidence_of(first)
-    cluster_of(bridge).client.transactions.end_on_partition(number, proof.topic, True, SOON)
+    _, proof = writing_kit.evidence_of(first)
+    writing_kit.cluster_of(bridge).client.transactions.end_on_partition(number, proof.topic, True, SOON)
     send(bridge, topic, b"3")
     assert bridge.status(first).state is TokenState.COMMITTED
     assert values(seen(bridge, topic)) == [b"1", b"3"]
@@ -342,7 +333,7 @@ def process(
         with bridge.transaction() as txn:
             txn.send_many(results, [message.value for message in messages])
             txn.ack(messages)
-            flush(txn)
+            writing_kit.flush(txn)
             unloading.start()
             time.sleep(random.uniform(0, 0.012))
         processed += values(messages)
@@ -371,7 +362,7 @@ def test_a_coordinator_forgets_topics_that_are_being_unloaded(
         with bridge.transaction() as txn:
             txn.send(topic, b"%d" % number)
             txn.send(other, b"%d" % number)
-            numbers.append(flush(txn))
+            numbers.append(writing_kit.flush(txn))
             unloading.start()
             time.sleep(0.006)
         unloading.join()
@@ -379,7 +370,9 @@ def test_a_coordinator_forgets_topics_that_are_being_unloaded(
     with bridge.consumer(topic) as consumer:
         found = consumer.poll(timeout=2)
         for txn_id in numbers:
-            cluster_of(bridge).client.transactions.end_on_partition(txn_id, concrete(topic, 0), True, SOON)
+            writing_kit.cluster_of(bridge).client.transactions.end_on_partition(
+                txn_id, writing_kit.concrete(topic, 0), True, SOON
+            )
         assert len(found) + len(consumer.poll(timeout=2)) < COMMITS  # of the others some are lost for good
 
 

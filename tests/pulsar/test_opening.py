@@ -7,36 +7,25 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, send
 from txnbridge_pulsar.client import AccessMode, PulsarClient, Single, TxnId
 
+from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, cut, path_of
 from tests.pulsar.test_traps import _nothing_is_open  # noqa: F401
-from tests.pulsar.writing_kit import (
-    Connect,
-    cluster_of,
-    concrete,
-    connect_to,
-    fence_topic,
-    flush,
-    new_topic,
-    notice_of,
-    owner_of,
-    read_all,
-    unique,
-    writer_of,
-)
 from txnbridge import Bridge, EvidenceLost, Fenced, Transaction
 from txnbridge.spi import Deadline
 
 
 @pytest.fixture
 def id() -> str:
-    return unique("owner")
+    return writing_kit.unique("owner")
 
 
 def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
     """Send as an owner does that was paused between two steps, when it wakes up."""
     bridge = txn._connection.bridge
     assert isinstance(bridge, Bridge)
-    producer = cluster_of(bridge).client.create_producer(concrete(topic), timeout=SOON, transactions=True)
+    producer = writing_kit.cluster_of(bridge).client.create_producer(
+        writing_kit.concrete(topic), timeout=SOON, transactions=True
+    )
     try:
         producer.send(Single(b"late"), number, timeout=SOON).result(SOON)
     finally:
@@ -47,7 +36,7 @@ def leave_open(bridge: Bridge, topic: str) -> tuple[Transaction, TxnId]:
     """A transaction that has named a second topic, and sent nothing there yet."""
     txn = bridge.transaction()
     txn.send(topic, b"left open")
-    return txn, flush(txn)
+    return txn, writing_kit.flush(txn)
 
 
 def abandon(txn: Transaction) -> None:
@@ -55,9 +44,9 @@ def abandon(txn: Transaction) -> None:
         txn.commit()
 
 
-def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: Connect, id: str) -> None:
+def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: writing_kit.Connect, id: str) -> None:
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
+    topic = writing_kit.new_topic(older)
     newer = open_bridge(transactional_id=id)
     with pytest.raises(Fenced) as caught:
         send(older, topic, b"zombie")
@@ -66,72 +55,77 @@ def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: Connect, id: 
 
 @pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])
 def test_a_message_that_the_older_owner_sends_after_the_takeover_is_refused(
-    open_bridge: Connect, client: PulsarClient, id: str, where: str
+    open_bridge: writing_kit.Connect, client: PulsarClient, id: str, where: str
 ) -> None:
     older = open_bridge(transactional_id=id)
-    topic, named = new_topic(older), new_topic(older)
+    topic, named = writing_kit.new_topic(older), writing_kit.new_topic(older)
     txn, number = leave_open(older, topic)
-    writer_of(txn)._register([concrete(named)], [], Deadline(SOON))
+    writing_kit.writer_of(txn)._register([writing_kit.concrete(named)], [], Deadline(SOON))
     open_bridge(transactional_id=id)
     with pytest.raises(Exception, match="has been ended"):
         send_late(txn, topic if where == "in its transaction" else named, number)
     abandon(txn)
-    assert (read_all(client, concrete(topic)), read_all(client, concrete(named))) == ([], [])
+    assert (
+        writing_kit.read_all(client, writing_kit.concrete(topic)),
+        writing_kit.read_all(client, writing_kit.concrete(named)),
+    ) == ([], [])
 
 
 def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
-    open_bridge: Connect, client: PulsarClient, id: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: writing_kit.Connect, client: PulsarClient, id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broken variant of the test before: nothing says that the topic is blocked, and it is."""
     monkeypatch.setattr("txnbridge_pulsar.outcome.late_writes.refuse_late_writes", lambda *asked: True)
     older = open_bridge(transactional_id=id)
-    topic, named = new_topic(older), new_topic(older)
+    topic, named = writing_kit.new_topic(older), writing_kit.new_topic(older)
     txn, number = leave_open(older, topic)
-    writer_of(txn)._register([concrete(named)], [], Deadline(SOON))
+    writing_kit.writer_of(txn)._register([writing_kit.concrete(named)], [], Deadline(SOON))
     open_bridge(transactional_id=id)
     send_late(txn, named, number)
-    assert read_all(client, concrete(named), patience=1) is None
-    client.transactions.end_on_partition(number, concrete(named), False, SOON)
+    assert writing_kit.read_all(client, writing_kit.concrete(named), patience=1) is None
+    client.transactions.end_on_partition(number, writing_kit.concrete(named), False, SOON)
     abandon(txn)
 
 
 def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_are_not(
-    open_bridge: Connect, client: PulsarClient, id: str
+    open_bridge: writing_kit.Connect, client: PulsarClient, id: str
 ) -> None:
     coordinator = 0
     oldest = client.transactions.begin(60_000, SOON, coordinator)
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
+    topic = writing_kit.new_topic(older)
     txn, number = leave_open(older, topic)
     newer = open_bridge(transactional_id=id)
-    assert [found.txn for found in owner_of(newer).late_write_guard.at_risk] == [number]
+    assert [found.txn for found in writing_kit.owner_of(newer).late_write_guard.at_risk] == [number]
     send(newer, topic, b"1")
-    assert [found.txn for found in notice_of(newer).at_risk] == [number]
+    assert [found.txn for found in writing_kit.notice_of(newer).at_risk] == [number]
     client.transactions.end(oldest, False, SOON)
-    eventually(lambda: not owner_of(newer).late_write_guard.at_risk, "what comes late is refused")
+    eventually(lambda: not writing_kit.owner_of(newer).late_write_guard.at_risk, "what comes late is refused")
     with pytest.raises(Exception, match="has been ended"):
         send_late(txn, topic, number)
     abandon(txn)
-    assert read_all(client, concrete(topic)) == [b"1"]
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
-def test_an_owner_whose_connection_ended_goes_on(open_bridge: Connect, client: PulsarClient, id: str) -> None:
+def test_an_owner_whose_connection_ended_goes_on(
+    open_bridge: writing_kit.Connect, client: PulsarClient, id: str
+) -> None:
     bridge = open_bridge(transactional_id=id)
-    topic = new_topic(bridge)
+    topic = writing_kit.new_topic(bridge)
     for value in (b"1", b"2"):
-        fence = owner_of(bridge)._fence
+        fence = writing_kit.owner_of(bridge)._fence
         assert fence is not None and fence._producer is not None
         cut(fence._producer)
         send(bridge, topic, value)
-    assert read_all(client, concrete(topic)) == [b"1", b"2"]
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1", b"2"]
 
 
 def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connection_ends(
-    open_bridge: Connect, client: PulsarClient, id: str
+    open_bridge: writing_kit.Connect, client: PulsarClient, id: str
 ) -> None:
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
-    fence = owner_of(older)._fence
+    topic = writing_kit.new_topic(older)
+    fence = writing_kit.owner_of(older)._fence
     assert fence is not None and fence._producer is not None
     cut(fence._producer)
     newer = open_bridge(transactional_id=id)
@@ -139,76 +133,79 @@ def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connectio
     for _ in range(2):
         with pytest.raises(Fenced):
             send(older, topic, b"zombie")
-    assert read_all(client, concrete(topic)) == []
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == []
 
 
-def test_a_naive_owner_takes_the_id_back(open_bridge: Connect, client: PulsarClient, id: str) -> None:
+def test_a_naive_owner_takes_the_id_back(open_bridge: writing_kit.Connect, client: PulsarClient, id: str) -> None:
     """The broken variant: who reconnects without saying what it was shuts the newer owner out."""
     open_bridge(transactional_id=id)
     newer = open_bridge(transactional_id=id)
     naive = client.create_producer(
-        fence_topic(newer), timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, connection_key=unique("naive")
+        writing_kit.fence_topic(newer),
+        timeout=SOON,
+        access=AccessMode.EXCLUSIVE_WITH_FENCING,
+        connection_key=writing_kit.unique("naive"),
     )
     naive.close(SOON)
-    topic = new_topic(open_bridge())
+    topic = writing_kit.new_topic(open_bridge())
     with pytest.raises(Fenced):
         send(newer, topic, b"x")
 
 
 def test_an_owner_whose_fence_topic_was_recreated_is_fenced_by_the_record_of_the_newer_one(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, id: str
+    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, id: str
 ) -> None:
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
-    admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(older))}?force=true")
+    topic = writing_kit.new_topic(older)
+    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_topic(older))}?force=true")
     # By a log that knows nothing of the older one; with the first epoch again, which the older one has, too.
-    newer = open_bridge(transactional_id=id, application=unique("other"))
+    newer = open_bridge(transactional_id=id, application=writing_kit.unique("other"))
     newer.close()
     with pytest.raises(Fenced):
         send(older, topic, b"zombie")
 
 
 def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, id: str
+    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, id: str
 ) -> None:
     owner = open_bridge(transactional_id=id)
-    topic = new_topic(owner)
-    admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(owner))}?force=true")
+    topic = writing_kit.new_topic(owner)
+    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_topic(owner))}?force=true")
     for _ in range(2):
         with pytest.raises(Fenced, match="was deleted"):
             send(owner, topic, b"x")
 
 
 def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str
+    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, client: PulsarClient, id: str
 ) -> None:
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
+    topic = writing_kit.new_topic(older)
     txn, _ = leave_open(older, topic)  # nobody who opens the id would find it
-    deleted = f"{path_of(fence_topic(older))}?force=true"
+    deleted = f"{path_of(writing_kit.fence_topic(older))}?force=true"
     admin(pulsar_broker, "DELETE", deleted)
     for _ in range(2):
         with pytest.raises(EvidenceLost, match="another transactional_id"):
             open_bridge(transactional_id=id)
-    open_bridge(transactional_id=id, application=unique("other")).close()  # whose log has never heard of it
+    open_bridge(transactional_id=id, application=writing_kit.unique("other")).close()  # whose log has never heard of it
     with pytest.raises(EvidenceLost, match="another transactional_id"):
         open_bridge(transactional_id=id)
-    other = open_bridge(transactional_id=unique("owner"))
+    other = open_bridge(transactional_id=writing_kit.unique("owner"))
     txn.abort()
     send(other, topic, b"1")
-    assert read_all(client, concrete(topic)) == [b"1"]
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
 def test_only_one_of_many_that_open_an_id_at_once_is_the_owner(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str
+    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, client: PulsarClient, id: str
 ) -> None:
     def race(number: int) -> Bridge | None:
         try:
-            return connect_to(pulsar_broker.url, pulsar_broker.admin_url, transactional_id=id)
+            return writing_kit.connect_to(pulsar_broker.url, pulsar_broker.admin_url, transactional_id=id)
         except Fenced:
             return None
 
-    topic = new_topic(open_bridge())
+    topic = writing_kit.new_topic(open_bridge())
     with ThreadPoolExecutor(4) as pool:
         racers = [found for found in pool.map(race, range(4)) if found is not None]
     committed = []
@@ -221,13 +218,13 @@ def test_only_one_of_many_that_open_an_id_at_once_is_the_owner(
     for racer in racers:
         racer.close()
     assert len(committed) == 1
-    assert read_all(client, concrete(topic)) == committed
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == committed
 
 
 def test_several_naive_owners_that_open_at_once_write(client: PulsarClient) -> None:
     """The broken variant: the broker gives all that fence at the same moment the same epoch."""
     for _ in range(20):
-        topic = f"persistent://public/default/{unique('fence')}"
+        topic = f"persistent://public/default/{writing_kit.unique('fence')}"
         client.create_producer(topic, timeout=SOON).close(SOON)
 
         def fence(number: int, topic: str = topic) -> object:

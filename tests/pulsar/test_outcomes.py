@@ -11,22 +11,9 @@ from txnbridge_pulsar.outcome import outcome
 from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state
 from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, was_committed, write_plain
 
+from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, begin, path_of
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
-from tests.pulsar.writing_kit import (
-    Connect,
-    cluster_of,
-    concrete,
-    evidence_of,
-    flush,
-    new_topic,
-    prepare,
-    proof_topic_of,
-    read_all,
-    state_of,
-    token_of,
-    unique,
-)
 from txnbridge import Bridge, Outcome, Token, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
@@ -85,13 +72,13 @@ def test_the_result_of_an_end_is_certain_only_where_every_request_was_answered(a
 
 
 @pytest.fixture
-def bridge(open_bridge: Connect) -> Bridge:
+def bridge(open_bridge: writing_kit.Connect) -> Bridge:
     return open_bridge(writers=2)
 
 
 @pytest.fixture
 def topic(bridge: Bridge) -> str:
-    return new_topic(bridge)
+    return writing_kit.new_topic(bridge)
 
 
 def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> str:
@@ -103,15 +90,15 @@ def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> 
 
 
 def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
-    open_bridge: Connect, client: PulsarClient
+    open_bridge: writing_kit.Connect, client: PulsarClient
 ) -> None:
     """A naive look takes the hidden marker for an abort, of what was committed."""
     bridge = open_bridge(writers=1, timeout=5)
-    topic = new_topic(bridge)
+    topic = writing_kit.new_topic(bridge)
     with bridge.transaction(timeout=30) as txn:
         txn.send(topic, b"1")
-        flush(txn)
-        marker = proof_topic_of(txn)
+        writing_kit.flush(txn)
+        marker = writing_kit.proof_topic_of(txn)
     hiding = begin(client, marker)
     producer = client.create_producer(marker, timeout=SOON, transactions=True)
     producer.send(Single(ProofRecord(PROOF).pack()), hiding, timeout=SOON).result(SOON)
@@ -119,37 +106,41 @@ def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_
         with bridge.transaction(timeout=30) as txn:
             txn.send(topic, b"2")
     token = str(caught.value.token)
-    number, proof = evidence_of(token)
-    assert coordinator_state(cluster_of(bridge), number, proof, Deadline(SOON)) == ""
+    number, proof = writing_kit.evidence_of(token)
+    assert coordinator_state(writing_kit.cluster_of(bridge), number, proof, Deadline(SOON)) == ""
     naive = [entry.txn for entry in client.read(marker, timeout=SOON).receive(1)]
     assert number not in naive
     found = bridge.status(token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
     client.transactions.end(hiding, False, SOON)
-    assert state_of(bridge, token) is TokenState.COMMITTED
-    assert read_all(client, concrete(topic)) == [b"1", b"2"]
+    assert writing_kit.state_of(bridge, token) is TokenState.COMMITTED
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1", b"2"]
 
 
-def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_bridge: Connect) -> None:
+def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_bridge: writing_kit.Connect) -> None:
     """A presence whose first try was not answered may be stored late: the transaction may be open behind it."""
     bridge = open_bridge(writers=1)
-    topic = new_topic(bridge)
+    topic = writing_kit.new_topic(bridge)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-        flush(txn)
-        marker = proof_topic_of(txn)
-    write_plain(cluster_of(bridge), marker, ProofRecord(PRESENCE, "n0nce", until=1_700_000_000_000), Deadline(SOON))
+        writing_kit.flush(txn)
+        marker = writing_kit.proof_topic_of(txn)
+    write_plain(
+        writing_kit.cluster_of(bridge), marker, ProofRecord(PRESENCE, "n0nce", until=1_700_000_000_000), Deadline(SOON)
+    )
     tokens = [unknown(bridge, topic, b"x", happened) for happened in (True, False)]
-    assert [state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
+    assert [writing_kit.state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
 
 
-def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_one(open_bridge: Connect) -> None:
+def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_one(
+    open_bridge: writing_kit.Connect,
+) -> None:
     """The older owner writes its presence before it learns that it is fenced: in front of what the newer owner
     commits later.
     """
-    id = unique("owner")
+    id = writing_kit.unique("owner")
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
+    topic = writing_kit.new_topic(older)
     newer = open_bridge(transactional_id=id)
     send(newer, topic, b"1")
     with pytest.raises(errors.Fenced), older.transaction() as txn:
@@ -157,20 +148,20 @@ def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_on
     token = Token.parse(unknown(newer, topic, b"2"))
     for how in (token.how, {name: value for name, value in token.how.items() if name != "p"}):  # as of earlier versions
         asked = str(Token("pulsar", newer.cluster, token.transaction, how, False))
-        assert state_of(newer, asked) is TokenState.COMMITTED
+        assert writing_kit.state_of(newer, asked) is TokenState.COMMITTED
     with newer.transaction() as txn:
         txn.send(topic, b"3")
-        flush(txn)
-        asked = str(token_of(txn, newer))
+        writing_kit.flush(txn)
+        asked = str(writing_kit.token_of(txn, newer))
         txn.abort()
-    assert state_of(newer, asked) is TokenState.ABORTED
+    assert writing_kit.state_of(newer, asked) is TokenState.ABORTED
 
 
 @pytest.mark.parametrize("ask", ["end", "status"])
 def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
     monkeypatch: pytest.MonkeyPatch, bridge: Bridge, topic: str, ask: str
 ) -> None:
-    token = prepare(bridge, topic)
+    token = writing_kit.prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
     looks = []
 
@@ -184,42 +175,47 @@ def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
     if ask == "end":
         assert bridge.abort(token) is Outcome.COMMITTED
     else:
-        assert state_of(bridge, token) is TokenState.COMMITTED
+        assert writing_kit.state_of(bridge, token) is TokenState.COMMITTED
     assert len(looks) == 2
 
 
 def test_a_marker_topic_that_was_made_anew_proves_nothing(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, bridge: Bridge, topic: str
+    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, bridge: Bridge, topic: str
 ) -> None:
-    token = prepare(bridge, topic)
+    token = writing_kit.prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
-    admin(pulsar_broker, "DELETE", f"{path_of(evidence_of(token)[1].topic)}?force=true")
+    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.evidence_of(token)[1].topic)}?force=true")
     found = bridge.status(token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
-    later = prepare(bridge, topic)  # the slot is free, and its topic made anew
+    later = writing_kit.prepare(bridge, topic)  # the slot is free, and its topic made anew
     with pytest.raises(errors.EvidenceLost):
         bridge.commit(token)
     assert bridge.abort(later) is Outcome.ABORTED
 
 
-def test_an_open_transaction_is_neither_committed_nor_aborted(open_bridge: Connect, bridge: Bridge, topic: str) -> None:
+def test_an_open_transaction_is_neither_committed_nor_aborted(
+    open_bridge: writing_kit.Connect, bridge: Bridge, topic: str
+) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"x")
-        flush(txn)
-        token = token_of(txn, bridge)
+        writing_kit.flush(txn)
+        token = writing_kit.token_of(txn, bridge)
         found = open_bridge().status(token)
         assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
-    assert state_of(bridge, str(token)) is TokenState.COMMITTED
+    assert writing_kit.state_of(bridge, str(token)) is TokenState.COMMITTED
 
 
-def test_a_slot_is_used_again_when_its_transaction_has_ended(open_bridge: Connect, topic: str) -> None:
-    bridge, other = open_bridge(transactional_id=unique("owner")), open_bridge()
-    first, second = prepare(bridge, topic), prepare(bridge, topic)
+def test_a_slot_is_used_again_when_its_transaction_has_ended(open_bridge: writing_kit.Connect, topic: str) -> None:
+    bridge, other = open_bridge(transactional_id=writing_kit.unique("owner")), open_bridge()
+    first, second = writing_kit.prepare(bridge, topic), writing_kit.prepare(bridge, topic)
     assert other.abort(first) is Outcome.ABORTED
-    third = prepare(bridge, topic)
-    markers = [evidence_of(token)[1].topic for token in (first, second, third)]
+    third = writing_kit.prepare(bridge, topic)
+    markers = [writing_kit.evidence_of(token)[1].topic for token in (first, second, third)]
     assert markers[0] == markers[2] != markers[1]
-    assert (state_of(other, first), state_of(other, third)) == (TokenState.ABORTED, TokenState.PREPARED)
+    assert (writing_kit.state_of(other, first), writing_kit.state_of(other, third)) == (
+        TokenState.ABORTED,
+        TokenState.PREPARED,
+    )
     for token in (second, third):
         assert other.abort(token) is Outcome.ABORTED
 

@@ -19,24 +19,8 @@ from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.write.fence import Fence
 from txnbridge_pulsar.write.fence_records import FenceRecord
 
+from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, batch_of, begin, path_of, service
-from tests.pulsar.writing_kit import (
-    Connect,
-    announced,
-    cluster_of,
-    concrete,
-    connect_to,
-    end_all,
-    evidence_of,
-    fence_topic,
-    flush,
-    new_topic,
-    proof_topic_of,
-    proxied,
-    read_all,
-    unique,
-    writer_of,
-)
 from txnbridge import Bridge, Outcome, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
@@ -53,17 +37,17 @@ def pulsar_broker() -> Iterator[brokers.Pulsar]:
 def _nothing_is_open(request: pytest.FixtureRequest) -> None:
     """End the transactions that other tests left open: they keep brokers from refusing late writes."""
     if "client" in request.fixturenames:
-        end_all(request.getfixturevalue("pulsar_broker"))
+        writing_kit.end_all(request.getfixturevalue("pulsar_broker"))
 
 
 @pytest.fixture
-def bridge(open_bridge: Connect) -> Bridge:
-    return open_bridge(transactional_id=unique("owner"))
+def bridge(open_bridge: writing_kit.Connect) -> Bridge:
+    return open_bridge(transactional_id=writing_kit.unique("owner"))
 
 
 @pytest.fixture
 def topic(bridge: Bridge) -> str:
-    return new_topic(bridge)
+    return writing_kit.new_topic(bridge)
 
 
 def send_in(client: wire.PulsarClient, name: str, txn: wire.TxnId | None, *values: bytes) -> None:
@@ -83,35 +67,35 @@ def unblock(client: wire.PulsarClient, txn: wire.TxnId, *topics: str) -> None:
 
 
 def test_naive_a_late_message_takes_the_committed_ones_away(client: wire.PulsarClient, topic: str) -> None:
-    name = concrete(topic)
+    name = writing_kit.concrete(topic)
     txn = begin(client, name)
     send_in(client, name, txn, b"committed")
     client.transactions.end(txn, True, SOON)
-    assert read_all(client, name) == [b"committed"]
+    assert writing_kit.read_all(client, name) == [b"committed"]
     send_in(client, name, txn, b"late")
     later = begin(client, name)
     send_in(client, name, later, b"next")
     client.transactions.end(later, True, SOON)
-    assert read_all(client, name) == [b"next"]
+    assert writing_kit.read_all(client, name) == [b"next"]
 
 
 def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
-    open_bridge: Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
+    open_bridge: writing_kit.Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
-        bridge = open_bridge(proxied(proxy), timeout=4)
-        topic = new_topic(bridge)
+        bridge = open_bridge(writing_kit.proxied(proxy), timeout=4)
+        topic = writing_kit.new_topic(bridge)
         with pytest.raises(errors.TxnBridgeError) as caught:
             with bridge.transaction() as txn:
                 txn.send(topic, b"early")
-                flush(txn)
+                writing_kit.flush(txn)
                 held = proxy.hold(requests="SEND")
                 txn.send(topic, b"late")
         assert txn.outcome is Outcome.ABORTED, caught.value
         held.release()
         held.answered()
         send(open_bridge(), topic, b"next")
-        assert read_all(client, concrete(topic)) == [b"next"]
+        assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"next"]
         bridge.close()
 
 
@@ -121,37 +105,37 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
 def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages_dropped(
     client: wire.PulsarClient, topic: str
 ) -> None:
-    name = concrete(topic)
+    name = writing_kit.concrete(topic)
     producer = client.create_producer(name, timeout=SOON, transactions=True)
     for commit in (False, True):
         txn = begin(client, name)
         sent = producer.send(batch_of(b"0", b"1"), txn, sequence_id=0, timeout=SOON)
         assert sent.result(SOON).duplicate is commit
         client.transactions.end(txn, commit, SOON)
-    assert read_all(client, name) == []
+    assert writing_kit.read_all(client, name) == []
 
 
 def test_ours_never_uses_a_number_twice(bridge: Bridge, client: wire.PulsarClient, topic: str) -> None:
     for value in (b"aborted", b"kept"):
         with bridge.transaction() as txn:
             txn.send(topic, value)
-            flush(txn)
+            writing_kit.flush(txn)
             if value == b"aborted":
                 txn.abort()
-    assert read_all(client, concrete(topic)) == [b"kept"]
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"kept"]
 
 
 def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wire.PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    producer = writer_of(txn)._producers[concrete(topic)]._producer
+    producer = writing_kit.writer_of(txn)._producers[writing_kit.concrete(topic)]._producer
     assert producer is not None
     producer._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
     with pytest.raises(errors.DeliveryFailed, match="dropped"):
         with bridge.transaction() as txn:
             txn.send(topic, b"2")
     assert txn.outcome is Outcome.ABORTED
-    assert read_all(client, concrete(topic)) == [b"1"]
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
 # --- nothing is checked -----------------------------------------------------------------------------------------
@@ -160,11 +144,11 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wi
 def test_naive_a_message_on_an_unregistered_topic_is_never_seen_and_blocks_the_topic(
     client: wire.PulsarClient, topic: str
 ) -> None:
-    name = concrete(topic)
+    name = writing_kit.concrete(topic)
     txn = client.transactions.begin(60_000, SOON)
     send_in(client, name, txn, b"lost")
     client.transactions.end(txn, True, SOON)
-    assert read_all(client, name, patience=1) is None
+    assert writing_kit.read_all(client, name, patience=1) is None
     unblock(client, txn, name)
 
 
@@ -172,20 +156,20 @@ def test_naive_a_message_on_an_unregistered_topic_is_never_seen_and_blocks_the_t
 
 
 def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: wire.PulsarClient, topic: str) -> None:
-    name = concrete(topic)
+    name = writing_kit.concrete(topic)
     txn = begin(client, name)
     client.transactions.end(txn, False, SOON)
     send_in(client, name, txn, b"late")
-    assert read_all(client, name, patience=1) is None
+    assert writing_kit.read_all(client, name, patience=1) is None
     unblock(client, txn, name)
 
 
 def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(
-    open_bridge: Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
+    open_bridge: writing_kit.Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
-        bridge = open_bridge(proxied(proxy))
-        topic = new_topic(bridge)
+        bridge = open_bridge(writing_kit.proxied(proxy))
+        topic = writing_kit.new_topic(bridge)
         send(bridge, topic, b"1")
         held = proxy.hold(requests="SEND")
         with bridge.transaction() as txn:
@@ -194,54 +178,61 @@ def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(
         held.release()
         held.answered()
         assert txn.outcome is Outcome.ABORTED
-        assert read_all(client, concrete(topic)) == [b"1"]
+        assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
         bridge.close()
 
 
-def test_ours_refuses_messages_behind_the_end_of_their_transaction(open_bridge: Connect, client: wire.PulsarClient):
+def test_ours_refuses_messages_behind_the_end_of_their_transaction(
+    open_bridge: writing_kit.Connect, client: wire.PulsarClient
+):
     bridge = open_bridge(timeout=20)
-    topic, late = new_topic(bridge), new_topic(bridge)
+    topic, late = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
     with pytest.raises(errors.TransactionAborted):
         with bridge.transaction() as txn:
             txn.send(topic, b"in time")
-            flush(txn)
-            writer_of(txn)._register([concrete(late)], [], Deadline(SOON))
-            client.transactions.end(writer_of(txn)._txn or wire.TxnId(0, 0), False, SOON)
+            writing_kit.flush(txn)
+            writing_kit.writer_of(txn)._register([writing_kit.concrete(late)], [], Deadline(SOON))
+            client.transactions.end(writing_kit.writer_of(txn)._txn or wire.TxnId(0, 0), False, SOON)
             txn.send(late, b"too late")
-    assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
+    assert (
+        writing_kit.read_all(client, writing_kit.concrete(topic)),
+        writing_kit.read_all(client, writing_kit.concrete(late)),
+    ) == ([], [])
 
 
 def test_a_late_write_is_refused_also_beside_acknowledgements(bridge: Bridge, client: wire.PulsarClient, topic: str):
-    client.subscribe(concrete(topic), "group", timeout=SOON).close(SOON)
+    client.subscribe(writing_kit.concrete(topic), "group", timeout=SOON).close(SOON)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-        number = flush(txn)
-        ended = announced(bridge)
-    with_acks = type(ended)(ended.transaction, number, ended.topics, ((concrete(topic), "group"),), ended.proof)
-    assert refuse_late_writes(cluster_of(bridge), with_acks, Deadline(SOON))
+        number = writing_kit.flush(txn)
+        ended = writing_kit.announced(bridge)
+    with_acks = type(ended)(
+        ended.transaction, number, ended.topics, ((writing_kit.concrete(topic), "group"),), ended.proof
+    )
+    assert refuse_late_writes(writing_kit.cluster_of(bridge), with_acks, Deadline(SOON))
     with pytest.raises(wire.NotAllowed, match="has been ended"):
-        send_in(client, concrete(topic), number, b"late")
-    assert read_all(client, concrete(topic)) == [b"1"]
+        send_in(client, writing_kit.concrete(topic), number, b"late")
+    assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
 def test_a_late_write_blocks_after_an_unload_only_until_the_next_transaction_ends_there(
     bridge: Bridge, client: wire.PulsarClient, topic: str, pulsar_broker: brokers.Pulsar
 ) -> None:
     """A broker that has a topic anew knows no more what has ended there before."""
-    late = new_topic(bridge)
-    name = concrete(late)
+    late = writing_kit.new_topic(bridge)
+    name = writing_kit.concrete(late)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-        number = flush(txn)
-        writer_of(txn)._register([name], [], Deadline(SOON))
-        ended = announced(bridge)
+        number = writing_kit.flush(txn)
+        writing_kit.writer_of(txn)._register([name], [], Deadline(SOON))
+        ended = writing_kit.announced(bridge)
         txn.abort()
-    assert refuse_late_writes(cluster_of(bridge), ended, Deadline(SOON))
+    assert refuse_late_writes(writing_kit.cluster_of(bridge), ended, Deadline(SOON))
     admin(pulsar_broker, "PUT", f"{path_of(name)}/unload")
     send_in(client, name, number, b"late")
-    assert read_all(client, name, patience=1) is None
+    assert writing_kit.read_all(client, name, patience=1) is None
     send(bridge, late, b"next")
-    assert read_all(client, name) == [b"next"]
+    assert writing_kit.read_all(client, name) == [b"next"]
 
 
 # --- a takeover is told that the name is in use, although it has taken place -------------------------------------
@@ -258,9 +249,9 @@ class NamedFence(Fence):
 
 def take_from_each_other(bridge: Bridge, kind: type[Fence], turns: int) -> Iterator[Fence]:
     """Owners of one id, each taking it while the one before still sends."""
-    id = unique("owner")
+    id = writing_kit.unique("owner")
     for number in range(turns):
-        fence = kind(cluster_of(bridge), id, str(number))
+        fence = kind(writing_kit.cluster_of(bridge), id, str(number))
         fence.take(Deadline(SOON))
         yield fence
         notice = FenceRecord(str(number), "here" * 250, 0)
@@ -289,8 +280,8 @@ def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) ->
 
 
 def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(client: wire.PulsarClient, topic: str):
-    fence = f"persistent://public/default/{unique('fence')}"
-    bystander = client.create_producer(concrete(topic), connection_key="older", timeout=SOON)
+    fence = f"persistent://public/default/{writing_kit.unique('fence')}"
+    bystander = client.create_producer(writing_kit.concrete(topic), connection_key="older", timeout=SOON)
     older, _ = [
         client.create_producer(
             fence, connection_key=connection_key, access=wire.AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON
@@ -302,11 +293,11 @@ def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(clien
     assert isinstance(bystander.lost, wire.BrokerConnectionLost)
 
 
-def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> None:
-    id = unique("owner")
+def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: writing_kit.Connect) -> None:
+    id = writing_kit.unique("owner")
     older = open_bridge(transactional_id=id)
-    topic = new_topic(older)
-    bystander = cluster_of(older).client.create_producer(concrete(topic), timeout=SOON)
+    topic = writing_kit.new_topic(older)
+    bystander = writing_kit.cluster_of(older).client.create_producer(writing_kit.concrete(topic), timeout=SOON)
     open_bridge(transactional_id=id)
     with pytest.raises(errors.Fenced):
         send(older, topic, b"late")
@@ -320,28 +311,28 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
 def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
     bridge: Bridge, client: wire.PulsarClient, topic: str
 ) -> None:
-    shared = f"persistent://public/default/{unique('fence')}"
+    shared = f"persistent://public/default/{writing_kit.unique('fence')}"
     txn = begin(client, shared)
     send_in(client, shared, txn, b"marker")
-    assert read_all(client, shared, patience=1) is None
+    assert writing_kit.read_all(client, shared, patience=1) is None
     client.transactions.end(txn, False, SOON)
     with bridge.transaction() as open_one:
         open_one.send(topic, b"x")
-        flush(open_one)
-        assert fence_topic(bridge) not in announced(bridge).topics
-        assert proof_topic_of(open_one) in announced(bridge).topics
-        assert read_all(client, proof_topic_of(open_one), patience=1) is None
+        writing_kit.flush(open_one)
+        assert writing_kit.fence_topic(bridge) not in writing_kit.announced(bridge).topics
+        assert writing_kit.proof_topic_of(open_one) in writing_kit.announced(bridge).topics
+        assert writing_kit.read_all(client, writing_kit.proof_topic_of(open_one), patience=1) is None
 
 
 def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect
+    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect
 ) -> None:
     bridge = open_bridge(timeout=7, pulsar={"longest_transaction": 10.0})
-    topic = new_topic(bridge)
+    topic = writing_kit.new_topic(bridge)
     for seconds, most in ((5, 5_000), (600, 10_000)):
         with bridge.transaction(timeout=seconds) as txn:
             txn.send(topic, b"x")
-            number = flush(txn)
+            number = writing_kit.flush(txn)
             told = admin(
                 pulsar_broker, "GET", f"transactions/transactionMetadata/{number.most}/{number.least}", version=3
             )
@@ -355,7 +346,7 @@ HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
 
 def told_by_rest(bridge: Bridge, name: str) -> dict[wire.TxnId, list[Any]]:
     """Return what REST says of each transaction on a topic: of its message, its marker there, and itself."""
-    rest, path, deadline = cluster_of(bridge).rest, path_of(name), Deadline(SOON)
+    rest, path, deadline = writing_kit.cluster_of(bridge).rest, path_of(name), Deadline(SOON)
     stats = rest.get(f"/admin/v2/{path}/internalStats", deadline)
     (ledger,) = [each["ledgerId"] for each in stats["ledgers"]]
     told: dict[wire.TxnId, list[Any]] = {}
@@ -377,7 +368,7 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A coordinator that was never told of a topic does what one does that forgets it while it is unloaded."""
-    name, register = concrete(topic), wire.Transactions.register
+    name, register = writing_kit.concrete(topic), wire.Transactions.register
 
     def not_that(
         self: wire.Transactions, txn: wire.TxnId, timeout: float, topics: Any = (), subscriptions: Any = ()
@@ -393,7 +384,7 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
         with bridge.transaction() as txn:
             txn.send(topic, b"committed")
     token = str(caught.value.token)
-    its_own, proof = evidence_of(token)
+    its_own, proof = writing_kit.evidence_of(token)
     ended = {commit: begin(client, name) for commit in (True, False)}
     for commit, number in ended.items():
         send_in(client, name, number, b"another")
@@ -417,7 +408,7 @@ MUCH_LATER_SECONDS = 20
 
 def left_open(broker: brokers.Pulsar) -> str:
     """The topic of a transaction whose process is gone."""
-    name = f"persistent://public/default/{unique('topic')}"
+    name = f"persistent://public/default/{writing_kit.unique('topic')}"
     with wire.PulsarClient(service(broker)) as client:
         send_in(client, name, begin(client, name, ttl_ms=LEFT_OPEN_SECONDS * 1000), b"left open")
     return name
@@ -438,9 +429,9 @@ def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bri
     name = left_open(broker)
     broker.restart()
     with wire.PulsarClient(service(broker)) as client:
-        assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) is None
-        with connect_to(broker.url, broker.admin_url):  # sooner than its watch has its first turn
-            assert read_all(client, name, patience=CONNECT_EVERY_SECONDS / 2) == []
+        assert writing_kit.read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) is None
+        with writing_kit.connect_to(broker.url, broker.admin_url):  # sooner than its watch has its first turn
+            assert writing_kit.read_all(client, name, patience=CONNECT_EVERY_SECONDS / 2) == []
 
 
 @pytest.mark.full
@@ -449,11 +440,11 @@ def test_after_a_restart_the_time_of_dead_processes_runs_because_a_bridge_that_d
     start_pulsar: StartPulsar,
 ) -> None:
     broker = start_pulsar()
-    with connect_to(broker.url, broker.admin_url):
+    with writing_kit.connect_to(broker.url, broker.admin_url):
         name = left_open(broker)
         broker.restart()
         with wire.PulsarClient(service(broker)) as client:
-            assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) == []
+            assert writing_kit.read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) == []
 
 
 # --- a broker that is killed ----------------------------------------------------------------------------------------
@@ -463,19 +454,21 @@ def test_after_a_restart_the_time_of_dead_processes_runs_because_a_bridge_that_d
 def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartPulsar) -> None:
     broker = start_pulsar()
     values = [b"%d" % number for number in range(20_000)]
-    with connect_to(broker.url, broker.admin_url, transactional_id=unique("owner"), timeout=120) as bridge:
-        topic = new_topic(bridge)
+    with writing_kit.connect_to(
+        broker.url, broker.admin_url, transactional_id=writing_kit.unique("owner"), timeout=120
+    ) as bridge:
+        topic = writing_kit.new_topic(bridge)
         with bridge.transaction(prepare=True) as prepared:
             prepared.send(topic, b"prepared")
         with bridge.transaction() as txn:
             txn.send_many(topic, values[:10_000])
-            flush(txn)
+            writing_kit.flush(txn)
             broker.restart()
             txn.send_many(topic, values[10_000:])
         assert txn.outcome is Outcome.COMMITTED
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
         with wire.PulsarClient(service(broker)) as client:
-            assert read_all(client, concrete(topic)) == [b"prepared", *values]
+            assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"prepared", *values]
 
 
 # --- a broker as it comes drops what no subscription needs --------------------------------------------------------
@@ -484,17 +477,17 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
 @pytest.mark.full
 def test_fence_and_proof_topics_outlive_the_inactivity_for_which_a_naive_topic_is_deleted(start_pulsar: StartPulsar):
     broker = start_pulsar(delete_unused=True, settings={"brokerDeleteInactiveTopicsFrequencySeconds": "1"})
-    id = unique("owner")
-    with connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:
-        topic = new_topic(bridge)
+    id = writing_kit.unique("owner")
+    with writing_kit.connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:
+        topic = writing_kit.new_topic(bridge)
         with bridge.transaction(prepare=True) as txn:
             txn.send(topic, b"1")
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-        fence = fence_topic(bridge)
-    with wire.PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as onlooker:
-        naive = f"persistent://public/default/{unique('naive')}"
+        fence = writing_kit.fence_topic(bridge)
+    with wire.PulsarClient(service(broker)) as client, writing_kit.connect_to(broker.url, broker.admin_url) as onlooker:
+        naive = f"persistent://public/default/{writing_kit.unique('naive')}"
         send_in(client, naive, None, b"a record of the greatest importance")
-        topics = cluster_of(onlooker).topics
+        topics = writing_kit.cluster_of(onlooker).topics
         eventually(lambda: not topics.existing(naive, Deadline(SOON)), "the naive topic is deleted")
         assert topics.existing(fence, Deadline(SOON))
         assert onlooker.status(str(txn.token)).state is TokenState.COMMITTED
@@ -505,27 +498,27 @@ def test_committed_messages_that_no_subscription_needs_are_lost_and_the_doctor_w
     """The broker keeps or deletes messages: a subscription keeps them, and nothing that a writer does."""
     broker = start_pulsar(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
     values = [b"%d" % number for number in range(1_000)]
-    with connect_to(broker.url, broker.admin_url) as bridge:
-        unread, grouped = new_topic(bridge), new_topic(bridge)
-        naive = f"persistent://public/default/{unique('naive')}"
+    with writing_kit.connect_to(broker.url, broker.admin_url) as bridge:
+        unread, grouped = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
+        naive = f"persistent://public/default/{writing_kit.unique('naive')}"
         with wire.PulsarClient(service(broker)) as client:
-            client.subscribe(concrete(grouped), "group", timeout=SOON, start=wire.EARLIEST).close(SOON)
+            client.subscribe(writing_kit.concrete(grouped), "group", timeout=SOON, start=wire.EARLIEST).close(SOON)
             number = begin(client, naive)
             send_in(client, naive, number, *values)
         with bridge.transaction() as txn:
             for topic in (unread, grouped):
                 txn.send_many(topic, values)
-            flush(txn)
+            writing_kit.flush(txn)
             broker.restart()
         assert txn.outcome is Outcome.COMMITTED
         with wire.PulsarClient(service(broker)) as client:
             client.create_producer(naive, timeout=SOON).close(SOON)  # whoever uses a topic has it loaded
-            for name in (naive, concrete(unread), concrete(grouped)):
+            for name in (naive, writing_kit.concrete(unread), writing_kit.concrete(grouped)):
                 admin(broker, "POST", f"{path_of(name)}/trim")  # as brokers do by themselves every two minutes
             client.transactions.end(number, True, SOON)
-            for name in (naive, concrete(unread)):
-                eventually(lambda name=name: read_all(client, name) == [], "it is deleted")  # type: ignore[misc]
-            assert read_all(client, concrete(grouped)) == values
+            for name in (naive, writing_kit.concrete(unread)):
+                eventually(lambda name=name: writing_kit.read_all(client, name) == [], "it is deleted")  # type: ignore[misc]
+            assert writing_kit.read_all(client, writing_kit.concrete(grouped)) == values
         (warned,) = [each for each in bridge.admin.doctor() if "retention is 0" in each.text]
         assert unread in warned.text and grouped not in warned.text
 
@@ -538,8 +531,8 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_aske
     start_pulsar: StartPulsar,
 ) -> None:
     broker = start_pulsar(settings={"maxActiveTransactionsPerCoordinator": "1"})
-    with wire.PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as bridge:
-        topic = new_topic(bridge)
+    with wire.PulsarClient(service(broker)) as client, writing_kit.connect_to(broker.url, broker.admin_url) as bridge:
+        topic = writing_kit.new_topic(bridge)
         first = client.transactions.begin(60_000, SOON)
         with pytest.raises(errors.DeadlineExceeded):
             with bridge.transaction(timeout=0.5) as txn:
@@ -552,4 +545,4 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_aske
             ours.result(SOON)
             with pytest.raises(wire.RequestTimedOut):
                 naive.result()
-        assert read_all(client, concrete(topic)) == [b"1"]
+        assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
