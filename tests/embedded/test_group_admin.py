@@ -44,7 +44,7 @@ def test_a_group_goes_on_at_a_time_and_in_one_topic_only(bridge):
     assert bridge.admin.reset_group("shipping", 1 << 50)["other", 0] == (1,)
 
 
-def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_of_it(bridge):
+def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge):
     with bridge.consumer("orders", "shipping") as consumer:
         with bridge.transaction(prepare=True) as txn:
             txn.ack(consumer.poll())

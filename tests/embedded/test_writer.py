@@ -122,7 +122,7 @@ def test_each_send_many_without_keys_takes_one_partition(broker):
         (("nowhere\udc80", b"", None, None, None, None), errors.InvalidOption),
     ],
 )
-def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(opened, message, error):
+def test_a_message_that_cannot_be_sent_changes_no_transaction(opened, message, error):
     opened().admin.create_topic("orders", 1, Deadline(5))
     broker = opened(create_topics=0, max_message_bytes=1000)
     writer = open_writer(broker)

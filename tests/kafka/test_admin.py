@@ -464,9 +464,7 @@ def test_a_prepared_transaction_is_ended_by_either_name_and_tells_the_truth_ever
     assert bridge.abort(str(txn.token)) is wanted
 
 
-def test_another_programs_transaction_is_listed_under_its_own_name_and_can_only_be_aborted(
-    bridge, kafka_broker, topic, unique
-):
+def test_another_programs_transaction_is_listed_by_its_name_and_only_aborted(bridge, kafka_broker, topic, unique):
     id = unique("foreign")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"open")

@@ -101,9 +101,7 @@ def test_offsets_are_asked_for_again_when_a_leaders_disk_has_failed(cluster: Clu
 
 
 @pytest.mark.parametrize("hidden", [topic("secret", DENIED), topic("leaderless", leader=-1)], ids=["denied", "offline"])
-def test_a_topic_whose_producers_are_not_told_hides_those_of_no_other_topic(
-    cluster: Cluster, requests: Requests, hidden: Fields
-) -> None:
+def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, requests: Requests, hidden: Fields):
     """As when a right to one of the topics that a bridge has used is taken away."""
     cluster.topics.append(hidden)
     partition = Fields(partition_index=0, error_code=0, active_producers=[])
@@ -216,9 +214,7 @@ def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
     assert [*leftovers.hanging] == left
 
 
-def test_an_administrator_aborts_a_transaction_whose_time_out_is_above_the_brokers_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch):
     leftovers = Leftovers(timeout=TWO_PHASE)
     leftovers.state = "Ongoing"
     monkeypatch.setattr(admin, "status_from_state_log", lambda *_: Status(TokenState.ABORTED))

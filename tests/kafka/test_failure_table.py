@@ -172,6 +172,14 @@ def one_transaction(world: World, bridge: Bridge, acks: bool = False, seconds: f
     return txn
 
 
+def stored(bridge: Bridge, seconds: float | None = None) -> Transaction:
+    """Begin a transaction, and store a message in it."""
+    txn = bridge.transaction(timeout=seconds)
+    txn.send(TOPIC, b"2")
+    writer_of(txn).flush(Deadline(TIMEOUT))
+    return txn
+
+
 # --- a request is refused once ---------------------------------------------------------------------------------------
 
 K = KafkaError
@@ -400,9 +408,7 @@ def test_a_refused_commit_is_what_its_coordinator_says_it_is(world: World, code:
 def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
     bridge = world.connect()
     world.cluster.fail("EndTxn", K.INVALID_PRODUCER_EPOCH)
-    txn = bridge.transaction(timeout=SHORT)
-    txn.send(TOPIC, b"2")
-    writer_of(txn).flush(Deadline(TIMEOUT))
+    txn = stored(bridge, SHORT)
     world.coordinator.becomes("CompleteAbort", epochs=1)
     time.sleep(SHORT)
     with pytest.raises(TransactionTimedOut, match=f"the transaction timed out.*{AGAIN}"):
@@ -431,9 +437,7 @@ def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown
 
 @pytest.mark.parametrize("how", ["silent", "denied"])
 def test_an_abort_whose_outcome_the_coordinator_does_not_tell_is_unknown(world: World, bridge: Bridge, how: str):
-    txn = bridge.transaction(timeout=SHORT)
-    txn.send(TOPIC, b"2")
-    writer_of(txn).flush(Deadline(TIMEOUT))
+    txn = stored(bridge, SHORT)
     world.coordinator.becomes("Ongoing")
     world.cluster.fail("EndTxn", K.INVALID_TXN_STATE)
     setattr(world.coordinator, how, True)
@@ -448,9 +452,7 @@ def test_an_abort_whose_outcome_the_coordinator_does_not_tell_is_unknown(world: 
     "code", [K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE], ids=title
 )
 def test_an_abort_that_is_refused_is_asked_for_by_another_way(world: World, bridge: Bridge, code: int) -> None:
-    txn = bridge.transaction()
-    txn.send(TOPIC, b"2")
-    writer_of(txn).flush(Deadline(TIMEOUT))
+    txn = stored(bridge)
     world.coordinator.becomes("Ongoing")
     world.cluster.fail("EndTxn", code)
     txn.abort()
@@ -487,9 +489,7 @@ def test_a_commit_sent_twice_and_refused_is_what_the_coordinator_wrote_down(worl
     older = world.connect()
     pid, epoch = world.coordinator.told.pid, world.coordinator.told.epoch
     world.cluster.fail("EndTxn", again, K.INVALID_PRODUCER_EPOCH)
-    txn = older.transaction(timeout=SHORT)
-    txn.send(TOPIC, b"2")
-    writer_of(txn).flush(Deadline(TIMEOUT))
+    txn = stored(older, SHORT)
     world.connect()
     # In the coordinator's numbers of states: 1 is open, 2 and 4 committed, 3 and 5 aborted, 0 opened again.
     first = [] if wrote == "nothing" else [(0, 0), (0, 2), (0, 4), (0, 1)]

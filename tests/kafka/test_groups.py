@@ -76,9 +76,7 @@ def test_a_topic_that_is_deleted_meanwhile_takes_no_other_topics_groups_from_the
     assert list(bridge.admin.describe_groups([kept, gone])) == [kept]
 
 
-def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_of_it(
-    bridge: Bridge, read: tuple[str, str]
-) -> None:
+def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge: Bridge, read: tuple[str, str]) -> None:
     topic, group = read
     with bridge.consumer(topic, group) as consumer:
         with bridge.transaction(prepare=True) as txn:

@@ -81,9 +81,7 @@ def test_a_few_takeovers_leave_nothing_half_visible(connect: Connect, bridge: Br
     check(bridge, halves, take_over(connect, halves, owner, 5))
 
 
-def test_an_opener_that_slept_ends_nothing_of_a_newer_owner_by_half(
-    connect: Connect, bridge: Bridge, halves: str, owner: str
-) -> None:
+def test_an_opener_that_slept_ends_no_half_of_a_newer_owner(connect: Connect, bridge: Bridge, halves: str, owner: str):
     """The opener costs the newer owner one transaction at most."""
     dead = connect(transactional_id=owner, writers=1)
     left = dead.transaction()

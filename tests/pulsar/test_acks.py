@@ -271,9 +271,7 @@ def test_the_next_member_waits_for_what_is_held_before_it_in_order(pulsar_broker
     has_left(client, other, topic)
 
 
-def test_the_next_member_does_not_wait_for_a_prepared_transaction_longer_than_for_others(
-    pulsar_broker, client, topic, member
-):
+def test_a_member_waits_no_longer_for_a_prepared_transaction_than_for_others(pulsar_broker, client, topic, member):
     reader, held, txn = begun(client, topic, member, b"1", b"2", admin_url=pulsar_broker.admin_url)
     reader.ack(txn, held)
     reader.leave()

@@ -193,9 +193,7 @@ def prepare_half(url, admin_url, id, topic):
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["of an id", "without an id"])
-def test_a_transaction_that_a_dead_process_had_not_prepared_can_only_be_aborted_by_hand(
-    pulsar_broker, open_bridge, client, owned
-):
+def test_a_transaction_that_a_dead_process_left_open_is_only_aborted_by_hand(pulsar_broker, open_bridge, client, owned):
     bridge = open_bridge()
     topic, id = writing_kit.new_topic(bridge), writing_kit.unique("owner") if owned else None
     with Child(prepare_half, pulsar_broker.url, pulsar_broker.admin_url, id, topic) as child:
@@ -325,9 +323,7 @@ def test_the_doctor_tells_what_is_prepared_and_soon_aborted(pulsar_broker, open_
     assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
 
-def test_the_error_says_that_a_transaction_with_a_deleted_subscription_hides_the_list(
-    pulsar_broker, admin, client, namespace
-):
+def test_an_error_says_that_a_deleted_subscription_hides_the_transactions(pulsar_broker, admin, client, namespace):
     topic = full("read", namespace)
     client.subscribe(topic, "group", timeout=SOON).close(SOON)
     txn = begin(client, group=(topic, "group"))

@@ -72,9 +72,7 @@ def test_many_small_messages_arrive_in_order_in_few_entries(bridge: Bridge, clie
     assert entries <= 10
 
 
-def test_messages_that_are_more_than_values_keep_their_place_among_the_others(
-    bridge: Bridge, client: PulsarClient, topic: str
-) -> None:
+def test_messages_with_more_than_values_keep_their_place(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"0")
         txn.send(topic, b"1", headers={"h": "x"})
@@ -102,9 +100,7 @@ def test_messages_of_different_keys_share_an_entry_only_where_that_was_asked_for
     assert payloads(found) == [b"%d" % number for number in range(7)]
 
 
-def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(
-    bridge: Bridge, client: PulsarClient, topic: str
-) -> None:
+def test_a_message_that_cannot_be_sent_changes_no_transaction(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"before")
         with pytest.raises(errors.InvalidOption, match="larger"):
@@ -259,9 +255,7 @@ def test_a_writer_that_sleeps_beyond_the_deadline_is_told_if_its_partitions_left
     assert read_all(client, concrete(target)) == []
 
 
-def test_an_acknowledgement_that_comes_after_the_end_does_not_hold_its_message_back(
-    open_bridge: Connect, client: PulsarClient
-) -> None:
+def test_an_acknowledgement_after_the_end_does_not_hold_its_message_back(open_bridge: Connect, client: PulsarClient):
     bridge = open_bridge()
     source = new_topic(bridge)
     for value in (b"1", b"2"):

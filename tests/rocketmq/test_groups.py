@@ -163,9 +163,7 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingCli
     assert becomes_true(lambda: client.call(BROKER, asked, LONG) == 2)
 
 
-def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_on(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_a_member_leaves_also_while_only_a_seek_tells_where_to_go_on(join: Join, client: RemotingClient, group: str):
     """A member that stayed would keep its connections, and no other member would read its partitions."""
     topic = new_topic(client, 2)
     publish(client, topic, b"0", queue=1)

@@ -132,9 +132,7 @@ _DELETE_EXPIRED = 329
 _FILE_BYTES = 1 << 20
 
 
-def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
-    start_rocketmq: StartRocketMQ, tmp_path: Path, group: str
-) -> None:
+def test_a_group_goes_on_behind_a_message_that_is_dropped(start_rocketmq: StartRocketMQ, tmp_path: Path, group: str):
     """The reference record is dropped, and the message at the position is the first that is left."""
     kept = {"mappedFileSizeCommitLog": str(_FILE_BYTES), "fileReservedTime": "0", "deleteWhen": "30"}
     broker = start_rocketmq(settings=kept)

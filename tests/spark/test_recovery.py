@@ -106,9 +106,7 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
 
 
 @mostly_embedded
-def test_a_batch_with_a_transaction_of_which_nothing_is_known_any_more_is_skipped_when_told(
-    sink, query, spark_command, monkeypatch
-):
+def test_a_batch_with_a_transaction_that_nobody_knows_is_skipped_when_told(sink, query, spark_command, monkeypatch):
     """A driver died behind its last commit, and was started again when the broker had forgotten the transactions."""
     die_decided(sink, query)
     commit = Bridge.commit

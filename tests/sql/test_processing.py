@@ -292,9 +292,7 @@ def test_a_topic_that_is_made_anew_is_processed_from_its_beginning(bridge, shop,
     assert sorted(done(shop.database)) == numbers(6)
 
 
-def test_messages_of_a_topic_that_is_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(
-    bridge, shop, run, monkeypatch
-):
+def test_messages_of_a_topic_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(bridge, shop, run, monkeypatch):
     read = DatabaseTransactions._read
 
     def renew(self, connection):

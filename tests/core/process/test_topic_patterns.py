@@ -109,9 +109,7 @@ def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(tmp
     assert (seen, failed) == (["orders-b"], [1])
 
 
-def test_a_list_without_topics_as_of_a_name_server_that_has_just_started_does_not_end_the_loop(
-    tmp_path, with_timing, monkeypatch
-):
+def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp_path, with_timing, monkeypatch):
     with_timing(pattern_look=0.02)
     seen: list[str] = []
     looks: list[int] = []

@@ -162,9 +162,7 @@ def test_all_members_of_an_owner_that_was_replaced_are_fenced(bridge: Bridge, sl
     assert slow.calls.count("commit") == 2  # nobody has tried alone
 
 
-def test_a_gathered_transaction_that_times_out_before_its_commit_makes_no_call_to_the_broker(
-    bridge: Bridge, writer: ToyWriter
-) -> None:
+def test_a_gathered_transaction_that_times_out_before_its_commit_calls_no_broker(bridge: Bridge, writer: ToyWriter):
     with pytest.raises(errors.TransactionTimedOut), bridge.transaction(timeout=0.01) as txn:
         txn.send("t", b"late")
         time.sleep(0.02)

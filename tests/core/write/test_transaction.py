@@ -498,9 +498,7 @@ def test_a_bridge_that_does_not_open_lets_go_of_where_its_logs_are_kept(elsewher
     assert elsewhere.closed == 1
 
 
-def test_a_broker_that_cannot_be_closed_properly_keeps_nothing_else_open(
-    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broker_that_fails_to_close_keeps_nothing_else_open(elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture):
     bridge, broker = connect_toy(decision_log="elsewhere:")
     broker.close = raising(BrokerUnavailable("away"))  # type: ignore[method-assign]
     bridge.close()
