@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from confluent_kafka import KafkaError, KafkaException
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    Fenced,
-    InvalidOption,
-    NotFound,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge import errors
 
 DENIED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -75,31 +66,31 @@ def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
     return error if isinstance(error, KafkaError) else None
 
 
-def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
+def translate(error: BaseException | KafkaError, what: str) -> errors.TxnBridgeError:
     """Return txnbridge's error for an error of confluent-kafka; `what` names the failed action in the error's text.
 
     This is for calls outside a transaction: `failure` translates the errors of a transaction's calls.
     """
     cause = kafka_error(error)
     if cause is None:
-        return BrokerUnavailable(f"{what}: {type(error).__name__}: {error}")
+        return errors.BrokerUnavailable(f"{what}: {type(error).__name__}: {error}")
     code, text = cause.code(), f"{what}: {cause.str()} ({cause.name()})"
     if code in DENIED:
-        return AccessDenied(text)
+        return errors.AccessDenied(text)
     # After a fatal error the client reports the code _FATAL, and the original error only as text.
     if code in _REPLACED or (code == KafkaError._FATAL and any(KafkaError(each).str() in text for each in _REPLACED)):
-        return Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
+        return errors.Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
     if code in MISSING:
-        return NotFound(text)
+        return errors.NotFound(text)
     if code in _TIMED_OUT:
-        return DeadlineExceeded(text)
+        return errors.DeadlineExceeded(text)
     if code in _STORAGE:
-        return StorageFailed(text)
+        return errors.StorageFailed(text)
     if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
-        return InvalidOption(f"{text}: ask for less, or let an administrator raise transaction.max.timeout.ms")
+        return errors.InvalidOption(f"{text}: ask for less, or let an administrator raise transaction.max.timeout.ms")
     if code in _REFUSED:
-        return InvalidOption(text)
-    return BrokerUnavailable(text)
+        return errors.InvalidOption(text)
+    return errors.BrokerUnavailable(text)
 
 
 def is_passing(error: BaseException | None) -> bool:

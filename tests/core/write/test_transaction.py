@@ -426,15 +426,16 @@ def test_closing_by_a_signal_handler_leaves_the_call_that_it_interrupted_alone()
 
 
 def test_closing_inside_the_making_of_a_service_leaves_it_alone() -> None:
+    opened, broker = connect_toy(timeout=60)
+
     class Seconds(float):
         def __ge__(self, other: float) -> bool:
-            bridge.close()
+            opened.close()
             return float(self) >= other
 
-    bridge, broker = connect_toy(timeout=60)
-    bridge.resolver("g", check=lambda transaction, messages: Decision.COMMIT, stop_timeout=Seconds(1))
+    opened.resolver("g", check=lambda transaction, messages: Decision.COMMIT, stop_timeout=Seconds(1))
     assert not broker.closed
-    bridge.close()
+    opened.close()
     assert broker.closed
 
 
