@@ -63,9 +63,7 @@ def test_everything_is_copied_once_wherever_its_process_dies(
         kill_walk(copy_all, check, fresh, STEPS, at_once=4, timeout=180)
 
 
-def test_an_open_part_that_a_dead_process_left_on_kafka_is_aborted_long_before_its_hold(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_dead_process_s_open_part_on_kafka_is_aborted_before_its_hold(request: pytest.FixtureRequest, tmp_path: Path):
     here, kafka, topic = f"embedded:{tmp_path}/a.db", url_of(request, "kafka"), uuid.uuid4().hex
     with txnbridge.connect(here) as first, txnbridge.connect(kafka) as second:
         second.ensure_topics(topic)

@@ -83,16 +83,8 @@ def bootstrap_of(broker: brokers.Broker | faults.Proxy) -> str:
 
 def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> KafkaSettings:
     bootstrap = bootstrap_of(broker)
-    settings = KafkaSettings(
-        bootstrap=bootstrap,
-        client={"bootstrap.servers": bootstrap, "allow.auto.create.topics": "false"},
-        access=Access(),
-        timeout=LONG,
-        hold=None,
-        application="tests",
-        create_topics=0,
-    )
-    return replace(settings, **changes)
+    client = {"bootstrap.servers": bootstrap, "allow.auto.create.topics": "false"}
+    return replace(KafkaSettings(bootstrap, client, Access(), LONG, None, "tests", 0), **changes)
 
 
 def no_ledger(application: str, id: str) -> Ledger:

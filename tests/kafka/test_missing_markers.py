@@ -147,9 +147,7 @@ def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_cou
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
 
 
-def test_a_transaction_of_unknown_outcome_gets_no_markers_and_its_id_sends_nothing(
-    hold: Hold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transaction_of_unknown_outcome_gets_no_marker_and_blocks_its_id(hold: Hold, monkeypatch: pytest.MonkeyPatch):
     held = hold(True)
     held.admin.requests.fence(held.id, 60_000, Deadline(LONG))
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [])

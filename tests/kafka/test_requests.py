@@ -51,15 +51,7 @@ _silent.propagate = False
 
 
 def settings_for(bootstrap: str, **access: Any) -> KafkaSettings:
-    return KafkaSettings(
-        bootstrap=bootstrap,
-        client={},
-        access=Access(**access),
-        timeout=LONG,
-        hold=None,
-        application="tests",
-        create_topics=0,
-    )
+    return KafkaSettings(bootstrap, {}, Access(**access), LONG, None, "tests", 0)
 
 
 @dataclass

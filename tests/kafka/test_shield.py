@@ -161,9 +161,7 @@ def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client
     assert b"2" not in found
 
 
-def test_a_late_message_is_not_seen_and_replaces_none_of_ours(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
-) -> None:
+def test_a_late_message_is_unseen_and_replaces_none(proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str):
     send(through, topic, b"0")
     with through.transaction(timeout=10) as txn:
         hold = proxy.hold(requests="Produce")

@@ -90,9 +90,7 @@ def kill(broker: brokers.Pulsar, groups: Iterable[Group]) -> None:
 
 
 @pytest.mark.parametrize("by_index", ["true", "false"], ids=["by index", "whole"])
-def test_committed_parts_of_entries_never_come_again_wherever_the_broker_loads_the_topic_anew(
-    start_pulsar: StartPulsar, by_index: str
-) -> None:
+def test_committed_parts_of_entries_never_come_again_where_topics_load_anew(start_pulsar: StartPulsar, by_index: str):
     """A broker that loads a topic skips a whole ACK command of its log if it knows one of the positions already."""
     broker = start_pulsar(settings={"acknowledgmentAtBatchIndexLevelEnabled": by_index})
     groups = [Group(broker, sharing) for sharing in SHARINGS]

@@ -102,9 +102,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
 # --- the broker drops what it takes for a repetition ------------------------------------------------------------
 
 
-def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages_dropped(
-    client: wire.PulsarClient, topic: str
-) -> None:
+def test_naive_numbers_used_again_after_an_abort_have_the_messages_dropped(client: wire.PulsarClient, topic: str):
     name = writing_kit.concrete(topic)
     producer = client.create_producer(name, timeout=SOON, transactions=True)
     for commit in (False, True):
@@ -141,9 +139,7 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wi
 # --- nothing is checked -----------------------------------------------------------------------------------------
 
 
-def test_naive_a_message_on_an_unregistered_topic_is_never_seen_and_blocks_the_topic(
-    client: wire.PulsarClient, topic: str
-) -> None:
+def test_naive_a_message_on_an_unregistered_topic_is_unseen_and_blocks_the_topic(client: wire.PulsarClient, topic: str):
     name = writing_kit.concrete(topic)
     txn = client.transactions.begin(60_000, SOON)
     send_in(client, name, txn, b"lost")
@@ -182,9 +178,7 @@ def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(
         bridge.close()
 
 
-def test_ours_refuses_messages_behind_the_end_of_their_transaction(
-    open_bridge: writing_kit.Connect, client: wire.PulsarClient
-):
+def test_ours_refuses_messages_behind_their_transaction(open_bridge: writing_kit.Connect, client: wire.PulsarClient):
     bridge = open_bridge(timeout=20)
     topic, late = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
     with pytest.raises(errors.TransactionAborted):
@@ -422,9 +416,7 @@ def nobody_connects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("nobody_connects")
-def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bridge_is_opened(
-    start_pulsar: StartPulsar,
-) -> None:
+def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bridge_opens(start_pulsar: StartPulsar):
     broker = start_pulsar()
     name = left_open(broker)
     broker.restart()
@@ -436,9 +428,7 @@ def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bri
 
 @pytest.mark.full
 @pytest.mark.usefixtures("nobody_connects")
-def test_after_a_restart_the_time_of_dead_processes_runs_because_a_bridge_that_does_nothing_connects(
-    start_pulsar: StartPulsar,
-) -> None:
+def test_after_a_restart_the_time_of_dead_processes_runs_because_an_idle_bridge_connects(start_pulsar: StartPulsar):
     broker = start_pulsar()
     with writing_kit.connect_to(broker.url, broker.admin_url):
         name = left_open(broker)
@@ -527,9 +517,7 @@ def test_committed_messages_that_no_subscription_needs_are_lost_and_the_doctor_w
 
 
 @pytest.mark.full
-def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_asked_again_by_ours(
-    start_pulsar: StartPulsar,
-) -> None:
+def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_ours_asks_again(start_pulsar: StartPulsar):
     broker = start_pulsar(settings={"maxActiveTransactionsPerCoordinator": "1"})
     with wire.PulsarClient(service(broker)) as client, writing_kit.connect_to(broker.url, broker.admin_url) as bridge:
         topic = writing_kit.new_topic(bridge)

@@ -236,9 +236,7 @@ def stored_but(broker: HalfBroker) -> Any:
     [(6, 30, True), (6, 42, False), (60, 5, False)],  # halves are discarded after 50 s
     ids=["asked about behind its end", "discarded before its end", "too young to be asked about"],
 )
-def test_a_transaction_is_refused_that_would_be_discarded_before_it_is_asked_about(
-    owner, broker, first_asked, seconds, taken
-):
+def test_a_transaction_that_would_be_discarded_before_a_check_is_refused(owner, broker, first_asked, seconds, taken):
     broker.told |= {
         "transactionTimeOut": str(first_asked * 1000),
         "transactionCheckInterval": "5000",

@@ -110,9 +110,7 @@ def test_a_group_skips_what_a_seek_passes_over(join: Join, client: RemotingClien
     assert stands(reader) == {(topic, 0): 3}
 
 
-def test_a_group_of_which_the_broker_knows_more_than_the_log_does_not_begin_again(
-    join: Join, client: RemotingClient, group: str
-) -> None:
+def test_a_group_that_only_the_broker_knows_does_not_begin_again(join: Join, client: RemotingClient, group: str):
     topic = new_topic(client, 2)
     publish(client, topic, b"0", b"1")
     join(topic, group).has(2)
@@ -226,9 +224,7 @@ def test_an_overtaken_member_learns_it_and_goes_on_behind(join: Join, client: Re
     assert stands(one) == {(topic, 0): 3}
 
 
-def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(
-    join: Join, client: RemotingClient, group: str, topic: str
-) -> None:
+def test_an_undecided_transaction_is_not_passed_over(join: Join, client: RemotingClient, group: str, topic: str):
     publish(client, topic, b"0", b"1", b"2")
     reader = join(topic, group)
     first, rest = reader.take(1), reader.take(2)

@@ -89,9 +89,7 @@ def test_a_half_of_the_official_client_is_listed_asked_about_and_can_be_aborted(
     assert [body for body, *_ in official.ask("read", "end")] == ["end"]
 
 
-def test_a_client_of_a_topic_that_is_named_like_our_application_is_asked_about_none_of_our_halves(
-    official, open_bridge, client, topic
-):
+def test_a_client_of_a_topic_named_like_our_application_is_asked_nothing_of_ours(official, open_bridge, client, topic):
     bridge = open_bridge(application=topic)  # the proxy puts the client into the producer group named like its topic
     token = prepare(bridge, topic, *(b"%d" % number for number in range(4)))
     (name,) = [each.transaction for each in bridge.admin.transactions() if each.partitions[0][0] == topic]

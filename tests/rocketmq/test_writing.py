@@ -367,9 +367,7 @@ def test_tokens_are_prepared_after_a_kill_of_the_broker_and_end_as_decided(
 
 
 @pytest.mark.full  # starts a broker of its own, and kills it
-def test_a_message_that_a_killed_broker_asks_about_again_is_not_published_again(
-    start_rocketmq: StartRocketMQ, open_bridge: Open
-) -> None:
+def test_a_message_asked_about_after_a_kill_is_not_published_again(start_rocketmq: StartRocketMQ, open_bridge: Open):
     """The broker writes op messages in batches, and has lost the last batch."""
     slow_notes = {"transactionOpMsgMaxSize": "4096", "transactionOpBatchInterval": "3000", "transactionTimeOut": "4000"}
     with start_rocketmq(settings=slow_notes) as broker:

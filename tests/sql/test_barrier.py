@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 
 import pytest
 import sqlalchemy as sa
@@ -208,17 +209,9 @@ def test_a_transaction_without_messages_is_one_of_the_database(shop, engine, bri
     assert (txn.outcome, sold(shop.database)) == (Outcome.COMMITTED, [b"0"])
 
 
-def commit(db):
-    db.commit()
-
-
 def swallowed_commit(db):
     with pytest.raises(InvalidState):
         db.commit()
-
-
-def roll_back(db):
-    db.rollback()
 
 
 def second_transaction(db):
@@ -227,13 +220,10 @@ def second_transaction(db):
     db.commit()
 
 
-def open_savepoint(db):
-    db.begin_nested()
-
-
 @pytest.mark.parametrize("form", ["engine", "session"])
 def test_a_block_that_ends_or_splits_its_database_transaction_does_nothing(shop, engine, bridge, form):
     db = engine if form == "engine" else orm.Session(engine)
+    commit, roll_back, open_savepoint = map(methodcaller, ("commit", "rollback", "begin_nested"))
     for misuse in (commit, swallowed_commit, roll_back, second_transaction, open_savepoint):
         with pytest.raises(InvalidState, match="rolled back"), bridge.transaction(db=db, group="shop") as txn:
             txn.db.execute(insert(b"1"))
@@ -371,7 +361,7 @@ def test_a_session_may_be_in_another_transaction_after_an_interrupted_begin(shop
 
 
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("act", [orm.Session.close, commit])
+@pytest.mark.parametrize("act", [orm.Session.close, orm.Session.commit])
 def test_rows_and_messages_agree_whatever_the_program_does_with_its_session_after_an_interrupt(
     shop, engine, bridge, interrupted, act, times
 ):
@@ -717,9 +707,7 @@ def test_an_error_of_a_hook_after_the_commit_is_logged_and_leaves_the_session_fr
     assert one_for_one(shop, bridge) == numbers(2)
 
 
-def test_a_database_that_refuses_connections_after_its_commit_leaves_the_outcome_to_a_resolver(
-    shop, open_engine, bridge, monkeypatch
-):
+def test_a_database_gone_after_its_commit_leaves_the_outcome_to_a_resolver(shop, open_engine, bridge, monkeypatch):
     engine, commit = open_engine(shop.database, poolclass=sa.NullPool), sa.Connection.commit
     lost: list[sa.Connection] = []
 

@@ -541,9 +541,7 @@ def test_a_batch_that_an_administrator_has_aborted_is_published_again(engine, sh
     assert sorted(values(bridge)) == [b"1", b"2"]
 
 
-def test_while_the_outcome_of_a_batch_is_unknown_its_rows_stay_and_nothing_is_published_twice(
-    engine, shop, monkeypatch, caplog
-):
+def test_rows_of_a_batch_of_unknown_outcome_stay_and_are_not_published_twice(engine, shop, monkeypatch, caplog):
     with txnbridge.connect(shop.url, timeout=6) as bridge:
         commit = bridge.commit
         monkeypatch.setattr(bridge, "commit", lambda token: Outcome.UNKNOWN)

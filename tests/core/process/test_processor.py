@@ -342,12 +342,6 @@ def test_an_error_that_nobody_can_mend_stops_the_processor(room, call, error):
     assert room.waits == []
 
 
-def test_a_lost_position_stops_it(room):
-    room.broker.poll_raises.append(errors.PositionLost("retention"))
-    with pytest.raises(errors.PositionLost):
-        room.run(each=copy)
-
-
 @pytest.mark.parametrize(("state", "times"), [(TokenState.COMMITTED, 1), (TokenState.ABORTED, 2)])
 def test_an_unknown_outcome_is_resolved_before_it_goes_on(room, state, times):
     room.feed(b"0", b"1")
@@ -404,10 +398,12 @@ def test_a_processor_whose_broker_does_not_tell_the_lag_goes_on_as_long_as_it_co
     assert room.broker.sent == [b"0", b"1", b"2"] and not room.waits
 
 
-def test_an_unexpected_error_outside_the_handler_stops_it(room):
+@pytest.mark.parametrize(("call", "error"), [("poll", errors.PositionLost), ("ack", ZeroDivisionError)])
+def test_a_lost_position_or_an_unexpected_error_outside_the_handler_stops_it(room, call, error):
     room.feed(b"0")
-    room.broker.raises["ack"] = [ZeroDivisionError("a bug")]
-    with pytest.raises(ZeroDivisionError):
+    raises = room.broker.poll_raises if call == "poll" else room.broker.raises.setdefault(call, [])
+    raises.append(error("a test says so"))
+    with pytest.raises(error):
         room.run(each=copy)
 
 
@@ -1113,21 +1109,16 @@ def test_a_stop_ends_the_wait_between_retries(room, monkeypatch):
         wait_until(lambda: processor.stats.retries == 1)
 
 
-def test_the_end_of_its_block_raises_what_ended_the_loop(room):
+@pytest.mark.parametrize("error", [errors.Fenced, ZeroDivisionError])
+def test_the_end_of_its_block_raises_what_ended_the_loop_and_hides_no_error_of_the_block(room, caplog, error):
     room.feed(b"0")
     room.broker.raises["begin"] = [errors.Fenced("a newer owner")]
-    with pytest.raises(errors.Fenced), room.processor(each=copy) as processor:
+    with pytest.raises(error), room.processor(each=copy) as processor:
         wait_until(lambda: "close" in room.reader.calls)
         assert not processor.healthy
-
-
-def test_an_error_of_the_block_is_not_hidden(room, caplog):
-    room.feed(b"0")
-    room.broker.raises["begin"] = [errors.Fenced("a newer owner")]
-    with pytest.raises(ZeroDivisionError), room.processor(each=copy):
-        wait_until(lambda: "close" in room.reader.calls)
-        raise ZeroDivisionError
-    assert "a newer owner" in caplog.text
+        if error is ZeroDivisionError:
+            raise error
+    assert error is errors.Fenced or "a newer owner" in caplog.text
 
 
 class Slow:

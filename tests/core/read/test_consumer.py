@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
-from tests.failing import raising
+from tests.failing import fail_call, raising
 from tests.in_time import Hold, wait_until
 from txnbridge import Capability, Consumer, Message, Outcome, State, Status, TokenState, Topic, codecs, errors
 from txnbridge.spi import NO_HEADERS, absent
@@ -82,17 +82,13 @@ def test_out_of_order_is_refused_with_the_reason_where_only_positions_are_known(
     assert in_order.acked == [(0,), (1,), (2,)]
 
 
-def test_a_message_twice_in_one_acknowledgement_is_refused(room: Room) -> None:
+def test_a_message_twice_in_one_acknowledgement_and_a_made_up_one_are_refused(room: Room) -> None:
     batch = room.consumer.poll()
-    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="twice"):
-        txn.ack([batch[1], batch[1]])
-    assert room.acked == []
-
-
-def test_a_made_up_message_cannot_be_acknowledged(room: Room) -> None:
     made_up = Message("t", 0, (0,), None, b"0", NO_HEADERS, 0, 1, None)
-    with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="group"):
-        txn.ack(made_up)
+    for messages, reason in (([batch[1], batch[1]], "twice"), (made_up, "group")):
+        with room.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match=reason):
+            txn.ack(messages)
+    assert room.acked == []
 
 
 def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_again(room: Room) -> None:
@@ -322,7 +318,7 @@ def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room
 
 def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     room.ack(room.consumer.poll(3), abort=True)
-    monkeypatch.setattr(room.reader, "seek", fails_once(room.reader.seek, errors.BrokerUnavailable("away")))
+    fail_call(monkeypatch, room.reader, "seek", errors.BrokerUnavailable("away"))
     with pytest.raises(errors.BrokerUnavailable):
         room.consumer.poll()
     assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
@@ -381,20 +377,15 @@ def test_a_batch_is_full_with_as_many_messages_as_may_be_unacknowledged(room: Ro
     assert values(next(room.consumer.batches(max_messages=500, max_wait=3600))) == [b"0", b"1", b"2"]
 
 
-def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_aborted_message(in_order: Room) -> None:
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_broker_of_positions_takes_no_ack_behind_an_aborted_message_or_an_unknown_outcome(in_order, aborted):
     first, second = in_order.consumer.poll(2)
-    in_order.ack(first, abort=True)
+    in_order.ack(first, abort=True) if aborted else unknown(in_order, [first])
+    reason = r"\(0,\) of t\[0\] was given back and comes again" if aborted else "is not known yet"
     with in_order.bridge.transaction() as txn:
-        with pytest.raises(errors.InvalidState, match=r"\(0,\) of t\[0\] was given back and comes again"):
+        with pytest.raises(errors.InvalidState, match=reason):
             txn.ack(second)
         txn.send("out", b"1")  # a refusal, no failure
-
-
-def test_a_broker_of_positions_takes_no_acknowledgement_behind_an_unknown_outcome(in_order: Room) -> None:
-    first, second = in_order.consumer.poll(2)
-    unknown(in_order, [first])
-    with in_order.bridge.transaction() as txn, pytest.raises(errors.InvalidState, match="is not known yet"):
-        txn.ack(second)
 
 
 def test_a_dropped_consumer_leaves_its_group(room: Room) -> None:
@@ -548,14 +539,3 @@ def test_an_invalid_timeout_is_refused_even_when_a_message_is_at_hand(room: Room
     next(iter(room.consumer))
     with pytest.raises(errors.InvalidOption, match="timeout is a number of seconds"):
         room.consumer.poll(timeout=timeout)
-
-
-def fails_once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
-    failures = [error]
-
-    def calling(*arguments: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return call(*arguments)
-
-    return calling
