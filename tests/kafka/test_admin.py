@@ -835,13 +835,9 @@ def test_topics_with_one_copy_are_a_warning(make_admin, bridge, topic, owner):
 def test_a_leader_that_may_lack_records_is_a_warning(make_admin, unique):
     name = f"_txnbridge-log-{unique('unclean')}"
     admin = make_admin()
-    topics_of(settings_of_admin(admin)).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
+    topics_of(admin.cluster.settings).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
     assert any("may become leader" in advice.text for advice in advice_of(admin, name))
     admin.delete_topic(name, Deadline(LONG))
-
-
-def settings_of_admin(admin: Administrator) -> KafkaSettings:
-    return admin.cluster.settings
 
 
 def test_the_clusters_transaction_version_is_told(make_admin, start_kafka):

@@ -50,8 +50,8 @@ _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 
 
-def settings_for(bootstrap: str, **access: Any) -> KafkaSettings:
-    return KafkaSettings(bootstrap, {}, Access(**access), LONG, None, "tests", 0)
+def settings_for(bootstrap: str) -> KafkaSettings:
+    return KafkaSettings(bootstrap, {}, Access(), LONG, None, "tests", 0)
 
 
 @dataclass
