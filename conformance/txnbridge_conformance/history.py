@@ -345,9 +345,8 @@ class _Lines:
         self._history.assigned.append((self._open[_number(line["assign"])].order, len(self._history.polls), keys))
 
     def _ack(self, line: dict[str, Any]) -> None:
-        self._history.acks.append(
-            (self._open[_number(line["ack"])].order, _text(line["group"]), _texts(line["values"]))
-        )
+        values = [value.removeprefix(CHANGED) for value in _texts(line["values"])]
+        self._history.acks.append((self._open[_number(line["ack"])].order, _text(line["group"]), values))
 
     def _end(self, line: dict[str, Any]) -> None:
         operation = self._open.pop(_number(line.pop("end")))

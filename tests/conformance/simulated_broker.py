@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from txnbridge_conformance.history import CHANGED
+
 if TYPE_CHECKING:
     from tests.conformance.simulated_processes import Process
     from tests.conformance.simulated_run import Run
@@ -261,7 +263,7 @@ class Broker:
         if plant("lost"):
             entry.fate = "aborted"
         if plant("changed"):
-            entry.value += "?"
+            entry.value = CHANGED + str(entry.value)
         if plant("swapped", len(own) > 1):
             own[0].value, own[-1].value = own[-1].value, own[0].value
         if plant("duplicate"):

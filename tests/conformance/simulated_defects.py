@@ -19,7 +19,7 @@ _DEFECTS = {
         "lost": ("a committed message is lost", "lost-write unseen"),
         "log-truncated": ("messages are lost, their positions used again", "inconsistent-offsets"),
         "duplicate": ("a message is twice in its partition", "duplicate"),
-        "changed": ("the body of a message is another one", "phantom-message"),
+        "changed": ("the body of a message is another one", "changed"),
         "aborted-visible": ("an aborted transaction is visible", "G1a"),
         "late-end": ("a part of an aborted transaction is committed by a late request", "G1a"),
         "swapped": ("two messages of a transaction change places in their partition", "int-nonmonotonic-send"),

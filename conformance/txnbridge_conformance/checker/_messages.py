@@ -13,7 +13,6 @@ import numpy as np
 from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, NONE, WRITES, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
-from txnbridge_conformance.history import CHANGED
 
 
 def check_positions(tables: Tables, findings: Findings) -> None:
@@ -55,12 +54,12 @@ def check_reads(tables: Tables, fate: Numbers, time: RealTime, findings: Finding
     writers = tables.writer[values]
     for at in np.flatnonzero(writers == NONE):
         reader, value = int(tables.reads.operation[rows[first[at]]]), tables.value(values[at])
-        sent = tables.values.find(value.removeprefix(CHANGED))
-        if value.startswith(CHANGED) and tables.writer[sent] != NONE:
-            text = f"{tables.name(reader)} read {tables.value(sent)} with other content"
-            findings.add("changed", text, [int(tables.writer[sent]), reader], [tables.value(sent)])
-            continue
         findings.add("phantom-message", f"{tables.name(reader)} read {value}, which no process sent", [reader], [value])
+    changed = tables.of_senders[tables.reads.changed[tables.of_senders]]
+    for row in changed[np.unique(tables.reads.value[changed], return_index=True)[1]]:
+        reader, number = int(tables.reads.operation[row]), int(tables.reads.value[row])
+        text = f"{tables.name(reader)} read {tables.value(number)} with other content"
+        findings.add("changed", text, [int(tables.writer[number]), reader], [tables.value(number)])
     for at in np.flatnonzero((writers != NONE) & (fate[writers] == ABORTED)):
         reader, writer = int(tables.reads.operation[rows[first[at]]]), int(writers[at])
         value = tables.value(values[at])

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from txnbridge_conformance.checker.findings import Findings
-from txnbridge_conformance.history import Fault, History, Key, Operation
+from txnbridge_conformance.history import CHANGED, Fault, History, Key, Operation
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -98,9 +98,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Reads(Placed):
-    """One row for each message that a call received, in the order of the history."""
+    """One row for each message that a call received, in the order of the history.
+
+    A message that was read as another one than was sent has the value that it was sent with, and is `changed`.
+    """
 
     operation: Numbers
+    changed: Flags
 
 
 class Tables:
@@ -171,11 +175,13 @@ class Tables:
         keys: list[int] = []
         values: list[int] = []
         positions: list[Sequence[int] | None] = []
+        changed: list[bool] = []
         for operation, _, messages in self.history.polls:
             for topic, partition, position, value in messages:
                 operations.append(operation)
                 keys.append(self.keys.number((topic, partition)))
-                values.append(NONE if value is None else self.values.number(value))
+                values.append(NONE if value is None else self.values.number(value.removeprefix(CHANGED)))
+                changed.append(value is not None and value.startswith(CHANGED))
                 positions.append(position)
         polled = len(positions)
         for key, sent, at in self.history.stored:
@@ -184,7 +190,8 @@ class Tables:
             positions += at
         all_keys, all_values = _numbers(keys), _numbers(values)
         places = _places(all_keys, positions)
-        reads = Reads(all_keys[:polled], all_values[:polled], places[:polled], _numbers(operations))
+        received = np.array(changed, bool)
+        reads = Reads(all_keys[:polled], all_values[:polled], places[:polled], _numbers(operations), received)
         return reads, Placed(all_keys[polled:], all_values[polled:], places[polled:])
 
     def _dropped(self) -> Flags:

@@ -54,7 +54,7 @@ MEANINGS = {
 }
 
 
-_LOSSES = ("changed", "inconsistent-offsets", "torn-transaction", "torn-span", "orphan-half")
+_LOSSES = ("inconsistent-offsets", "torn-transaction", "torn-span", "orphan-half")
 
 # By kind of finding: those that it is a consequence of, if they are about the same call or message.
 CAUSES = {
@@ -62,13 +62,13 @@ CAUSES = {
     "duplicate": ("wrong-partition",),
     "inconsistent-offsets": ("duplicate", "wrong-partition"),
     "G1a": ("zombie-write", "phantom-commit", "torn-span"),
-    "torn-transaction": ("changed", "inconsistent-offsets", "zombie-write", "G1a", "wrong-partition"),
+    "torn-transaction": ("inconsistent-offsets", "zombie-write", "G1a", "wrong-partition"),
     "torn partition": ("inconsistent-offsets", "lost-write", "unseen", "zombie-write", "G1a", "wrong-partition"),
     "early-read": ("zombie-write",),
     "phantom-commit": ("zombie-write",),
     "orphan-half": ("torn-transaction",),
     "outcome-lie": ("zombie-write", "G1a", "lost-write", "unseen"),
-    "half-ack": ("changed", "group-skip", "lost-write", "unseen"),
+    "half-ack": ("group-skip", "lost-write", "unseen"),
     "replay-duplicate": ("zombie-write",),
     "lost-prepare": ("split-decision",),
     "hang": ("lost-write", "unseen"),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from txnbridge_conformance.checker import MEANINGS, Finding, Findings
-from txnbridge_conformance.history import History, Key, Operation, Position
+from txnbridge_conformance.history import CHANGED, History, Key, Operation, Position
 from txnbridge_conformance.report.promises import Row, rows
 from txnbridge_conformance.run.verdict import Judgement, Verdict, declared_absent
 
@@ -174,7 +174,7 @@ class Report:
                 "position": list(place.position),
                 "value": place.value,
                 "by": "unknown" if place.operation is None else self._call(place.operation),
-                "named": place.value in values,
+                "named": place.value.removeprefix(CHANGED) in values,
             }
             for place in dict.fromkeys(place for value in values[:2] for place in partitions.around(value))
         ]
@@ -292,7 +292,7 @@ class Partitions:
         self._rows: dict[str, list[tuple[Key, int]]] = defaultdict(list)
         for key, placed in self._messages.items():
             for row, (_, text) in enumerate(placed):
-                self._rows[text].append((key, row))
+                self._rows[text.removeprefix(CHANGED)].append((key, row))
 
     def around(self, value: str) -> list[PlacedMessage]:
         """Return the messages around each place of a value, in their order, with the value's own message."""
@@ -304,4 +304,4 @@ class Partitions:
 
     def _place(self, key: Key, row: int) -> PlacedMessage:
         position, value = self._messages[key][row]
-        return PlacedMessage(f"{key[0]}[{key[1]}]", position, value, self._writers.get(value))
+        return PlacedMessage(f"{key[0]}[{key[1]}]", position, value, self._writers.get(value.removeprefix(CHANGED)))

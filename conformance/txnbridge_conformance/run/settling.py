@@ -12,7 +12,7 @@ import txnbridge
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance.checker import COMMITTED, Findings, fates
-from txnbridge_conformance.history import CHANGED, History, Operation, read_history
+from txnbridge_conformance.history import History, Operation, read_history
 from txnbridge_conformance.run.bodies import sent_as
 from txnbridge_conformance.run.client import Client
 from txnbridge_conformance.run.plan import PARTITIONS
@@ -325,4 +325,4 @@ def acknowledged(history: History, group: str, seen: Collection[str] = ()) -> se
     fate = fates(history.operations, Findings())
     shown = {order for order, _, values in history.sends if not set(values).isdisjoint(seen)}
     taken = [each for each in history.acks if each[1] == group and (fate[each[0]] == COMMITTED or each[0] in shown)]
-    return {value.removeprefix(CHANGED) for _, _, values in taken for value in values}
+    return {value for _, _, values in taken for value in values}
