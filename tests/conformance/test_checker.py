@@ -390,12 +390,14 @@ def test_one_cause_is_named_once_and_its_consequences_are_told():
         ("unseen", "torn-transaction"),
         {"unseen": frozenset({"torn-transaction"})},
     )
+    half = Story().txn("a", "1", what="half", transaction="x")
     for story, cause in (
         (Story().txn("a", "1", "2").read("1"), "unseen"),  # one message of several in a partition was lost
         (Story().txn("a", "1", "2").read("1", "2", "1", by="official"), "duplicate"),
         (Story().txn("a", "1", "2").read("1", "2", p1="1"), "wrong-partition"),
         (Story().txn("a", "1").txn("a", "2").txn("b", acks=["2"]).drained().read("2"), "unseen"),  # nor acknowledged
         (Story().txn("a", "1", deadline=8, begun=0, ending=9 * 10**9).read(), "unseen"),  # told committed
+        (half.read("changed:1").txn("b", what="check", transaction="x", values=["changed:1"]), "changed"),
     ):
         assert judge(story.history(), check(story.history()), {}).sentence.startswith(f"Broken: {cause}, in")
 

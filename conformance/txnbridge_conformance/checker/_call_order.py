@@ -5,7 +5,6 @@ Calls of two hosts are compared only where messages between them have shown thei
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -171,7 +170,5 @@ class _AdminAborts:
         first = bisect_right(self._unknown, (prepared.start, len(self._tables.clocks)))
         return any(
             at < (known if target.startswith(owner) else listed) and of == clock
-            for at, of, target in itertools.islice(
-                self._unknown, first, bisect_left(self._unknown, (max(known, listed),))
-            )
+            for at, of, target in self._unknown[first : bisect_left(self._unknown, (max(known, listed),))]
         ) or not self._clocks <= {clock}

@@ -190,9 +190,8 @@ class Tables:
             positions += at
         all_keys, all_values = _numbers(keys), _numbers(values)
         places = _places(all_keys, positions)
-        received = np.array(changed, bool)
-        reads = Reads(all_keys[:polled], all_values[:polled], places[:polled], _numbers(operations), received)
-        return reads, Placed(all_keys[polled:], all_values[polled:], places[polled:])
+        reads = all_keys[:polled], all_values[:polled], places[:polled], _numbers(operations), np.array(changed, bool)
+        return Reads(*reads), Placed(all_keys[polled:], all_values[polled:], places[polled:])
 
     def _dropped(self) -> Flags:
         """Return, for each row of `reads`, whether it is a copy of a message that only other clients' readers received.

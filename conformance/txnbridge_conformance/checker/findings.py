@@ -67,6 +67,7 @@ CAUSES = {
     "early-read": ("zombie-write",),
     "phantom-commit": ("zombie-write",),
     "orphan-half": ("torn-transaction",),
+    "checkback-lie": ("changed",),
     "outcome-lie": ("zombie-write", "G1a", "lost-write", "unseen"),
     "half-ack": ("group-skip", "lost-write", "unseen"),
     "replay-duplicate": ("zombie-write",),

@@ -158,11 +158,8 @@ class Excuses:
 
 def declared_absent(history: History) -> frozenset[str]:
     """Return the names of the capabilities that, by the history, the broker declares absent."""
-    found: set[str] = set()
-    for operation in history.operations:
-        if operation.what == "declares":
-            found.update(operation.fields["absent"])
-    return frozenset(found)
+    declared = (each for each in history.operations if each.what == "declares")
+    return frozenset(name for each in declared for name in each.fields["absent"])
 
 
 def floor_for(history: History) -> dict[str, int]:
