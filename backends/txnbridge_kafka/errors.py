@@ -16,12 +16,7 @@ DENIED = {
 }
 _REPLACED = {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID}
 MISSING = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
-_TIMED_OUT = {
-    KafkaError._TIMED_OUT,
-    KafkaError.REQUEST_TIMED_OUT,
-    KafkaError._TIMED_OUT_QUEUE,
-    KafkaError._MSG_TIMED_OUT,
-}
+_TIMEOUT = {KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT, KafkaError._TIMED_OUT_QUEUE, KafkaError._MSG_TIMED_OUT}
 _STORAGE = {KafkaError.KAFKA_STORAGE_ERROR, KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND}
 _REFUSED = {
     KafkaError._INVALID_ARG,
@@ -82,7 +77,7 @@ def translate(error: BaseException | KafkaError, what: str) -> errors.TxnBridgeE
         return errors.Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
     if code in MISSING:
         return errors.NotFound(text)
-    if code in _TIMED_OUT:
+    if code in _TIMEOUT:
         return errors.DeadlineExceeded(text)
     if code in _STORAGE:
         return errors.StorageFailed(text)

@@ -114,10 +114,8 @@ class KafkaTopics:
 
         def ask() -> dict[str, Collection[AclOperation]]:
             seconds = max(deadline.left(), 0.01)
-            collection = TopicCollection(list(topics))
-            asked = self._admin().describe_topics(
-                collection, include_authorized_operations=True, request_timeout=seconds
-            )
+            names = TopicCollection(list(topics))
+            asked = self._admin().describe_topics(names, include_authorized_operations=True, request_timeout=seconds)
             rights: dict[str, Collection[AclOperation]] = {}
             for topic, answer in asked.items():
                 try:

@@ -26,13 +26,7 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
-from txnbridge_rocketmq.write.half_buffer import (
-    DIRECT_SLACK_SECONDS,
-    HalfBuffer,
-    halves_as_json,
-    halves_from_json,
-    immunity,
-)
+from txnbridge_rocketmq.write import half_buffer
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
@@ -205,7 +199,7 @@ class RocketMQHalfStore(HalfStore):
         broker = checks[0].broker or self._cluster.topics.home
         prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin.log, deadline)
         if claim is None and prepared is None and was_over:
-            claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
+            claim = ledger.claim(transaction, Decision.ABORT, half_buffer.halves_as_json([]), deadline, log=origin.log)
         if self._is_over(transaction, claim, prepared, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
@@ -219,7 +213,7 @@ class RocketMQHalfStore(HalfStore):
         if claim is not None:
             if claim.decision is Decision.ABORT:
                 return True
-            return not self._ender.missing(transaction, halves_from_json(claim.data), deadline)
+            return not self._ender.missing(transaction, half_buffer.halves_from_json(claim.data), deadline)
         if prepared is None or not prepared.whole:
             return False
         return not self._ender.missing(transaction, prepared.topics, deadline)
@@ -286,7 +280,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
 
     def _forget(self) -> None:
         super()._forget()
-        self._halves = HalfBuffer(self._cluster.client, self._group)
+        self._halves = half_buffer.HalfBuffer(self._cluster.client, self._group)
 
     def _lifetime(self, begin: Begin) -> float:
         return begin.deadline.left()
@@ -295,7 +289,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         super().begin(begin)
         home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
         self._expires_at = int((time.time() + home.retention) * 1000)
-        longest = immunity(home) + DIRECT_SLACK_SECONDS
+        longest = half_buffer.immunity(home) + half_buffer.DIRECT_SLACK_SECONDS
         is_whole = len(self._half.messages) == 1 and self._half.deadline_at / 1000 - time.time() > longest
         whole_until = self._expires_at if is_whole else None
         self._origin = replace(self._origin, deadline=self._half.deadline_at, whole_until=whole_until)

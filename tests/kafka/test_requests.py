@@ -651,9 +651,7 @@ def test_a_connection_that_was_cut_while_nobody_used_it_is_replaced(world, throu
     for _ in range(3):
         ours.describe([world.id], Deadline(LONG))
         proxy.cut()
-    with pytest.raises(
-        errors.DeadlineExceeded
-    ):  # not unknown: nothing was sent into a connection that is known to be dead
+    with pytest.raises(errors.DeadlineExceeded):  # not unknown: nothing was sent into a connection known to be dead
         proxy.close()
         ours.end(world.id, *who, COMMIT, Deadline(0.5))
     assert world.described().state == "Ongoing"

@@ -92,9 +92,7 @@ def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
     assert becomes_true(lambda: client.call(BROKER, read_requests.max_offset(topic, 0), LONG) == 4)
     records = client.call(BROKER, read_requests.pull(topic, 0, 0, ALONE), LONG).records
     assert all(record.holds_several for record in records)
-    found = [
-        (each.queue_offset, each.payload(), each.properties["KEYS"]) for record in records for each in unwrap(record)
-    ]
+    found = [(one.queue_offset, one.payload(), one.properties["KEYS"]) for record in records for one in unwrap(record)]
     assert found == [(0, b"one", "a"), (1, b"two", "b"), (2, b"one", "a"), (3, b"two", "b")]
 
 

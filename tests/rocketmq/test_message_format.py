@@ -38,9 +38,7 @@ _NAMES = st.text(
     st.characters(exclude_characters="\x01\x02", exclude_categories=["Cs"]), min_size=1, max_size=20
 ).filter(lambda name: name not in RESERVED and not name.startswith(OWN) and name not in ("TAGS", GROUP))
 _FEW_NAMES = st.sampled_from(["a", "b", "txnbridge-b64.a", "txnbridge-b64.txnbridge-b64.a", "2.a", "ü"])
-_VALUES = st.one_of(
-    st.binary(max_size=20), st.text(max_size=20).map(lambda text: text.encode("utf-8", "surrogatepass"))
-)
+_VALUES = st.one_of(st.binary(max_size=20), st.text(max_size=20).map(lambda one: one.encode("utf-8", "surrogatepass")))
 
 
 @given(
@@ -69,10 +67,7 @@ def test_headers_come_back_in_their_order_whatever_the_broker_makes_of_the_prope
 def test_a_tag_is_rocketmqs_own():
     text, _ = sent(headers=[("TAGS", b"new"), ("kind", b"order")])
     assert unpack_properties(text)["TAGS"] == "new"
-    assert dict(there_and_back(headers=[("TAGS", b"new"), ("kind", b"order")]).headers) == {
-        "TAGS": "new",
-        "kind": "order",
-    }
+    assert dict(there_and_back(headers=[("TAGS", b"new"), ("kind", b"a")]).headers) == {"TAGS": "new", "kind": "a"}
 
 
 def test_a_property_of_the_bridge_itself_is_no_header():

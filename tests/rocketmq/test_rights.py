@@ -188,9 +188,7 @@ def test_a_program_runs_with_the_rights_that_the_docs_list(run: Run, waiting: No
     run(program, program.rights)
 
 
-@pytest.mark.parametrize(
-    ("program", "missing"), [(each, right) for each in PROGRAMS for right in each.rights], ids=named
-)
+@pytest.mark.parametrize(("program", "missing"), [(one, right) for one in PROGRAMS for right in one.rights], ids=named)
 def test_a_program_without_one_of_its_rights_is_refused_with_the_name_of_the_right(
     run: Run, client: RemotingClient, waiting: None, topic: str, program: Program, missing: Right
 ) -> None:

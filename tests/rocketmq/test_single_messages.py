@@ -9,7 +9,7 @@ from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.outcome import outcome
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
-from txnbridge_rocketmq.write import writer as writers
+from txnbridge_rocketmq.write import half_buffer
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Process, send
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.offline
 
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> HalfBroker:
-    monkeypatch.setattr(writers, "DIRECT_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(half_buffer, "DIRECT_SLACK_SECONDS", 0.0)
     broker = HalfBroker()
     broker.told |= {"transactionTimeOut": "1000", "messageIndexSafe": "true"}
     return broker

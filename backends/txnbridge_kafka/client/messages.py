@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from txnbridge.spi import Partition
@@ -23,16 +23,7 @@ _TOPIC_ID = "txnbridge-topic-id:"
 
 
 def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> wire.Request:
-    topics = [
-        {
-            "name": topic,
-            "partitions": [
-                {"partition_index": number, "current_leader_epoch": -1, "timestamp": times[topic, number]}
-                for number in numbers
-            ],
-        }
-        for topic, numbers in by_topic(partitions).items()
-    ]
+    topics = _topics(partitions, lambda each: {"current_leader_epoch": -1, "timestamp": times[each]})
     return wire.LIST_OFFSETS(replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics)
 
 
@@ -44,21 +35,14 @@ def txn_offset_commit_request(
     offsets: Mapping[Partition, int],
     topic_ids: Mapping[Partition, str],
 ) -> wire.Request:
-    topics = [
-        {
-            "name": topic,
-            "partitions": [
-                {
-                    "partition_index": number,
-                    "committed_offset": offsets[topic, number],
-                    "committed_leader_epoch": -1,
-                    "committed_metadata": metadata_of(topic_ids.get((topic, number))),
-                }
-                for number in numbers
-            ],
-        }
-        for topic, numbers in by_topic(offsets).items()
-    ]
+    topics = _topics(
+        offsets,
+        lambda each: {
+            "committed_offset": offsets[each],
+            "committed_leader_epoch": -1,
+            "committed_metadata": metadata_of(topic_ids.get(each)),
+        },
+    )
     return wire.TXN_OFFSET_COMMIT(
         transactional_id=id,
         group_id=member.group,
@@ -69,6 +53,13 @@ def txn_offset_commit_request(
         group_instance_id=member.instance,
         topics=topics,
     )
+
+
+def _topics(partitions: Iterable[Partition], fields: Callable[[Partition], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"name": topic, "partitions": [{"partition_index": each, **fields((topic, each))} for each in numbers]}
+        for topic, numbers in by_topic(partitions).items()
+    ]
 
 
 def metadata_of(topic_id: str | None) -> str:
@@ -131,9 +122,7 @@ def active_producer(producer: Any) -> ActiveProducer:
 
 def topic_ids(metadata: Any) -> dict[str, str]:
     """Return topic ids by name from a metadata answer; the id is empty if the Kafka version has no topic ids."""
-    found = {
-        topic.name: getattr(topic, "topic_id", None) for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC
-    }
+    found = {each.name: getattr(each, "topic_id", None) for each in metadata.topics if each.error_code != UNKNOWN_TOPIC}
     return {name: str(id) if id is not None and id.int else "" for name, id in found.items()}
 
 

@@ -154,10 +154,8 @@ class Requests:
         what = f"adding a group to the transaction of {id!r}"
 
         def attempt(connections: Connections) -> None:
-            request = wire.ADD_OFFSETS_TO_TXN(
-                transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group
-            )
-            check(connections.send(connections.coordinator(id), request).error_code, what)
+            asked = wire.ADD_OFFSETS_TO_TXN(transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group)
+            check(connections.send(connections.coordinator(id), asked).error_code, what)
 
         self._runner.repeat(deadline, what, attempt)
 
@@ -362,9 +360,7 @@ class Requests:
                     if each.error_code == DONE:
                         producers[partition] = [messages.active_producer(active) for active in each.active_producers]
                     elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
-                        raise refused(
-                            each.error_code, f"asking for the producers of {messages.partition_name(partition)}"
-                        )
+                        raise refused(each.error_code, f"asking for producers of {messages.partition_name(partition)}")
             return producers
 
         return self._runner.repeat(deadline, "asking for producers", attempt) if left else producers

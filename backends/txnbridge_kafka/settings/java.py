@@ -27,10 +27,7 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "buffer.memory": ("queue.buffering.max.kbytes", lambda value: str(max(1, int(value) // 1024))),
     "receive.buffer.bytes": ("socket.receive.buffer.bytes", lambda value: _OWN_DEFAULT.get(value, value)),
     "send.buffer.bytes": ("socket.send.buffer.bytes", lambda value: _OWN_DEFAULT.get(value, value)),
-    "ssl.endpoint.identification.algorithm": (
-        "ssl.endpoint.identification.algorithm",
-        lambda value: value or "none",
-    ),
+    "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", lambda value: value or "none"),
 }
 _HANDLER = "sasl.login.callback.handler.class"
 # The Java classes that are ignored, because the same happens without them.

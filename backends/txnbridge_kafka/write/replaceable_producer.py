@@ -160,15 +160,13 @@ class ProducerSession:
         pid, epoch, member = self.opened.pid, self.opened.epoch, membership_of(context.metadata)
         lost = "the answer to an acknowledgement was lost"  # a copy of the request may still arrive (hazard H4)
         try:
-            result = self._cluster.requests.acknowledge(
-                self.id, pid, epoch, member, offsets, deadline, context.topic_ids
-            )
+            told = self._cluster.requests.acknowledge(self.id, pid, epoch, member, offsets, deadline, context.topic_ids)
         except DeadlineExceeded:
             self.stale = self.stale or lost
             raise
-        if result.answer_lost:
+        if told.answer_lost:
             self.stale = self.stale or lost
-        return None if result.code == DONE else KafkaError(result.code)
+        return None if told.code == DONE else KafkaError(told.code)
 
     def commit_by_request(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
         """Commit by a raw EndTxn. Return the broker's error or None, and whether the request was sent only once."""

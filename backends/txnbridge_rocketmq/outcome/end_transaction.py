@@ -114,30 +114,27 @@ class HalfEnder:
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
         """Lock a transaction's publishing in the block, unless another has the lock; yield the holder of the lock."""
+        with self.as_owner(transaction) as mine:
+            if not mine:
+                yield LockHolder.OTHER_THREAD
+                return
+            try:
+                yield LockHolder.CALLER if self._locked(transaction, deadline) else LockHolder.OTHER_PROCESS
+            finally:
+                self._send_lock_request(self._lock_of(transaction), groups.unlock)
+
+    @contextmanager
+    def as_owner(self, transaction: str) -> Iterator[bool]:
+        """Mark a transaction as being ended by this thread in the block; yield False if another thread has done so."""
         with self._lock:
             mine = transaction not in self._being_ended
             self._being_ended.add(transaction)
         try:
-            if not mine:
-                yield LockHolder.OTHER_THREAD
-            else:
-                yield LockHolder.CALLER if self._locked(transaction, deadline) else LockHolder.OTHER_PROCESS
+            yield mine
         finally:
             if mine:
                 with self._lock:
                     self._being_ended.discard(transaction)
-                self._send_lock_request(self._lock_of(transaction), groups.unlock)
-
-    @contextmanager
-    def as_owner(self, transaction: str) -> Iterator[None]:
-        """Run a block that publishes a transaction, which no other thread of this process ends in the meantime."""
-        with self._lock:
-            self._being_ended.add(transaction)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._being_ended.discard(transaction)
 
     def _locked(self, transaction: str, deadline: Deadline) -> bool:
         queue = self._lock_of(transaction)

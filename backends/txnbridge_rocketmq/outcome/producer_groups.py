@@ -54,12 +54,7 @@ class ProducerGroups:
     def groups(self) -> frozenset[str]:
         return frozenset(self._router.handlers)
 
-    def join(
-        self,
-        groups: Sequence[str],
-        handler: Callable[[Sequence[CheckBack]], None],
-        deadline: Deadline,
-    ) -> None:
+    def join(self, groups: Sequence[str], handler: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
         """Join producer groups. `handler` gets their check-backs, several in one call.
 
         Raise `InvalidOption` if other clients are in one of the groups.

@@ -235,9 +235,7 @@ class RocketMQReader(Reader):
             reader.is_cut_off = False
         if result.assignment is not None:
             self._remove([each for each in self._readers if each in result.assignment.taken], self._listener.lost)
-            self._remove(
-                [each for each in self._readers if each not in result.assignment.mine], self._listener.revoking
-            )
+            self._remove([key for key in self._readers if key not in result.assignment.mine], self._listener.revoking)
         for partition in (*result.positions.known, *result.positions.lost):
             reader = self._readers.get(partition) or self._add(partition, result.queues[partition])
             if result.moves.get(reader, reader.moves) == reader.moves:

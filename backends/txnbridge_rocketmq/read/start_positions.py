@@ -303,9 +303,7 @@ class GroupPositions:
 
         Return False if another member has recorded positions after `read_up_to`, up to which the log was read.
         """
-        acks = [
-            Ack(self._group, each, (position.next,), position.position, read_up_to) for each, position in begun.items()
-        ]
+        acks = [Ack(self._group, each, (at.next,), at.position, read_up_to) for each, at in begun.items()]
         with self._with_evidence(), self._events.step("step:start", None, group=self._group):
             log = self._ledger.begin(deadline)
             try:

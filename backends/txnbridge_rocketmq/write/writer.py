@@ -30,16 +30,8 @@ from txnbridge.spi import (
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_prepared, publish_exclusively
+from txnbridge_rocketmq.write import half_buffer
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
-from txnbridge_rocketmq.write.half_buffer import (
-    DIRECT_SLACK_SECONDS,
-    HalfBuffer,
-    HalfCount,
-    WrittenTopic,
-    halves_as_json,
-    halves_from_json,
-    immunity,
-)
 from txnbridge_rocketmq.write.message_format import choose_queue, ordering_key, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
@@ -71,14 +63,14 @@ class RocketMQWriter(Writer):
     def __init__(self, owner: WriterOwner, number: int) -> None:
         self._owner = owner
         self._number = number
-        self._unpublished: tuple[str, Sequence[HalfCount]] | None = None  # committed before, perhaps unpublished
+        self._unpublished: tuple[str, Sequence[half_buffer.HalfCount]] | None = None  # committed before
         self._cluster = owner.cluster
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._begun = Begin("", Deadline(0), False, None)
         self._forget()
 
     def _forget(self) -> None:
-        self._halves = HalfBuffer(self._cluster.client, self._cluster.settings.producer_group)
+        self._halves = half_buffer.HalfBuffer(self._cluster.client, self._cluster.settings.producer_group)
         self._acks: dict[RocketMQAckContext, list[Ack]] = {}
         self._direct = False  # whether an END without a decision in the log may have been sent
         self.messages = 0
@@ -123,7 +115,7 @@ class RocketMQWriter(Writer):
         self._halves.take(written, written.queues[number], message, deadline)
         self.messages += 1
 
-    def _written_topic(self, topic: str, partition: int | None, deadline: Deadline) -> WrittenTopic:
+    def _written_topic(self, topic: str, partition: int | None, deadline: Deadline) -> half_buffer.WrittenTopic:
         """Return the transaction's `WrittenTopic` for a topic, after a look-up of the topic at its first message.
 
         Raise `InvalidOption` if the transaction's timeout is longer than the time for which brokers send check-backs.
@@ -140,7 +132,7 @@ class RocketMQWriter(Writer):
                         f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
                         " and must send check-backs before. Use a shorter timeout, or change the broker's settings"
                     )
-                written = self._halves.written[topic] = WrittenTopic(queues, settings)
+                written = self._halves.written[topic] = half_buffer.WrittenTopic(queues, settings)
             written.queues = queues
         return written
 
@@ -164,7 +156,7 @@ class RocketMQWriter(Writer):
             self._halves.flush(deadline)
 
     def evidence(self) -> Evidence:
-        how = halves_as_json(self._halves.topics) if self._direct else {}
+        how = half_buffer.halves_as_json(self._halves.topics) if self._direct else {}
         return Evidence(how, self.messages, self._expires_at, self._origin.log)
 
     # --- ending -------------------------------------------------------------------------------------------------------
@@ -192,8 +184,8 @@ class RocketMQWriter(Writer):
         if self.messages != 1 or self._acks or self._owner.owned:
             return False
         (written,) = (each for each in self._halves.written.values() if each.count)
-        immune = immunity(written.settings)
-        in_time = self._expires_at / 1000 - time.time() > immune + DIRECT_SLACK_SECONDS
+        immune = half_buffer.immunity(written.settings)
+        in_time = self._expires_at / 1000 - time.time() > immune + half_buffer.DIRECT_SLACK_SECONDS
         return in_time and self._halves.age < immune / 2 and self._owner.ender.finds_published(written.settings)
 
     def _publish_undecided(self, deadline: Deadline) -> bool:
@@ -261,7 +253,8 @@ class RocketMQWriter(Writer):
         return [ack for acks in self._acks.values() for ack in acks]
 
     def _claim(self, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()) -> LedgerClaim:
-        transaction, data = self._begun.transaction, {**halves_as_json(self._halves.topics), "writer": self._number}
+        halves, transaction = half_buffer.halves_as_json(self._halves.topics), self._begun.transaction
+        data = {**halves, "writer": self._number}
         with self._cluster.context.events.step("step:decide", transaction, decision=decision.value) as step:
             claim = self._owner.ledger.claim(transaction, decision, data, deadline, log=self._origin.log, acks=acks)
             step["decided"] = claim.decision.value
@@ -345,7 +338,7 @@ class RocketMQWriter(Writer):
             ) from error
         else:
             if claim.decision is Decision.COMMIT:
-                self._unpublished = transaction, halves_from_json(claim.data)
+                self._unpublished = transaction, half_buffer.halves_from_json(claim.data)
             else:
                 self._drop(deadline)
 
