@@ -27,9 +27,7 @@ class Queue:
 
     records: list[MessageExt] = field(default_factory=list)
     log: int = 0
-    halves: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # the commit log offsets of each half's copies, oldest first
+    halves: dict[int, list[int]] = field(default_factory=dict)  # commit log offsets of each half's copies, oldest first
 
     def store(self, number: int) -> None:
         self.log += 1
@@ -177,7 +175,11 @@ def test_messages_of_others_are_never_taken_for_repeats():
 def test_messages_of_another_client_with_the_headers_of_one_of_ours_are_no_repeats():
     queue = in_order(1)
     (ours,) = queue.records
-    for number in (1, 2):
-        own = {**ours.properties, Property.UNIQUE_KEY: str(number)}
-        queue.records.append(replace(ours, queue_offset=number, properties=own))
-    assert Reading(queue).read(0, 3) == [0, 1, 2]
+    for number, key, flag in (
+        (1, "1", 8),
+        (2, "2", 8),
+        (3, ours.properties[Property.UNIQUE_KEY], 0),
+    ):  # the last is sent on as it is
+        own = {**ours.properties, Property.UNIQUE_KEY: key}
+        queue.records.append(replace(ours, queue_offset=number, system_flag=flag, properties=own))
+    assert Reading(queue).read(0, 4) == [0, 1, 2, 3]

@@ -133,13 +133,13 @@ class Bounded(Broker):
         return [offset for offset in self.offsets() if offset < 300]
 
 
+def marks(number, **more):
+    mark, origin = TransactionPlace("transaction", number), HalfOrigin({"at": [0], "id": "x"}, 0)
+    return pairs(**properties(mark, origin), **{Property.UNIQUE_KEY: unique_key("orders", mark)}, **more)
+
+
 def marked(offset):
-    mark = TransactionPlace("transaction", offset)
-    own = {
-        **properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0)),
-        Property.UNIQUE_KEY: unique_key("orders", mark),
-    }
-    return record(offset, properties=pairs(**own), prepared_offset=900 + offset)
+    return record(offset, properties=marks(offset), prepared_offset=900 + offset, system_flag=8)
 
 
 def test_a_pull_of_large_messages_asks_for_no_more_than_an_answer_has_room_for():
@@ -307,18 +307,11 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
 
 # --- repeats ----------------------------------------------------------------------------------------------------------
 
-MARK = TransactionPlace("t", 0)
-OWN = pairs(
-    **{
-        **properties(MARK, HalfOrigin({"at": [0], "id": "x"}, 0)),
-        Property.UNIQUE_KEY: unique_key("orders", MARK),
-        Property.CHECKS: "1",
-    }
-)
+OWN = marks(0, **{Property.CHECKS: "1"})
 
 
 def test_a_message_is_held_back_until_the_broker_has_told_whether_it_was_there_before():
-    copy, original = record(5, properties=OWN), record(2, properties=OWN)
+    copy, original = (record(at, properties=OWN, system_flag=8) for at in (5, 2))
     cursor, broker = reading(found(copy, record(6), end=7), at=5, lookups=[None])
     assert go(cursor, broker) == []
     cursor, broker = reading(found(copy, record(6), end=7), at=5, lookups=[[original, copy]])
@@ -327,7 +320,7 @@ def test_a_message_is_held_back_until_the_broker_has_told_whether_it_was_there_b
 
 def test_a_look_up_that_does_not_find_the_message_itself_proves_nothing():
     at_once = replace(QUICK, read_look_up_pause=0.0)
-    copy, original = record(5, properties=OWN), record(2, properties=OWN)
+    copy, original = (record(at, properties=OWN, system_flag=8) for at in (5, 2))
     cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], [], [original, copy]], timing=at_once)
     assert go(cursor, broker) == [] and cursor.next == 6 and not broker.lookups
     never = replace(at_once, index_timeout=-1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from txnbridge_rocketmq.client.protocol.codes import Property
+from txnbridge_rocketmq.client.protocol.codes import Property, SystemFlag
 from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.write.transaction_properties import place_of
 
@@ -76,8 +76,10 @@ def _key_of(record: MessageExt) -> str | None:
     """Return the unique key of a message that a bridge sent in a transaction; None for messages of other clients.
 
     Another client may copy the headers of a bridge's message into several messages, each with a unique key of its own.
+    A Java client that sends a message on keeps its unique key too, but no half of a bridge was committed for the copy.
     """
-    return None if place_of(record) is None else record.unique_key
+    was_half = record.system_flag & SystemFlag.ABORTED == SystemFlag.COMMITTED
+    return record.unique_key if was_half and place_of(record) is not None else None
 
 
 # The properties that brokers add to a half when they copy it for a check-back.
