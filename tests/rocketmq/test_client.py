@@ -129,13 +129,20 @@ def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):
             assert client._name_servers[0] == cluster.name_server.address
 
 
-def test_a_name_server_that_is_not_ready_leaves_it_to_the_next(cluster):
+def test_a_name_server_that_is_not_ready_or_knows_no_broker_yet_leaves_it_to_the_next(cluster):
     def refuse(peer: Peer, command: RemotingCommand) -> None:
         peer.answer(command, ResponseCode.SYSTEM_ERROR, remark="name server not ready")
 
-    with FakeBroker(refuse) as starting:
-        with RemotingClient([starting.address, cluster.name_server.address]) as client:
-            assert client.brokers(LONG) == {"a": cluster.broker.address}
+    def know_nothing(peer: Peer, command: RemotingCommand) -> None:
+        peer.answer(command, ResponseCode.TOPIC_NOT_EXIST if "topic" in command.fields else 0, body=b"{}")
+
+    with FakeBroker(refuse) as starting, FakeBroker(know_nothing) as empty:
+        for first in (starting.address, empty.address):
+            with RemotingClient([first, cluster.name_server.address]) as client:
+                assert client.brokers(LONG) == {"a": cluster.broker.address}
+                assert client.route("orders", LONG) and client.route("missing", LONG) is None
+        with RemotingClient([empty.address, cluster.name_server.address, starting.address]) as client:
+            assert client.route("missing", LONG) is None
         with RemotingClient([starting.address]) as client, pytest.raises(errors.ErrorResponse, match="not ready"):
             client.brokers(LONG)
 
@@ -281,9 +288,7 @@ def test_check_backs_reach_the_callback_and_malformed_ones_are_passed_over(clust
 
 def test_a_callback_may_ask_the_broker(cluster):
     said: list[str] = []
-    with RemotingClient(
-        [cluster.name_server.address], on_checks=lambda checks: said.extend(map(ask, checks))
-    ) as client:
+    with RemotingClient([cluster.name_server.address], on_checks=lambda asked: said.extend(map(ask, asked))) as client:
 
         def ask(check: CheckBack) -> str:
             return client.call(check.broker, echo(), LONG)

@@ -1,10 +1,5 @@
 """A client of one cluster: sends requests to brokers by name, sends heartbeats, and receives check-backs.
 
-    with RemotingClient(["127.0.0.1:9876"]) as client:
-        queue = client.route("orders", timeout=5).writable[0]
-        request = send(WireMessage("orders", b"hello"), "shop", queue.queue)
-        result = client.call(queue.broker, request, timeout=5)
-
 The client repeats no request to a broker, because only the caller knows whether that is safe.
 """
 
@@ -49,6 +44,8 @@ _BROKER_LIST_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
 # Seconds for unregistering. Brokers also notice the end of the connection.
 _LEAVE_SECONDS = 1.0
+# How long a name server is asked for what another one does not know. Mostly there is no such topic.
+_SECOND_OPINION_SECONDS = 1.0
 # The maximum age of a cached route, as in the Java client.
 _ROUTE_SECONDS = 30.0
 # The response codes of a name server that cannot look now.
@@ -166,24 +163,33 @@ class RemotingClient:
         return cast(T, result)
 
     def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
-        """Send an idempotent request to one name server after the other, and return the first result."""
+        """Send an idempotent request to one name server after the other, and return the first result that is not empty.
+
+        A name server that has just started knows nothing before the brokers register there, in half a minute.
+        """
         until = time.monotonic() + timeout
         last: RemotingError | None = None
+        empty: list[T] = []
         for number, address in enumerate(list(self._name_servers)):
             left = until - time.monotonic()
-            if last is not None and left <= 0:
+            if (last is not None or empty) and left <= 0:
                 break
             try:
                 # Divide the time, so that a silent name server leaves time for the others.
-                return self.call_address(address, request, left / (len(self._name_servers) - number))
+                share = left / (len(self._name_servers) - number)
+                result = self.call_address(address, request, min(share, _SECOND_OPINION_SECONDS) if empty else share)
+                if result:
+                    return result
+                empty.append(result)
             except RemotingError as error:
                 # A name server that has just started (needWaitForService), or is overloaded, leaves it to the others.
-                if isinstance(error, ErrorResponse) and error.code not in _BUSY:
+                if isinstance(error, ErrorResponse) and error.code not in _BUSY and not empty:
                     raise
                 last = error
                 with self._lock:
                     self._name_servers.sort(key=lambda each: each == address)  # it is asked last from now on
-        assert last is not None
+        if last is None or empty:
+            return empty[0]
         raise last
 
     def route(self, topic: str, timeout: float, fresh: bool = False) -> TopicRoute | None:
@@ -309,19 +315,16 @@ class RemotingClient:
                 connection = self._connections.get(address)
             if connection is not None and connection.is_open:
                 return connection
-            return self._connect(address, until)
-
-    def _connect(self, address: str, until: float) -> RemotingConnection:
-        if self._closed.is_set():
-            raise Unreachable("this client is closed")
-        connection = RemotingConnection(
-            address, until - time.monotonic(), self._settings, self._take_notification, on_end=self._lost
-        )
-        with self._lock:
-            self._connections[address] = connection
-        if self._closed.is_set():  # `close` may have listed the connections before this one was added
-            connection.close()
-        return connection
+            if self._closed.is_set():
+                raise Unreachable("this client is closed")
+            connection = RemotingConnection(
+                address, until - time.monotonic(), self._settings, self._take_notification, on_end=self._lost
+            )
+            with self._lock:
+                self._connections[address] = connection
+            if self._closed.is_set():  # `close` may have listed the connections before this one was added
+                connection.close()
+            return connection
 
     def _lost(self, connection: RemotingConnection) -> None:
         with self._lock:
