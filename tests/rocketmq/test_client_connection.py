@@ -5,15 +5,19 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from txnbridge_rocketmq.client import connection as connection_module
 from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.transport import connect
 
 from tests.in_time import GRACE, within
 from tests.rocketmq.kit import ANSWER, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads
@@ -52,6 +56,19 @@ def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(broker, monke
     del found[1:]
     with pytest.raises(errors.Unreachable, match="not supported"):
         RemotingConnection(broker.address, LONG)
+
+
+def test_a_connection_without_a_thread_is_closed_and_counts_as_unreachable(broker, monkeypatch):
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't start new thread")
+
+    opened = connect(broker.address, time.monotonic() + LONG, None)
+    monkeypatch.setattr(connection_module, "connect", lambda *_: opened)
+    monkeypatch.setattr(connection_module, "threading", SimpleNamespace(**{**vars(threading), "Thread": Refused}))
+    with pytest.raises(errors.Unreachable, match="can't start new thread"):
+        RemotingConnection(broker.address, LONG)
+    assert opened.fileno() == -1
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from txnbridge_rocketmq.client.credentials import Credentials
-from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.errors import (
+    Disconnected,
+    ProtocolViolation,
+    RemotingError,
+    ResponseTimeout,
+    Unreachable,
+)
 from txnbridge_rocketmq.client.protocol.frames import ANSWER, FrameDecoder, RemotingCommand, RpcRequest, encode
 from txnbridge_rocketmq.client.signal_safe_locks import Slot, Slots
 from txnbridge_rocketmq.client.transport import RemotingTransport, connect
@@ -136,7 +142,11 @@ class RemotingConnection:
         self._ended: RemotingError | None = None
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self._read, name=f"rocketmq {address}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # this machine starts no more threads now
+            self._wire.release()
+            raise Unreachable(f"{address}: {error}") from error
 
     @property
     def is_open(self) -> bool:
