@@ -365,8 +365,11 @@ def test_a_published_message_that_is_asked_about_is_not_published_again(owner, o
     assert broker.seen("a") == VALUES
 
 
-def test_a_bridge_looks_again_at_half_messages_discarded_while_it_could_not_read_its_log(owner, broker, log):
+def test_a_bridge_looks_again_at_discarded_half_messages_while_its_log_or_another_broker_fails(owner, broker, log):
     other = Process(broker, log, "other", discarded_retry=0.01, discarded_pause=0.01)
+    brokers: Any = other.cluster.brokers
+    config, brokers.names = brokers.config, lambda deadline: ["away", HOME]
+    brokers.config = lambda name, deadline: config(name, deadline) if name == HOME else refuse(b"", deadline)
     writer = stored(owner)
     assert writer._claim(Decision.COMMIT, Deadline(60)).decision is Decision.COMMIT
     broker.discard()

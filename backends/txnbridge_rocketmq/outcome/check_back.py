@@ -179,25 +179,33 @@ class CheckBackHandler:
         topic, and never names the discarded record: the broker would end another half, which has the same offset in the
         half topic. Undecided half messages of applications wait until an administrator resumes or ends them.
         """
-        pause = self._timing.discarded_retry
+        pauses: list[float] = []
         try:
             with self._in_time() as deadline:
                 self._review_groups(deadline)
                 brokers = self._cluster.brokers.names(deadline)
-                patience = min(self._cluster.brokers.config(broker, deadline).discarded_after for broker in brokers)
+            pauses = [self._end_discarded_of(broker) for broker in brokers]
+        except Exception as error:  # after any error the next call may succeed
+            _log.debug("discarded halves are tried again later: %s", error)
+        return max(self._timing.discarded_pause, min(pauses, default=self._timing.discarded_retry))
+
+    def _end_discarded_of(self, broker: str) -> float:
+        """End the halves that one broker has discarded. Return the seconds until the next call."""
+        try:
+            with self._in_time() as deadline:
+                patience = self._cluster.brokers.config(broker, deadline).discarded_after
             left = [
                 transaction
-                for broker in brokers
                 for transaction, half in self._discarded(broker)
                 if not self._settle_quietly(transaction, [(broker, half)])
                 and transaction not in self._lost
                 and self._is_own(half)
             ]
             if not left:
-                pause = min(patience / 3, _LONGEST_PAUSE_SECONDS)
-        except Exception as error:  # after any error the next call may succeed
-            _log.debug("discarded halves are tried again later: %s", error)
-        return max(self._timing.discarded_pause, pause)
+                return min(patience / 3, _LONGEST_PAUSE_SECONDS)
+        except Exception as error:  # the other brokers' halves do not wait for this broker
+            _log.debug("discarded halves of broker %s are tried again later: %s", broker, error)
+        return self._timing.discarded_retry
 
     def _review_groups(self, deadline: Deadline) -> None:
         """Log a warning, once for each producer group of this bridge, if other clients are members of the group."""
