@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,12 @@ def test_a_transaction_with_a_half_message_not_plainly_stored_is_not_prepared(ow
         finish(other, token_of(owner, 1, writer))
     answer_all(other, broker)
     assert broker.published == []
+
+
+def test_a_token_that_claims_many_messages_in_one_half_is_damaged(owner, other):
+    token = token_of(owner, 1, stored(owner))
+    with pytest.raises(errors.InvalidToken, match="damaged"):
+        finish(other, replace(token, how={"halves": [["a", HOME, 1 << 10]]}, expires_at=1))
 
 
 @pytest.mark.parametrize("fault", ["lose request", "lose answer", int(ResponseCode.SYSTEM_BUSY)])

@@ -306,7 +306,10 @@ def _whole(token: Token) -> PrepareRecord | None:
     """Return a prepare record made from the token of a transaction that is only one half; None for other tokens."""
     if not token.how or token.expires_at is None:
         return None
-    return PrepareRecord(halves_from_json(token.how), (), token.expires_at, whole=True)
+    topics = halves_from_json(token.how)
+    if [each.count for each in topics] != [1]:
+        raise errors.InvalidToken("this token is damaged: it does not name one message")
+    return PrepareRecord(topics, (), token.expires_at, whole=True)
 
 
 def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
