@@ -319,10 +319,13 @@ def test_settings_are_lines():
     [("0.95", StorageFailed), ("0,97", StorageFailed), ("1.00", StorageFailed), ("0.42", BrokerUnavailable)],
 )
 def test_a_broker_that_stores_nothing_now_is_asked_again_unless_its_disk_is_full(used, kind):
-    text = (
-        f"reasons: the broker's disk is full [CL:  {used} CQ:  0.42 INDEX:  0.42], messages are put to the slave, etc."
-    )
+    text = f"reasons: the broker's disk is full [CL:  {used} CQ:  0.42 INDEX:  0.42], messages are put to the slave"
     assert type(translate(ErrorResponse(ResponseCode.SERVICE_NOT_AVAILABLE, text, "sending"), "sending")) is kind
+
+
+def test_a_group_that_the_broker_does_not_create_comes_with_the_setting_that_lets_it_do_so():
+    missing = ErrorResponse(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, "group [g] does not exist", "reading")
+    assert "autoCreateSubscriptionGroup=true" in str(translate(missing, "reading"))
 
 
 # --- the package ------------------------------------------------------------------------------------------------------
