@@ -2,12 +2,20 @@
 
 import os
 import uuid
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from txnbridge_rocketmq.admin.admin import RocketMQAdmin
 from txnbridge_rocketmq.admin.doctor import check_disk, check_open, check_settings
 from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.errors import ErrorResponse, Unreachable
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, encode
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
+from txnbridge_rocketmq.client.routes import TopicRoute
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
 from tests.rocketmq.kit import LONG, cluster_for, settings_for
@@ -302,6 +310,17 @@ def test_parked_half_messages_are_counted_by_their_group():
     assert advice["half messages of my shop"].remedy == "txnbridge resolver parked --group 'my shop'"
 
 
+@pytest.mark.offline
+def test_a_topic_that_may_not_be_read_is_told_before_a_read_and_one_whose_broker_is_away_is_not():
+    told = {"mine": None, "secret": ErrorResponse(ResponseCode.NO_PERMISSION, "", ""), "away": Unreachable("")}
+    client = SimpleNamespace(
+        route=lambda topic, *_, **__: TopicRoute(topic, (Queue(topic, topic, 0),), (), {}),
+        call_all=lambda asked, seconds: [told[broker] for broker, _ in asked],
+    )
+    cluster: Any = SimpleNamespace(client=client, topics=None)
+    assert RocketMQAdmin(HalfEnder(cluster)).unreadable([*told], soon()) == ["secret"]
+
+
 @live
 def test_a_broker_tells_how_full_its_disk_is(rocketmq_broker, client):
     told = client.call("broker-1", administration.disk_ratio(), LONG)
@@ -313,9 +332,7 @@ def test_a_broker_tells_how_full_its_disk_is(rocketmq_broker, client):
 @live
 def test_the_doctor_judges_the_settings_that_a_broker_has_now(admin, settings):
     def problems():
-        return [
-            each.text for each in admin.check(soon()) if each.level == "problem" and each.subject == "broker broker-1"
-        ]
+        return [one.text for one in admin.check(soon()) if one.level == "problem" and one.subject == "broker broker-1"]
 
     assert problems() == []
     settings(transactionOpBatchInterval=3000, transactionOpMsgMaxSize=4096)

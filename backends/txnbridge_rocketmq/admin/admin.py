@@ -8,15 +8,19 @@ from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound
 from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Outcome, Partition, Position, TopicInfo
 from txnbridge_rocketmq.admin import doctor, open_halves
 from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.retry import retry_call
+from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.names import is_system_topic
 from txnbridge_rocketmq.topics import route_of
 
 # Each cluster and each broker has a system topic of its own name. A cluster has a second one with this suffix.
 _REPLY_SUFFIX = "_REPLY_TOPIC"
+# Timeout of the requests that test the right to read topics. A live broker answers in milliseconds.
+_RIGHTS_SECONDS = 2.0
 
 
 class RocketMQAdmin(Admin):
@@ -56,6 +60,16 @@ class RocketMQAdmin(Admin):
         clusters = {name.removesuffix(_REPLY_SUFFIX) for name in names if name.endswith(_REPLY_SUFFIX)}
         systems = {*clusters, *(name + _REPLY_SUFFIX for name in clusters), *self._cluster.brokers.names(deadline)}
         return [name for name in names if name not in systems and not self._is_internal(name)]
+
+    def unreadable(self, topics: Sequence[str], deadline: Deadline) -> list[str]:
+        """Return the topics in which a broker refuses to look for a message. A broker that is away refuses nothing."""
+        client = self._cluster.client
+        routes = [found for topic in topics if (found := route_of(client, topic, deadline)) and found.readable]
+        asked = [(each.readable[0].broker, read_requests.newest_by_unique_key(each.topic, "-")) for each in routes]
+        answers = client.call_all(asked, min(_RIGHTS_SECONDS, deadline.left()))
+        told = zip(routes, answers, strict=True)
+        failed = [(each.topic, translate(answer, "")) for each, answer in told if isinstance(answer, RemotingError)]
+        return [topic for topic, error in failed if isinstance(error, AccessDenied)]
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         names, users = self._topics.all(deadline), set(self.topic_names(deadline))
@@ -104,9 +118,7 @@ class RocketMQAdmin(Admin):
         A half of another client counts as a transaction with an empty transactional id.
         """
         listed = open_halves.list_open(self._cluster, deadline)
-        return [
-            open_halves.as_open_transaction(self._cluster, each) for each in listed if each.owner.startswith(owners)
-        ]
+        return [open_halves.as_open_transaction(self._cluster, one) for one in listed if one.owner.startswith(owners)]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """End an open transaction, and return its outcome.
