@@ -6,6 +6,7 @@ import base64
 import http.server
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -434,8 +435,9 @@ def test_while_the_endpoint_is_away_a_token_is_used_until_it_dies(endpoint, cloc
         provider.token(LATE)
 
 
-def test_a_token_whose_life_is_not_told_is_used_once(endpoint):
-    endpoint.lives = None
+@pytest.mark.parametrize("lives", [None, "soon", math.nan, [], 10**400], ids=lambda told: str(told)[:4])
+def test_a_token_whose_life_is_not_told_is_used_once(endpoint, lives):
+    endpoint.lives = lives
     provider = tokens(endpoint)
     assert provider.token(LATE) != provider.token(LATE)
 

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import math
 import os
 import ssl
 import tempfile
@@ -183,8 +184,15 @@ def _naming_option(option: str) -> Iterator[None]:
 
 # An OAuth token is renewed after this share of its lifetime, as by Kafka's Java client and librdkafka.
 _RENEWED_SHARE = 0.8
-# The lifetime of an OAuth token without `expires_in`: with 0 a new token is fetched for each connection.
-_DEFAULT_LIFETIME = 0.0
+
+
+def _lifetime(told: Any) -> float:
+    """Return a token's lifetime in seconds; 0, with which each connection gets a new token, if it is not well told."""
+    try:
+        seconds = float(told)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return seconds if seconds < math.inf else 0.0
 
 
 class OAuthTokens:
@@ -217,7 +225,7 @@ class OAuthTokens:
                     if now >= self._expires_at:
                         raise
                 else:
-                    life = float(answer.get("expires_in", _DEFAULT_LIFETIME))
+                    life = _lifetime(answer.get("expires_in"))
                     self._token = str(answer["access_token"])
                     self._renew_at, self._expires_at = now + _RENEWED_SHARE * life, now + life
             return self._token
