@@ -27,7 +27,7 @@ from txnbridge_kafka.topics import KafkaTopics
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
-from txnbridge.errors import AccessDenied, InvalidToken
+from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken
 from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, TokenState
 
 pytestmark = pytest.mark.offline
@@ -173,7 +173,8 @@ class Leftovers:
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
         places = (("orders", 0),)
-        return {id: TransactionDescription(id, self.state, self.hanging[id], 0, 5, self._timeout, places) for id in ids}
+        pids = {id: self.hanging[id] for id in ids if id in self.hanging}
+        return {id: TransactionDescription(id, self.state, pids[id], 0, 5, self._timeout, places) for id in pids}
 
     def transactions(self, deadline: Deadline, pids: Sequence[int]) -> list[TransactionListing]:
         return [TransactionListing(id, pid, self.state) for id, pid in self.hanging.items()]
@@ -205,10 +206,8 @@ TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no
 def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
     leftovers: Leftovers, left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decisions = {
-        id: [RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))] for id, pid in leftovers.hanging.items()
-    }
-    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda _, id, __: decisions[id])
+    told = {id: [RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))] for id, pid in leftovers.hanging.items()}
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda _, id, __: told[id])
     cluster: Any = Fields(requests=leftovers, settings=read())
     hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
     assert [*leftovers.hanging] == left
@@ -221,6 +220,22 @@ def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(
     cluster: Any = Fields(requests=leftovers, settings=read(), topics=Fields(all=lambda deadline: {}))
     context: Any = None
     assert admin.KafkaAdmin(cluster, context).end("first", Decision.ABORT, Deadline(30)) is Outcome.ABORTED
+
+
+@pytest.mark.parametrize(("named", "decision"), [("shop/x/1", Decision.ABORT), ("shop.p0", Decision.COMMIT)])
+def test_what_an_unreadable_log_may_have_prepared_is_called_neither_ended_nor_unprepared(
+    named: str, decision: Decision
+) -> None:
+    def lose(*_: object) -> Any:
+        raise EvidenceLost("the log has lost records")
+
+    leftovers = Leftovers()
+    leftovers.state, leftovers.hanging = "Ongoing", {"shop.p0": 1}
+    topics = Fields(all=lambda deadline: {read().log_topic("shop"): None})
+    cluster: Any = Fields(requests=leftovers, settings=read(), topics=topics)
+    context: Any = Fields(ledger=lambda application, owner: Fields(entries=lose))
+    with pytest.raises(EvidenceLost):
+        admin.KafkaAdmin(cluster, context).end(named, decision, Deadline(30))
 
 
 @pytest.mark.parametrize("how", [{"pid": 1 << 63}, {"epoch": 1 << 15}, {"pid": -1}, {"epoch": -1}], ids=str)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from confluent_kafka import KafkaException
 
@@ -117,9 +118,7 @@ class KafkaAdmin(Admin):
             for last in users:
                 # A transaction that is ending is complete within milliseconds. Its writer may have seen the end.
                 if last.state == OPEN or deadline.left() <= _CHECK_SECONDS:
-                    raise errors.InvalidState(
-                        f"topic {name!r} is in use by the transaction of {last.id}; end that first"
-                    )
+                    raise errors.InvalidState(f"topic {name!r} is in use by the transaction of {last.id}; end it first")
             time.sleep(_CHECK_SECONDS)
         self._topics.delete(name, deadline)
 
@@ -218,19 +217,19 @@ class KafkaAdmin(Admin):
         if prepared is not None:
             token = token_of(prepared.entry, self._requests.cluster_id(deadline))
             return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
-        if last is None or last.state not in _UNENDED:
+        if last is not None and last.state in _UNENDED and last.state != OPEN:
+            return Outcome.COMMITTED if last.state in COMMITTED else Outcome.ABORTED
+        if records.unread is not None:
+            # The unread decision log may have a prepare record and a commit decision of the transaction.
+            raise records.unread
+        if last is None or last.state != OPEN:
             raise errors.NotFound(
                 f"no open or prepared transaction {transaction!r}: it has ended, or was never begun here"
             )
-        if last.state != OPEN:
-            return Outcome.COMMITTED if last.state in COMMITTED else Outcome.ABORTED
         if commit:
             raise errors.InvalidState(
                 f"transaction {transaction!r} is open and not prepared: only its writer can commit it"
             )
-        if records.unread is not None:
-            # The unread decision log may have a prepare record and a commit decision of the transaction.
-            raise records.unread
         return self._abort(last, deadline)
 
     def _records(self, deadline: Deadline) -> _PrepareRecords:
@@ -305,7 +304,6 @@ class _PrepareRecords:
         self._logs_begin = logs
         self._context = context
         self._deadline = deadline
-        self._applications: list[str] | None = None
         self._by_owner: dict[str, dict[_Key, _Prepared]] = {}
         self.unread: errors.TxnBridgeError | None = None  # the error of a decision log that could not be read
 
@@ -328,7 +326,7 @@ class _PrepareRecords:
 
     def knows(self, owner: str) -> bool:
         """Return whether a decision log that could be read knows the owner, and so has the owner's prepare records."""
-        for application in self._application_names():
+        for application in self._applications:
             with suppress(errors.TxnBridgeError):
                 if self._context.ledger(application, owner).newest_opening(self._deadline) is not None:
                     return True
@@ -336,7 +334,7 @@ class _PrepareRecords:
 
     def _of_owner(self, owner: str) -> dict[_Key, _Prepared]:
         if owner not in self._by_owner:
-            ledgers = [self._context.ledger(application, owner) for application in self._application_names()]
+            ledgers = [self._context.ledger(application, owner) for application in self._applications]
             self._by_owner[owner] = {
                 (each.data["id"], each.data["pid"], each.data["start"]): _Prepared(each, ledger)
                 for ledger in ledgers
@@ -354,11 +352,10 @@ class _PrepareRecords:
             self.unread = error
             return []
 
-    def _application_names(self) -> list[str]:
-        if self._applications is None:
-            names = self._topics.all(self._deadline)
-            self._applications = [name[len(self._logs_begin) :] for name in names if name.startswith(self._logs_begin)]
-        return self._applications
+    @cached_property
+    def _applications(self) -> list[str]:
+        names = self._topics.all(self._deadline)
+        return [name[len(self._logs_begin) :] for name in names if name.startswith(self._logs_begin)]
 
 
 def owner_of(id: str) -> str:
