@@ -166,9 +166,9 @@ def test_dropping_records_follows_a_leader_that_has_moved(cluster: Cluster, requ
 class Leftovers:
     """The coordinator and the leader of transactions that hang in a partition, by their ids."""
 
-    def __init__(self, timeout: int = 60_000, refusal: Exception | None = None) -> None:
+    def __init__(self, timeout: int = 60_000, refusal: Exception | None = None, foreign: Sequence[str] = ()) -> None:
         self.hanging = {"first": 1, "second": 2}
-        self._timeout, self._refusal = timeout, refusal
+        self._timeout, self._refusal, self._foreign = timeout, refusal, foreign
         self.state = "CompleteCommit"
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
@@ -185,6 +185,8 @@ class Leftovers:
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> None:
         if timeout_ms > 900_000:
             raise InvalidOption("INVALID_TRANSACTION_TIMEOUT")
+        if id in self._foreign:
+            raise AccessDenied("TRANSACTIONAL_ID_AUTHORIZATION_FAILED")
 
     def write_markers(self, pid: int, *_: object) -> None:
         if pid == 1 and self._refusal is not None:
@@ -200,8 +202,9 @@ TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no
     [
         (Leftovers(refusal=BrokerUnavailable("NOT_ENOUGH_REPLICAS")), ["first"]),
         (Leftovers(timeout=TWO_PHASE), []),
+        (Leftovers(foreign=["first"]), ["first"]),
     ],
-    ids=["too few replicas", "no time-out"],
+    ids=["too few replicas", "no time-out", "an id of others"],
 )
 def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
     leftovers: Leftovers, left: list[str], monkeypatch: pytest.MonkeyPatch
@@ -211,6 +214,20 @@ def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
     cluster: Any = Fields(requests=leftovers, settings=read())
     hanging_transactions.write_missing_markers_of_others(cluster, [("orders", 0)], Deadline(30))
     assert [*leftovers.hanging] == left
+
+
+def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decision = RecordedDecision(1, 0, True, frozenset([("orders", 0)]))
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [decision])
+    leftovers = Leftovers(foreign=["first"])
+    del leftovers.hanging["second"]
+    cluster: Any = Fields(requests=leftovers, settings=read(), watched_partitions={("orders", 0)})
+    monitor = hanging_transactions.HangingTransactionMonitor(cluster)
+    assert all(monitor.check() for _ in range(3))
+    (told,) = caplog.messages
+    assert "txnbridge transactions repair first" in told
 
 
 def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch):

@@ -36,6 +36,7 @@ _log = logging.getLogger("txnbridge")
 
 # An id is in the state "Empty" if it was opened again after its last transaction.
 _ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
+_REPAIR = "An administrator writes the missing markers by: txnbridge transactions repair {} --yes --reason TEXT"
 
 OpenPartitions = Mapping[Partition, ActiveProducer]  # the partitions in which one producer has a transaction open
 
@@ -143,8 +144,7 @@ def write_missing_markers_of_others(
             if open_in and requests.describe([id], deadline).get(id) == ended:
                 written += _fence_and_write(cluster, ended, open_in, decisions, deadline)
         except AccessDenied as error:
-            command = f"txnbridge transactions repair {id} --yes --reason TEXT"
-            raise AccessDenied(f"{error}. An administrator writes the missing markers by: {command}") from error
+            raise AccessDenied(f"{error}. {_REPAIR.format(id)}") from error
         except TxnBridgeError as error:
             failed = error
     if failed is not None and not written:
@@ -171,7 +171,10 @@ def _fence_and_write(
     if max(each.epoch for each in decided.values()) < epoch:
         epoch -= 1
     else:
-        cluster.requests.fence(ended.id, int(cluster.settings.timeout * 1000), deadline)
+        try:
+            cluster.requests.fence(ended.id, int(cluster.settings.timeout * 1000), deadline)
+        except AccessDenied as error:  # to this id alone: the search for other transactions goes on
+            raise StorageFailed(f"{error}. {_REPAIR.format(ended.id)}") from error
     decisions = [each for each in decisions if each.pid == ended.pid and each.epoch <= epoch]
     partitions = sorted({partition for each in decisions for partition in each.partitions})
     everywhere = _by_producer(cluster.requests.producers(partitions, deadline)).get(ended.pid, {})
@@ -338,6 +341,7 @@ class HangingTransactionMonitor:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._before: dict[int, OpenPartitions] = {}
+        self._warned = ""
         weakref.finalize(self, self._ended.set).atexit = False
 
     def start(self) -> None:
@@ -359,13 +363,15 @@ class HangingTransactionMonitor:
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("wrote the missing control marker of the hanging transaction %s", written)
-        except (AccessDenied, NotSupported) as error:
-            _log.warning(
-                "readers may wait for a hanging transaction, which cannot be looked for or ended from here: %s. See"
-                " txnbridge doctor",
-                error,
-            )
-            return False  # each attempt would fence a running producer
+        except (AccessDenied, NotSupported, StorageFailed) as error:
+            if str(error) != self._warned:
+                self._warned = str(error)
+                _log.warning(
+                    "readers may wait for a hanging transaction, which cannot be looked for or ended from here: %s. See"
+                    " txnbridge doctor",
+                    error,
+                )
+            return isinstance(error, StorageFailed)  # after other errors each attempt would fence a running producer
         except InvalidState:
             return False  # the connection to the cluster is closed
         except TxnBridgeError as error:

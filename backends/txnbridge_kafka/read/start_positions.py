@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge.errors import AccessDenied, TxnBridgeError
+from txnbridge.errors import AccessDenied, StorageFailed, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
 from txnbridge_kafka.client.offsets import is_another_topic, recreated_text
 from txnbridge_kafka.client.requests import Requests
@@ -21,6 +21,7 @@ _log = logging.getLogger("txnbridge")
 _RETRY_SECONDS = 0.02
 # After this time an undecided offset may be due to a hanging transaction (hazard H9), which is then searched for.
 _UNDECIDED_SECONDS = 3.0
+_WARNING_SECONDS = 60.0  # the pause after a search that found a transaction which cannot be ended from here
 _SEARCH_SECONDS = 10.0  # the longest search, which delays the look-ups for other partitions
 
 
@@ -196,10 +197,12 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         try:
             for written in self._write_missing_markers(Deadline(min(deadline.left(), _SEARCH_SECONDS))):
                 _log.warning("group %r waited for a hanging transaction; wrote its marker: %s", self._group, written)
-        except AccessDenied as error:
+        except (AccessDenied, StorageFailed) as error:
+            if isinstance(error, StorageFailed):
+                self._search_at = now + _WARNING_SECONDS
             _log.warning(
                 "group %r waits for the end of a transaction with acknowledgements. It may be a hanging transaction,"
-                " which this user may not look for or end: %s. See txnbridge doctor",
+                " which cannot be looked for or ended from here: %s. See txnbridge doctor",
                 *(self._group, error),
             )
             return
