@@ -22,13 +22,15 @@ from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome.outcome import read_how
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
+from txnbridge_kafka.read import start_positions
+from txnbridge_kafka.read.partition import SeekRequest
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
 from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken
-from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, TokenState
+from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, Subscription, TokenState
 
 pytestmark = pytest.mark.offline
 
@@ -161,6 +163,15 @@ def test_dropping_records_follows_a_leader_that_has_moved(cluster: Cluster, requ
     cluster.answers = [ends(NOT_LEADER), ends(0)]
     KafkaTopics(read(), requests).drop_records(("orders", 0), 5, Deadline(30))
     assert not cluster.answers
+
+
+def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = list[float]()
+    monkeypatch.setattr(start_positions, "time", Fields(sleep=pauses.append))
+    client: Any = Fields(topic_ids=lambda *_: {}, begins=lambda *_: {}, ends=lambda *_: {})
+    starts = start_positions.KafkaStartPositions(client, Subscription(("orders",), None))
+    assert starts.resolve({("orders", 0): SeekRequest()}, Deadline(30)).offsets == {}
+    assert pauses
 
 
 class Leftovers:

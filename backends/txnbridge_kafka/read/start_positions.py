@@ -17,7 +17,7 @@ from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequ
 
 _log = logging.getLogger("txnbridge")
 
-# The pause before a group's undecided offsets are looked up again: most open transactions end within milliseconds.
+# The pause before undecided offsets, or a missing topic, are looked up again: mostly that changes within milliseconds.
 _RETRY_SECONDS = 0.02
 # After this time an undecided offset may be due to a hanging transaction (hazard H9), which is then searched for.
 _UNDECIDED_SECONDS = 3.0
@@ -92,10 +92,14 @@ class KafkaStartPositions:
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
         """Return the topics' ids, and the requests for the topics that the broker knows now.
 
-        A broker that has just started answers before it has loaded its topics. Requests for other topics wait.
+        A broker that has just started answers before it has loaded its topics. Requests for other topics wait, and so
+        does this call, because each poll of the reader looks them up again.
         """
         topic_ids = self._client.topic_ids({topic for topic, _ in requests}, deadline)
-        return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
+        known = {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
+        if len(known) < len(requests):
+            time.sleep(min(_RETRY_SECONDS, deadline.left()))
+        return topic_ids, known
 
     def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
         """Return a lost position for each partition whose topic was deleted and created again."""
