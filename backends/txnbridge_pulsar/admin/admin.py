@@ -12,7 +12,7 @@ from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Ou
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
-from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
+from txnbridge_pulsar.admin.repair import TXN_ID, end_by_hand, repair
 from txnbridge_pulsar.admin.rest import RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import retry_translated
@@ -218,7 +218,7 @@ class PulsarAdmin(Admin):
         """
         commit = decision is Decision.COMMIT
         named = [each for each in list_open(self._cluster, deadline) if transaction in (each.name, str(each.txn))]
-        if not named and self._cluster.rest and is_txn_id(transaction):
+        if not named and self._cluster.rest and TXN_ID.fullmatch(transaction):
             return end_by_hand(self._cluster, transaction, commit, deadline)
         if not named:
             raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never existed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +128,8 @@ def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) ->
     proof_topic = next((topic for topic in topics if topic.startswith(begins)), "")
     writer = decoded(proof_topic.removeprefix(begins))
     named = _WRITER.fullmatch(writer)
-    subscriptions = tuple(_pairs(about.get("ackedPartitions") or {}))
+    acked: Mapping[str, Mapping[str, Any]] = about.get("ackedPartitions") or {}
+    subscriptions = tuple((topic, subscription) for topic, named in acked.items() for subscription in named)
     prepared = (proof_topic, SUBSCRIPTION)
     return ListedTransaction(
         txn=TxnId(int(most), int(least)),
@@ -143,12 +144,6 @@ def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) ->
         prepares=named is not None and bool(named["prepares"]),
         prepared=prepared in subscriptions,
     )
-
-
-def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    for topic, subscriptions in acked.items():
-        for subscription in subscriptions:
-            yield topic, subscription
 
 
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:

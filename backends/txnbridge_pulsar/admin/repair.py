@@ -25,11 +25,7 @@ from txnbridge_pulsar.outcome.forgotten_transactions import (
     was_committed_by_property,
 )
 
-_TXN_ID = re.compile(r"(\d+):(\d+)")
-
-
-def is_txn_id(transaction: str) -> bool:
-    return _TXN_ID.fullmatch(transaction) is not None
+TXN_ID = re.compile(r"(\d+):(\d+)")
 
 
 def held_back(cluster: ClusterAccess, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
@@ -87,7 +83,7 @@ def _find_held(
 
     Only topics are returned on which the transaction is open.
     """
-    number = _TXN_ID.fullmatch(transaction)
+    number = TXN_ID.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is not a transaction's id as the doctor shows it, such as 0:15")
     txn = TxnId(int(number[1]), int(number[2]))

@@ -94,7 +94,8 @@ class Rest:
             except _CONNECTION_ERRORS as error:
                 self._current += 1
                 deadline.check(f"asking {address}{path}")
-                if left == 1 or not (method == "GET" or _was_refused(error)):
+                was_sent = not isinstance(getattr(error, "reason", None), ConnectionRefusedError)
+                if left == 1 or (method != "GET" and was_sent):
                     raise BrokerUnavailable(f"asking {address}{path}: {error}") from error
         raise AssertionError("there is an address")
 
@@ -122,12 +123,9 @@ class Rest:
         way = self._settings.authentication()
         if way.method not in ("token", "basic"):
             return {}
-        shown = way.data()
-        return {
-            "Authorization": f"Bearer {shown.decode()}"
-            if way.method == "token"
-            else f"Basic {base64.b64encode(shown).decode()}"
-        }
+        data = way.data()
+        kind, text = ("Bearer", data.decode()) if way.method == "token" else ("Basic", base64.b64encode(data).decode())
+        return {"Authorization": f"{kind} {text}"}
 
 
 def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefused | TxnBridgeError:
@@ -151,11 +149,6 @@ def _reason(body: bytes) -> str:
         return ""
     messages = [line.removeprefix("Message: ") for line in text.splitlines() if line.startswith("Message: ")]
     return " ".join((messages[-1] if messages else text).split())[:_MAX_REASON_CHARACTERS]
-
-
-def _was_refused(error: Exception) -> bool:
-    """Return whether the broker's host refused the connection, so that no request was sent."""
-    return isinstance(error, urllib.error.URLError) and isinstance(error.reason, ConnectionRefusedError)
 
 
 def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:

@@ -46,7 +46,7 @@ class Participant(NamedTuple):
     topic: str
     subscription: str | None
     user: wire.PulsarProducer | wire.PulsarConsumer
-    generation: int
+    generation: int  # before the transaction's end is requested, so that a later unload is noticed
 
     @property
     def has_moved(self) -> bool:
@@ -120,11 +120,8 @@ def deliver_everywhere(cluster: ClusterAccess, txn: TxnId, participants: Partici
             return isinstance(error, wire.ServerError) and not error.retriable
         return True
 
-    targets: list[tuple[str, str | None]] = [
-        *((topic, None) for topic in participants.topics),
-        *participants.subscriptions,
-    ]
-    return all(in_parallel(tell, targets))
+    topics: list[tuple[str, str | None]] = [(topic, None) for topic in participants.topics]
+    return all(in_parallel(tell, [*topics, *participants.subscriptions]))
 
 
 def _end_on(
@@ -141,14 +138,6 @@ class _EndedTransaction(NamedTuple):
     at: float
     txn: TxnId
     commit: bool
-
-
-def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
-    """Return the topic (or, if given, the subscription on it) with the producer or consumer `via` as a participant.
-
-    Call this before the transaction's end is requested, so that a later unload is noticed.
-    """
-    return Participant(topic, subscription, via, via.generation)
 
 
 class EndDelivery:

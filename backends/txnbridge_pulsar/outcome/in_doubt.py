@@ -45,7 +45,8 @@ class InDoubt:
             return []
         wanted = set(topics)
         with self._lock:
-            return [ended for ended in self._transactions.values() if not wanted.isdisjoint(_touched_topics(ended))]
+            kept = self._transactions.values()
+            return [e for e in kept if not wanted.isdisjoint((*e.topics, *(topic for topic, _ in e.subscriptions)))]
 
     def require(self, topics: Iterable[str], deadline: Deadline) -> list[AnnouncedTransaction]:
         """Find the outcomes of the transactions in doubt that used one of these topics, and return these transactions.
@@ -61,7 +62,3 @@ class InDoubt:
                     f" run: txnbridge transactions repair {ended.txn} --yes --reason TEXT"
                 )
         return asked
-
-
-def _touched_topics(ended: AnnouncedTransaction) -> set[str]:
-    return {*ended.topics, *(topic for topic, _ in ended.subscriptions)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
@@ -107,9 +107,9 @@ class LateWriteGuard:
             return False
 
     def _run(self) -> None:
-        for pause in _pauses():
-            if self._stop.wait(pause):
-                return
+        pause = _FIRST_PAUSE
+        while not self._stop.wait(pause):
+            pause = min(2 * pause, _LONGEST_PAUSE)
             for ended in self.at_risk:
                 if not self._stop.is_set() and self._try(ended, Deadline(_ATTEMPT_SECONDS)):
                     with self._lock:
@@ -125,10 +125,3 @@ class LateWriteGuard:
         thread = self._thread
         if thread is not None:
             thread.join(min(deadline.left(), _ATTEMPT_SECONDS))
-
-
-def _pauses() -> Iterator[float]:
-    pause = _FIRST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE)

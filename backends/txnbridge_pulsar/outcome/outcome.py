@@ -110,7 +110,7 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
                 under_way = EndResult.COMMITTED if error.state in _COMMITTING else EndResult.ABORTED
             last: wire.PulsarError = error
         except wire.PulsarError as error:
-            if not _is_temporary(error):
+            if not (error.retriable or isinstance(error, wire.BrokerConnectionLost)):
                 in_doubt = asked or under_way is not None or error.may_have_had_effect
                 raise _not_answered(txn, commit, in_doubt, error) from error
             asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
@@ -148,11 +148,6 @@ def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], d
     if state in _COMMITTING:
         raise OutcomeUnknown(f"the commit of {txn} cannot finish: {repair_hint(stopped)}")
     return state in _ABORTING
-
-
-def _is_temporary(error: wire.PulsarError) -> bool:
-    """Return whether the same request may succeed later, as after an error of the coordinator's store."""
-    return error.retriable or isinstance(error, wire.BrokerConnectionLost)
 
 
 def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError) -> TxnBridgeError:

@@ -120,7 +120,7 @@ def _search_proof(
     deadline: Deadline,
 ) -> bool | None:
     try:
-        _check_first(proof, _first(entries))
+        _check_first(proof, next(entry for entry in entries if entry is not None))
         probe: str | None = None
         while True:
             entry = next(entries, None)
@@ -207,10 +207,6 @@ def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Ite
         if not received:
             deadline.check(f"reading {topic}")
             yield None
-
-
-def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
-    return next(entry for entry in entries if entry is not None)
 
 
 def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:

@@ -30,7 +30,7 @@ from txnbridge.errors import Conflict, TxnBridgeError
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant, participant_of
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
 from txnbridge_pulsar.read.partition import FIRST_QUERY_SECONDS, AckedMessages, PulsarPartition
 
 # A broker's reason to refuse an acknowledgement in a transaction, if a committed one has acknowledged the message.
@@ -137,9 +137,8 @@ class SentAcks:
 
     @property
     def participants(self) -> list[Participant]:
-        return [
-            participant_of(each.partition.topic, self._subscription, each.partition.consumer) for each in self._sent
-        ]
+        used = [each.partition for each in self._sent]
+        return [Participant(at.topic, self._subscription, at.consumer, at.consumer.generation) for at in used]
 
     def drop_rest_of_entries(self) -> None:
         """On a shared subscription, drop the reader's unacknowledged messages of entries that are partly acknowledged.
@@ -276,7 +275,7 @@ def finish_entries(
             if _COMMITTED_REASON in str(error):
                 unknown &= ~(1 << id.batch_index)
         unfinished[entry_id] = size, unknown, vain, due
-    participant = participant_of(partition.topic, subscription, consumer)
+    participant = Participant(partition.topic, subscription, consumer, consumer.generation)
     client.transactions.end(txn, False, deadline.left())
     end_delivery.ended(txn, False, [participant], deadline)
     queried = {entry_id for entry_id, _ in indexes}

@@ -12,7 +12,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import needing, translate
-from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
+from txnbridge_pulsar.outcome.end_delivery import Participant
 
 # An entry is sent when its messages, each with its overhead, have about this size: a thousand messages of 100 bytes, or
 # 220 of a kibibyte. Larger entries gain nothing and use the broker's memory.
@@ -161,7 +161,8 @@ class TransactionProducer:
     @property
     def participant(self) -> Participant | None:
         """Return the topic as a participant of the transaction; None if this producer was never opened."""
-        return None if self._producer is None else participant_of(self.concrete, None, self._producer)
+        used = self._producer
+        return None if used is None else Participant(self.concrete, None, used, used.generation)
 
     def forget(self) -> None:
         """Drop entries without a receipt, after the connection is closed. They count as under way until then."""

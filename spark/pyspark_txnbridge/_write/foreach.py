@@ -86,10 +86,6 @@ class _Call:
     frame: DataFrame
     has_returned: bool = False
 
-    def repeats(self, other: _Call) -> bool:
-        """Return whether this call publishes the same rows with the same options as another one."""
-        return self.options == other.options and self.frame.sameSemantics(other.frame)
-
 
 # This process's newest call for each sink of each query; a failed call is removed.
 _calls: dict[tuple[str, str], _Call] = {}
@@ -107,7 +103,7 @@ def _is_first(call: _Call) -> bool:
         if earlier is None or earlier.identity != call.identity:
             _calls[call.identity.path] = call
             return True
-    if earlier.has_returned and call.repeats(earlier):
+    if earlier.has_returned and call.options == earlier.options and call.frame.sameSemantics(earlier.frame):
         return False
     raise InvalidOption(
         f"{call.identity} was written by another call of this run, with another frame or other options: give each of a"

@@ -75,7 +75,7 @@ def write_partition(
     ):
         attempt = _begin(identity, partition, session, writers)
         if attempt is None:
-            return _settled(identity, partition, _count(columns, chain(first, batches)))
+            return Written(identity, partition, None, *_count(columns, chain(first, batches)).sums, settled=True)
         if not partition:
             first, is_small = _first_batches(batches)
         if is_small:
@@ -142,7 +142,7 @@ def _write(
     parts = prepare(partial(writers.take, session, identity, holder), columns, batches, partition)
     count = total(parts)
     if not _are_still_needed(identity, session, parts):
-        return _settled(identity, partition, count)
+        return Written(identity, partition, None, *count.sums, settled=True)
     return Written(identity, partition, attempt, *count.sums, parts=parts)
 
 
@@ -160,7 +160,7 @@ def prepare(
         bridge = take()
         most = bridge.limits.transaction_messages or sys.maxsize
         timeout, hold = _times(bridge)
-        began_at = _now()
+        began_at = int(time.time() * 1000)
         count = RowTotals()
         with bridge.transaction(prepare=True, timeout=timeout, hold=hold) as txn:
             while batch is not None and (room := most - count.rows):
@@ -168,7 +168,7 @@ def prepare(
                 batch = batch.slice(room) if room < batch.num_rows else next(rows, None)
         token = txn.token
         assert token is not None
-        times = (began_at, _now(), token.expires_at)
+        times = (began_at, int(time.time() * 1000), token.expires_at)
         parts.append(Part(partition, str(token), sorted(count.topics), *count.sums, *times))
     return parts
 
@@ -224,16 +224,8 @@ def _are_still_needed(identity: BatchId, session: SinkSession, parts: list[Part]
     return attempt is not None
 
 
-def _settled(identity: BatchId, partition: int, count: RowTotals) -> Written:
-    return Written(identity, partition, None, *count.sums, settled=True)
-
-
 def _count(columns: Columns, batches: Iterable[pa.RecordBatch]) -> RowTotals:
     return total(columns.send(batch, None) for batch in batches)
-
-
-def _now() -> int:
-    return int(time.time() * 1000)
 
 
 @dataclass
