@@ -34,6 +34,10 @@ class Peer:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
+def replies(name: str, **given: Any) -> Handler:
+    return lambda peer, fields: peer.answer(fields, name, **given)
+
+
 def connected(peer: Peer, fields: dict[str, Any]) -> None:
     peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1000)
 
@@ -127,9 +131,5 @@ def owns_everything(broker: FakeBroker) -> None:
         name = fields.get("producer_name", "given")
         peer.answer(fields, "producer_success", producer_name=name, last_sequence_id=-1)
 
-    def success(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.answer(fields, "success")
-
-    broker.handlers.update(
-        lookup=lookup, producer=producer, subscribe=success, close_producer=success, close_consumer=success
-    )
+    names = ("subscribe", "close_producer", "close_consumer")
+    broker.handlers.update(lookup=lookup, producer=producer, **dict.fromkeys(names, replies("success")))

@@ -26,7 +26,7 @@ from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
 from tests.pulsar.client_kit import acknowledge, connection_of, cut
-from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
+from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything, replies
 from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
@@ -74,8 +74,7 @@ def producer(client: wire.PulsarClient) -> wire.PulsarProducer:
     return client.create_producer("t", name="p", timeout=SOON)
 
 
-def partitions(peer: Peer, fields: dict[str, Any]) -> None:
-    peer.say("partition_metadata_response", request_id=fields["request_id"], partitions=3)
+partitions = replies("partition_metadata_response", partitions=3)
 
 
 # ---------------------------------------------------------------------------------------------------- addresses
@@ -156,9 +155,7 @@ def test_lanes_that_were_hung_up_leave_no_connection_behind(broker, client):
 
 
 def test_an_error_with_the_code_0_is_an_error():
-    def refuse(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.say("new_txn_response", request_id=fields["request_id"], error=0, message="no")
-
+    refuse = replies("new_txn_response", error=0, message="no")
     with fake_broker(new_txn=refuse) as broker, closing(connect(broker)) as connection:
         with pytest.raises(Exception, match="UNKNOWN: no"):
             connection.ask("new_txn", ClientDeadline(SOON))
@@ -317,10 +314,7 @@ def test_a_broker_that_stops_reading_blocks_no_writer_beyond_its_deadline():
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_answer_of_another_kind_is_refused(name):
-    def wrong(peer: Peer, fields: dict[str, Any]) -> None:
-        other = "success" if answer_to(name) != "success" else "end_txn_response"
-        peer.say(other, request_id=fields["request_id"])
-
+    wrong = replies("success" if answer_to(name) != "success" else "end_txn_response")
     with fake_broker() as broker:
         broker.handlers[name] = wrong
         connection = connect(broker)
@@ -333,16 +327,14 @@ def test_an_answer_of_another_kind_is_refused(name):
 def test_a_transaction_without_an_id_is_refused(broker, client):
     broker.handlers["partition_metadata"] = partitions
     for name in ("tc_client_connect_request", "new_txn"):
-        broker.handlers[name] = empty_answer(name)
+        broker.handlers[name] = replies(answer_to(name))
     with pytest.raises(wire.ProtocolError, match="without an id"):
         client.transactions.begin(1000, SOON)
 
 
 def test_a_coordinator_that_does_not_answer_is_looked_for_again(broker, client):
-    def begun(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.answer(fields, "new_txn_response", txnid_least_bits=7, txnid_most_bits=0)
-
-    connected_to = empty_answer("tc_client_connect_request")
+    begun = replies("new_txn_response", txnid_least_bits=7, txnid_most_bits=0)
+    connected_to = replies("tc_client_connect_response")
     with fake_broker(tc_client_connect_request=connected_to, new_txn=begun) as other:
         owns_everything(other)
         broker.handlers.update(partition_metadata=partitions, tc_client_connect_request=connected_to)
@@ -350,10 +342,6 @@ def test_a_coordinator_that_does_not_answer_is_looked_for_again(broker, client):
             client.transactions.begin(1000, 0.5, 0)
         broker.handlers["lookup"] = other.handlers["lookup"]
         assert client.transactions.begin(1000, 5, 0) == wire.TxnId(0, 7)
-
-
-def empty_answer(name: str) -> Any:
-    return lambda peer, fields: peer.say(answer_to(name), request_id=fields["request_id"])
 
 
 SAID = [
@@ -547,10 +535,7 @@ def test_a_broker_that_does_not_speak_tls_keeps_nobody_waiting(certified):
 
 
 def redirect_to(other: FakeBroker) -> Any:
-    def answer(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.answer(fields, "lookup_response", response=0, broker_service_url=other.url, authoritative=True)
-
-    return answer
+    return replies("lookup_response", response=0, broker_service_url=other.url, authoritative=True)
 
 
 def test_a_redirect_is_followed_with_the_authority_that_it_gives(broker):
@@ -582,10 +567,8 @@ def test_a_broker_of_the_service_url_that_is_down_is_passed_over():
 
 
 def test_a_broker_behind_a_proxy_is_named_to_the_proxy(broker, client):
-    url = "pulsar://inside:1234"
-    broker.handlers["lookup"] = lambda peer, fields: peer.answer(
-        fields, "lookup_response", response=1, broker_service_url=url, proxy_through_service_url=True
-    )
+    inside = {"broker_service_url": "pulsar://inside:1234", "proxy_through_service_url": True}
+    broker.handlers["lookup"] = replies("lookup_response", response=1, **inside)
     client.create_producer("t", timeout=SOON)
     first, second = broker.wait_for("connect", 2)
     assert "proxy_to_broker_url" not in first.fields

@@ -124,10 +124,7 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
 ) -> None:
     answering(monkeypatch, EndResult.BEFORE, marker)
     ready._evidence = TokenEvidence(TXN, PROOF_LOCATION, True)
-    if refused:
-        with pytest.raises(errors.OutcomeUnknown):
-            ready.abort(Deadline(SOON))
-    else:
+    with pytest.raises(errors.OutcomeUnknown) if refused else nullcontext():
         ready.abort(Deadline(SOON))
 
 
@@ -172,8 +169,8 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def deliver(_: object, txn: object, participants: Participants, deadline: object) -> bool:
-        told.extend(participants.topics)
+    def deliver(*given: Any) -> bool:
+        told.extend(given[2].topics)
         return True
 
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
@@ -218,12 +215,9 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
             raise found
         return found
 
-    def resolve(*_: object) -> bool:
-        return bool(answer(told))
-
     monkeypatch.setattr(prepared, "coordinator_state", lambda *_: answer(state))
     resolved: list[wire.TxnId] = []
-    unclear: Any = SimpleNamespace(resolve=resolve)
+    unclear: Any = SimpleNamespace(resolve=lambda *_: answer(told))
     slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
     slots.keep(
@@ -428,9 +422,8 @@ def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tu
         sent.append(sequence_id)
 
     producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
-    topics = SimpleNamespace(
-        concrete=lambda *_: ["t-partition-0"], require=lambda *_: ["t-partition-0"], deduplicates=deduplicates
-    )
+    found = dict.fromkeys(("concrete", "require"), lambda *_: ["t-partition-0"])
+    topics = SimpleNamespace(**found, deduplicates=deduplicates)
     client = SimpleNamespace(create_producer=lambda *_, **__: producer)
     return PulsarPublisher(cluster_with(id="cluster", topics=topics, client=client), "name", lambda _: ledger), sent
 

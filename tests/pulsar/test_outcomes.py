@@ -13,7 +13,7 @@ from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, was_com
 
 from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, begin, path_of
-from tests.pulsar.fake import Peer, fake_broker, owns_everything
+from tests.pulsar.fake import Peer, fake_broker, owns_everything, replies
 from txnbridge import Bridge, Outcome, Token, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
@@ -54,9 +54,7 @@ def test_the_result_of_an_end_is_certain_only_where_every_request_was_answered(a
         error = {} if answer is None else {"error": answer, "message": "?"}
         peer.say("end_txn_response", request_id=fields["request_id"], **error)
 
-    def connected_to(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.say("tc_client_connect_response", request_id=fields["request_id"])
-
+    connected_to = replies("tc_client_connect_response")
     with (
         fake_broker(tc_client_connect_request=connected_to, end_txn=end_txn) as broker,
         PulsarClient(broker.url) as client,

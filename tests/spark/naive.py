@@ -38,22 +38,22 @@ class _WithoutALog(_InTasks):
 class InTasks(DefaultSource):
     """Write with tasks that publish their own rows."""
 
+    _kind: type[_InTasks] = _InTasks
+
     @classmethod
     def name(cls) -> str:
         return "in-tasks"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         found = super().streamWriter(schema, overwrite)
-        return _InTasks(found._options, found._columns)
+        return self._kind(found._options, found._columns)
 
 
-class WithoutALog(DefaultSource):
+class WithoutALog(InTasks):
     """The driver publishes what the tasks prepared, and writes down nothing."""
+
+    _kind = _WithoutALog
 
     @classmethod
     def name(cls) -> str:
         return "without-a-log"
-
-    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
-        found = super().streamWriter(schema, overwrite)
-        return _WithoutALog(found._options, found._columns)

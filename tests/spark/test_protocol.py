@@ -80,8 +80,7 @@ def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
     again = write(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
     assert all(part.settled and not part.parts for part in again)
     _driver.commit(sink, again)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 @pytest.mark.parametrize("kill", [None, "resolve/before/1"], ids=["done", "decided"])
@@ -96,8 +95,7 @@ def test_a_batch_that_comes_again_with_other_rows_is_in_doubt_until_somebody_has
     for _ in range(2):
         with pytest.raises(BatchInDoubt, match=r"published with 5 rows.*--skip 0"):
             run_batch(sink, BatchId(query, "sink", 0, new_run()), other)
-        assert published(sink) == [0, 1, 2, 3, 4]
-        assert left_open(sink, query) == []
+        assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
     with_session(sink, BatchId(query, "sink", 0, "-"), lambda session: recover(session, (query, "sink"), skip=0))
     run_batch(sink, BatchId(query, "sink", 0, new_run()), other)
     run_batch(sink, BatchId(query, "sink", 1, new_run()), [[5], [6]])
@@ -127,8 +125,7 @@ def test_a_process_with_more_tasks_than_ids_for_prepared_transactions_takes_furt
     identity = BatchId(query, "sink", 0, new_run())
     run_batch(sink, identity, [[number] for number in range(5)])
     run_batch(sink, replace(identity, batch=1), [[number] for number in range(5, 10)])
-    assert published(sink) == list(range(10))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == (list(range(10)), [])
 
 
 # --- dying -----------------------------------------------------------------------------------------------------------
@@ -147,8 +144,7 @@ def run_two_batches(start, first=FIRST, again=([4, 3, 2, 1, 0],), second=SECOND)
 
 def check_two_batches(start, rows=8):
     sink, query = start
-    assert published(sink) == list(range(rows))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == (list(range(rows)), [])
 
 
 def fresh_starts(url):
@@ -233,8 +229,7 @@ def test_a_decided_transaction_is_alive_when_the_next_run_needs_it(start):
     written = write(sink, identity, [[0, 1, 2, 3, 4]])
     assert all(part.settled for part in written)
     _driver.commit(sink, written)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 # --- two drivers -----------------------------------------------------------------------------------------------------
@@ -249,8 +244,7 @@ def test_the_newer_of_two_drivers_wins(sink, query):
         _driver.commit(sink, by_older)
     _driver.abort(sink, by_older)
     _driver.commit(sink, by_newer)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
     with pytest.raises(errors.Fenced):
         write(sink, older, FIRST)
 
@@ -263,8 +257,7 @@ def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
         assert published(sink) == [0, 1, 2, 3, 4]
         child.resume()
         child.result(60)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 @mostly_embedded
@@ -280,8 +273,7 @@ def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(s
 
     monkeypatch.setattr(_driver, "is_done", look_before_the_operator)
     _driver.commit(sink, written)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 @mostly_embedded
@@ -304,8 +296,7 @@ def test_transactions_that_losing_attempts_prepared_do_not_stay_open(sink, query
     lost = write(sink, identity, FIRST)
     forget()  # another process writes the second attempts
     _driver.commit(sink, write(sink, identity, FIRST))
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
     with txnbridge.connect(sink.url) as bridge:
         assert bridge.status(lost[0].parts[0].token).state is txnbridge.TokenState.ABORTED
 
@@ -372,8 +363,7 @@ def test_a_run_that_tries_a_batch_again_takes_no_late_tasks_of_its_first_attempt
     with pytest.raises(errors.TransactionAborted, match="too late"):
         write(sink, first, FIRST)
     _driver.commit(sink, written)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 def test_an_abort_after_the_decision_changes_nothing(start):
@@ -436,8 +426,7 @@ def test_a_lost_part_of_a_decided_batch_is_written_again_when_the_same_rows_come
     sink, query = start
     lose_a_decided_part(sink, query, 1)
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [[4, 3], [], [0, 1, 2]])  # the same parts, in another order
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     run_batch(sink, BatchId(query, "sink", 1, new_run()), SECOND)
     assert published(sink) == list(range(8))
@@ -590,8 +579,7 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
     die_deciding((sink, job))
     with pytest.raises(errors.InvalidOption, match="is done, with 5 rows; now it has 2"):
         run_batch(sink, BatchId(job, "sink", 0, new_run()), SECOND[:1])
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, job) == []
+    assert (published(sink), left_open(sink, job)) == ([0, 1, 2, 3, 4], [])
 
 
 @pytest.mark.parametrize("version", [7, None], ids=["numbered", "named only"])
@@ -621,8 +609,7 @@ def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way
     with pytest.raises(errors.InvalidOption, match=r"not the next one after batch 0.*txnVersion=1"):
         run_batch(replace(sink, version=2), BatchId(job, "sink", 2, new_run(), checkpoint="two"), SECOND)
     run_batch(replace(sink, version=1), BatchId(job, "sink", 1, new_run(), checkpoint="two"), SECOND)
-    assert published(sink) == list(range(8))
-    assert left_open(sink, job) == []
+    assert (published(sink), left_open(sink, job)) == (list(range(8)), [])
 
 
 @pytest.mark.offline

@@ -34,8 +34,7 @@ def test_small_tasks_prepare_nothing_and_the_driver_publishes_their_rows_in_one_
     assert [event.phase for event in events if event.name == "prepare"] == ["before", "after"]
     assert published(sink) == [0, 1, 2, 3, 4]
     run_batch(sink, replace(identity, batch=1), MIXED)
-    assert published(sink) == list(range(10))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == (list(range(10)), [])
 
 
 @mostly_embedded
@@ -102,13 +101,9 @@ def test_killed_at_every_event_a_batch_of_small_tasks_is_published_once_on_kafka
     )
 
 
-def write_and_commit(sink, identity, partitions):
-    run_batch(sink, identity, partitions)
-
-
 def lose_small_rows(sink, query):
     """Decide a batch in a driver that dies, and abort its transaction with the rows of small tasks."""
-    with Child(write_and_commit, sink, BatchId(query, "sink", 0, new_run()), MIXED, kill="resolve/before/1") as child:
+    with Child(run_batch, sink, BatchId(query, "sink", 0, new_run()), MIXED, kill="resolve/before/1") as child:
         child.stopped()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
@@ -122,8 +117,7 @@ def test_lost_rows_of_small_tasks_are_written_again_when_the_same_rows_come_agai
         run_batch(sink, BatchId(query, "sink", 0, new_run()), [["5"], [6], ["7"], ["8", "9"]])
     assert published(sink) == [6, 9]
     run_batch(sink, BatchId(query, "sink", 0, new_run()), MIXED)
-    assert published(sink) == list(range(5, 10))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == (list(range(5, 10)), [])
 
 
 # --- two drivers, and attempts ---------------------------------------------------------------------------------------
@@ -132,14 +126,13 @@ def test_lost_rows_of_small_tasks_are_written_again_when_the_same_rows_come_agai
 @pytest.mark.parametrize("asleep", ["transaction.begin/before/1", "prepare/after/1"])
 def test_a_driver_whose_run_was_replaced_leaves_none_of_its_small_tasks_rows_open(sink, query, asleep):
     """The newer run has listed open transactions before this driver began its own, or before it claimed."""
-    with Child(write_and_commit, sink, BatchId(query, "sink", 0, new_run()), SMALL, pause=asleep) as child:
+    with Child(run_batch, sink, BatchId(query, "sink", 0, new_run()), SMALL, pause=asleep) as child:
         child.stopped()
         run_batch(sink, BatchId(query, "sink", 0, new_run()), SMALL)
         child.resume()
         with pytest.raises((Fenced, TransactionAborted)):
             child.result(60)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 def test_a_batch_of_small_tasks_that_was_given_up_comes_again_in_the_same_run(sink, query):
@@ -152,8 +145,7 @@ def test_a_batch_of_small_tasks_that_was_given_up_comes_again_in_the_same_run(si
     with pytest.raises(TransactionAborted, match="given up"):
         _driver.commit(sink, late, first)
     _driver.commit(sink, written, second)
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 def test_an_abort_by_reports_that_name_no_attempt_gives_the_batch_up(sink, query):
@@ -181,8 +173,7 @@ def test_a_task_with_more_rows_than_a_transaction_takes_prepares_several(tmp_pat
     )
     assert [part.rows for part in written[0].parts] == [10_000, 10_000, 1]
     _driver.commit(sink, written)
-    assert published(sink) == list(range(30_101))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == (list(range(30_101)), [])
 
 
 def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
@@ -225,8 +216,7 @@ def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(s
     monkeypatch.setattr(_driver, "prepare", prepare_unheard)
     _driver.commit(sink, written)
     assert len(lost) == 1
-    assert published(sink) == [0, 1, 2, 3, 4]
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
 @mostly_embedded
@@ -252,15 +242,14 @@ def test_a_row_that_the_broker_refuses_fails_in_the_driver_and_leaves_nothing_op
     with pytest.raises(NotFound, match="no partition 1000"):
         _driver.commit(sink, written)
     _driver.abort(sink, written)
-    assert published(sink) == []
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([], [])
 
 
 def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_another_order(tmp_path, query):
     """The rows need two transactions. After a shuffle the order of a task's rows is another one each time."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
     tasks = [[str(300 * task + number) for number in range(300)] for task in range(40)]
-    with Child(write_and_commit, sink, BatchId(query, "sink", 0, new_run()), tasks, kill="resolve/before/1") as child:
+    with Child(run_batch, sink, BatchId(query, "sink", 0, new_run()), tasks, kill="resolve/before/1") as child:
         child.stopped()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
@@ -269,8 +258,7 @@ def test_lost_rows_of_small_tasks_are_written_again_when_a_task_has_them_in_anot
     with pytest.raises(BatchInDoubt):
         run_batch(sink, BatchId(query, "sink", 0, new_run()), [["0"]])
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [task[::-1] for task in tasks])
-    assert published(sink) == list(range(12_000))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == (list(range(12_000)), [])
 
 
 def test_the_driver_makes_messages_of_few_rows_at_once(tmp_path, query, monkeypatch):
@@ -295,7 +283,7 @@ def test_a_driver_that_is_replaced_while_it_has_two_transactions_leaves_none_ope
     sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
     tasks = [[str(3_000 * task + number) for number in range(3_000)] for task in range(4)]
     first = BatchId(query, "sink", 0, new_run())
-    with Child(write_and_commit, sink, first, tasks, pause=asleep) as child:
+    with Child(run_batch, sink, first, tasks, pause=asleep) as child:
         child.stopped()
         if is_cleared:
             _driver.with_session(sink, first, lambda session: clear(session, first.path))
@@ -304,8 +292,7 @@ def test_a_driver_that_is_replaced_while_it_has_two_transactions_leaves_none_ope
         child.resume()
         with pytest.raises((Fenced, TransactionAborted)):
             child.result(60)
-    assert published(sink) == ([] if is_cleared else list(range(12_000)))
-    assert left_open(sink, query) == []
+    assert (published(sink), left_open(sink, query)) == ([] if is_cleared else list(range(12_000)), [])
 
 
 def test_rows_of_small_tasks_are_aborted_at_once_when_the_driver_fails_before_its_claim(sink, query, monkeypatch):

@@ -82,8 +82,7 @@ def test_a_task_that_failed_is_repeated_and_its_rows_come_once(spark, sink, tmp_
     frame = numbers(spark, 2000).select(F.udf(fail_once, useArrow=False)("value").alias("value"))
     writer(frame, sink).save()
     assert Path(marker).exists()
-    assert published(sink) == list(range(2000))
-    assert left_open(sink) == []
+    assert (published(sink), left_open(sink)) == (list(range(2000)), [])
 
 
 def test_rows_that_end_early_because_something_failed_are_not_published(spark, sink):
