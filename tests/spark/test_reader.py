@@ -421,6 +421,16 @@ def test_retention_that_passes_a_task_while_it_reads_is_noticed(url, bridge, top
     assert values(accepting, [task]) == list(range(4, 10))
 
 
+@where_positions_are_numbers
+def test_a_topic_that_lost_its_last_messages_behind_the_plan_of_a_batch_stops_it(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic}))
+    (task,) = reader.partitions()
+    planned = InputPartition(replace(task.value, end=(task.value.end[0] + 5,)))
+    with pytest.raises(PositionLost, match="its last messages are lost"):
+        values(reader, [planned])
+
+
 @pytest.mark.parametrize("more", [1, 30], ids=["shorter", "longer"])
 def test_a_topic_that_was_made_anew_stops_the_stream(url, bridge, topic, more):
     send(bridge, topic, range(10), partition=0)

@@ -82,7 +82,7 @@ class TopicFeed:
                     yield rows
                 return
             except PositionLost as error:
-                first, _ = self._bridge.admin.bounds(wanted.topic)[wanted.topic, wanted.partition]
+                first, _ = self._bounds(wanted)
                 if first <= at:
                     raise
                 report_loss((wanted.topic, wanted.partition), at, str(error), self._options)
@@ -98,6 +98,8 @@ class TopicFeed:
             if found:
                 patience = Deadline(self._options.timeout)
             elif not consumer.lag()[partition]:
+                if (end := self._bounds(wanted)[1]) < wanted.end:
+                    report_loss(partition, end, "it ends there now: its last messages are lost", self._options)
                 break  # only control markers are left up to the end
             else:
                 patience.check(f"reading {wanted.topic}[{wanted.partition}] up to {in_json(wanted.end)}")
@@ -107,6 +109,9 @@ class TopicFeed:
             if any(map(len, rows)):
                 yield to_arrow(rows, self._options.headers, self._options.timestamps)
         consumer.pause([partition])
+
+    def _bounds(self, wanted: OffsetRange) -> tuple[Position, Position]:
+        return self._bridge.admin.bounds(wanted.topic)[wanted.topic, wanted.partition]
 
     def _position(self, wanted: OffsetRange) -> Position:
         at = self._consumer.positions().get((wanted.topic, wanted.partition))
