@@ -10,6 +10,7 @@ from pyspark_txnbridge import write_exactly_once
 import txnbridge
 from tests.spark.kit import mostly_embedded, new_run, options, published
 from tests.spark.test_writer import assert_a_prefix, run_until
+from txnbridge import InvalidOption
 
 sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
 from pyspark import InheritableThread  # noqa: E402
@@ -175,6 +176,8 @@ def test_write_exactly_once_outside_a_query_asks_for_the_query(spark, tmp_path):
     sink = options(f"embedded:{tmp_path / 'broker.db'}", topic="out")
     with pytest.raises(Exception, match="which query this is"):
         write_exactly_once(frame, batch_id=0, sink="one", url=sink.url, topic="out")
+    with pytest.raises(InvalidOption, match="option query is 1 to 80"):  # the ids of another query would begin with it
+        write_exactly_once(frame, batch_id=0, sink="one", url=sink.url, topic="out", query="mine.one")
     for _ in range(2):
         write_exactly_once(frame, batch_id=0, sink="one", url=sink.url, topic="out", query="mine", createTopics=1)
     assert published(sink) == [0, 1, 2]

@@ -531,6 +531,7 @@ def test_a_batch_that_ends_before_it_begins_is_refused(url, bridge, topic):
         ({"failOnDataLoss": "perhaps"}, "true or false"),
         ({"path": "x"}, "takes no path"),
         ({"kafka.bootstrap.servers": "localhost:1"}, "say where to read, once"),
+        ({"timeout.x": "1"}, "unknown; did you mean timeout"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(change, message):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark_txnbridge._write import driver
 from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
-from pyspark_txnbridge._write.sink_options import SinkOptions
+from pyspark_txnbridge._write.sink_options import SinkOptions, id_part
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def write_exactly_once(
     """
     given = {name: str(value) for name, value in options.items() if value is not None}
     parsed = SinkOptions.parse(given | {"sink": sink})
-    query_id = query or _property(df, _QUERY)
+    query_id = id_part({} if query is None else {"query": str(query)}, "query") or _property(df, _QUERY)
     query = parsed.app_id or query_id
     if not query:
         raise InvalidOption(

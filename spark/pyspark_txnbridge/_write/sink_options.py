@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge import InvalidOption
+from txnbridge import InvalidOption, connect
 
 # An option's name as Spark passes it (in lower case) -> as the documentation spells it.
 _NAMES = {
@@ -38,6 +38,7 @@ _NO_TABLES = (
     ' TEMPORARY VIEW … USING txnbridge OPTIONS (…) to read, or format("txnbridge") with options'
 )
 _BOOTSTRAP = re.compile(r"([a-z0-9_]+)\.bootstrap\.servers")
+_ARGUMENTS = {"url", *(connect.__kwdefaults__ or ())}  # names that no backend has
 
 # Further settings of each backend, by the backend's name.
 Settings = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
@@ -75,14 +76,14 @@ class SinkOptions:
             url=url,
             settings=settings,
             topic=topic,
-            sink=_name(options, "sink") or cls.sink,
-            prefix=_name(options, "transactionalIdPrefix") or cls.prefix,
-            log=_name(options, "decisionLog"),
+            sink=id_part(options, "sink") or cls.sink,
+            prefix=id_part(options, "transactionalIdPrefix") or cls.prefix,
+            log=id_part(options, "decisionLog"),
             log_url=log_url,
             commit_timeout=seconds(options, "commitTimeout", cls.commit_timeout),
             create_topics=number(options, "createTopics"),
             timestamps=flag(options, "includeTimestamp", cls.timestamps),
-            app_id=_name(options, "txnAppId"),
+            app_id=id_part(options, "txnAppId"),
             version=number(options, "txnVersion"),
             nondeterministic=flag(options, "nondeterministic", cls.nondeterministic),
         )
@@ -108,7 +109,7 @@ def take_address(options: dict[str, str], purpose: str) -> tuple[str, Settings]:
     """Remove the broker's URL and the backends' settings from the options of a sink or a source, and return them."""
     url = _take_url(options, purpose)
     settings: dict[str, dict[str, str]] = {}
-    for name in [name for name in options if "." in name]:
+    for name in [name for name in options if "." in name and name.partition(".")[0] not in _ARGUMENTS]:
         backend, _, setting = name.partition(".")
         if backend in ("kafkaconsumer", "fetchoffset"):
             raise InvalidOption(f"option {name!r} is only for Spark's own Kafka source: leave it out")
@@ -143,7 +144,7 @@ def _take_url(options: dict[str, str], purpose: str) -> str:
     return f"{servers[0].split('.')[0]}://{options.pop(servers[0])}"
 
 
-def _name(options: Mapping[str, str], name: str) -> str | None:
+def id_part(options: Mapping[str, str], name: str) -> str | None:
     value = options.get(name.lower())
     if value is not None and not _NAME.fullmatch(value):
         raise InvalidOption(f"option {name} is 1 to 80 letters, digits, '-' or '_', not {value!r:.100}")
