@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write import task as _task
@@ -10,7 +14,7 @@ from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
 
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from txnbridge import Admin, Fenced, TransactionAborted
+from txnbridge import Admin, BrokerUnavailable, Fenced, TransactionAborted
 from txnbridge.testing import Child, recorded, tell
 
 ROWS = [0, 1, 2, 3, 4]
@@ -117,3 +121,19 @@ def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, 
     else:
         _driver.commit(sink, parts)
         assert published(sink) == [*ROWS, 5]
+
+
+@pytest.mark.offline
+def test_a_broker_that_is_away_is_not_waited_for_once_for_each_id_of_older_runs(monkeypatch):
+    asked = []
+
+    def connect(options, application, id):
+        asked.append(id)
+        time.sleep(0.1)
+        raise BrokerUnavailable("away")
+
+    monkeypatch.setattr(_transaction_cleanup, "connect", connect)
+    leases = SimpleNamespace(claims=lambda _: [SimpleNamespace(id=(1, slot)) for slot in range(100)])
+    session: Any = SimpleNamespace(options=options("embedded:nowhere"), decisions=leases)
+    _transaction_cleanup.fence_older(session, ("query", "sink"), 1)
+    assert 0 < len(asked) < 50

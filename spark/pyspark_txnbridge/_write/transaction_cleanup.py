@@ -303,10 +303,15 @@ def fence_older(session: SinkSession, path: tuple[str, str], up_to: int) -> None
     def open_and_close(id: str) -> None:
         try:
             close_logging_errors(connect(options, application, id))
+        except BrokerUnavailable:
+            raise  # each further id would wait for the broker until its deadline, too
         except TxnBridgeError as error:
             _log.warning("a task of an older run may still write under %s: %s", id, error)
 
-    ask_all(open_and_close, [writer_id(options, path, run, str(slot)) for run, slot in sorted(held) if run <= up_to])
+    try:
+        ask_all(open_and_close, [writer_id(options, path, run, str(slot)) for run, slot in held if run <= up_to])
+    except BrokerUnavailable as error:
+        _log.warning("tasks of older runs may still write: %s", error)
 
 
 def abort_open(session: SinkSession, path: tuple[str, str], up_to: int) -> list[str]:
