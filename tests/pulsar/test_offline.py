@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +34,10 @@ from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.failing import raising
-from tests.in_time import Hold
-from tests.pulsar.fake import Peer, fake_broker, owns_everything
+from tests.in_time import Hold, wait_until
+from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
+from tests.pulsar.reading_kit import Member
 from txnbridge import Outcome, Token, errors
 from txnbridge.spi import Begin, Deadline, Emitter, Identity, Subscription, TopicInfo
 
@@ -669,6 +670,54 @@ def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_o
     partition.put(unreadable(1, published))
     assert partition.take(1) == ([], 0)
     assert (partition.fault is None) == (published < 100)
+
+
+@contextmanager
+def member_of(partitions: list[int], broken: set[int], group: str | None) -> Iterator[tuple[Member, FakeBroker, Any]]:
+    """A reader of so many partitions, of which the broken ones cannot be opened; and those that it has opened."""
+    made: list[tuple[Peer, int]] = []
+
+    def count(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.answer(fields, "partition_metadata_response", partitions=partitions[0])
+
+    def subscribe(peer: Peer, fields: dict[str, Any]) -> None:
+        if int(fields["topic"][-1]) in broken:
+            peer.answer(fields, "error", error=2, message="its ledger cannot be read")
+        else:
+            made.append((peer, fields["consumer_id"]))
+            peer.answer(fields, "success")
+            peer.say("active_consumer_change", consumer_id=fields["consumer_id"], is_active=True)
+
+    last = replies("get_last_message_id_response", last_message_id={"ledger_id": 1, "entry_id": 0})
+    with fake_broker(partition_metadata=count, get_last_message_id=last) as broker:
+        owns_everything(broker)
+        broker.handlers["subscribe"] = subscribe
+        member = Member(f"{broker.url}/public/default", "t", group)
+        yield member, broker, made
+        member.leave()
+
+
+def test_a_partition_whose_broker_stays_away_does_not_keep_another_one_from_coming_back() -> None:
+    broken: set[int] = set()
+    with member_of([2], broken, None) as (member, _, made):
+        partitions = member.reader._partitions
+        broken.add(next(number for _, number in partitions))  # the one that would be reopened first
+        for peer, id in made[:]:
+            peer.say("close_consumer", consumer_id=id, request_id=0)
+        wait_until(lambda: all(each.consumer.lost for each in partitions.values()))
+        member.until(lambda: len(made) == 3, SOON / 4)  # a partition alone is tried for longer
+
+
+def test_a_new_partition_that_cannot_be_opened_keeps_no_other_one_from_being_assigned() -> None:
+    partitions = [1]
+    with member_of(partitions, {1}, "group") as (member, broker, ((peer, id),)):
+        member.reader._timeout = 1.0
+        member.has(1)
+        partitions[0] = 2
+        member.until(lambda: len(broker.wait_for("subscribe")) > 1)
+        for active in (False, True):
+            peer.say("active_consumer_change", consumer_id=id, is_active=active)
+        member.until(lambda: member.listener.told.count(("assigned", ("t", 0))) == 2, SOON / 4)
 
 
 @pytest.mark.parametrize("call", ["append", "end"])

@@ -59,6 +59,8 @@ _MAX_IDLE_CHECKS = 20
 _IDLE_CHECK_SECONDS = 5.0
 # Seconds between two looks for entries of shared groups that may be acknowledged whole.
 _FINISH_SECONDS = 1.0
+# Seconds for one of several lost partitions, with time for a REST answer; brokers go on loading its topic meanwhile.
+_REOPEN_SECONDS = 4.0
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _PARALLEL_OPENINGS = 16
 
@@ -280,20 +282,39 @@ class PulsarReader(Reader):
     ) -> _BackgroundResult:
         try:
             with translated(f"reading {', '.join(self._subscription.topics)}"):
-                for partition in lost:
-                    self._check_exists(partition, deadline)
-                    self._registry.check(partition.topic, deadline)
-                    self._mode.check_kept(partition, deadline)
-                    partition.consumer.reopen(deadline.left())
-                    self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
                 starting = {c: self._mode.begin(c, deadline) for c in due if not self._must_wait(c, deadline)}
+                self._reopen_all(lost, not (starting or check_topics), deadline)
                 if due and not starting:
                     time.sleep(_PENDING_ACKS_CHECK_SECONDS)
-                topics = self._concrete_topics(deadline) if check_topics else {}
+                topics = self._concrete_topics(deadline) if check_topics and not starting else {}
                 return _BackgroundResult(starting, self._open(topics, False, deadline))
         finally:
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
+
+    def _reopen_all(self, lost: Sequence[PulsarPartition], is_alone: bool, deadline: Deadline) -> None:
+        """Reopen lost partitions, each within a short time, so that one that stays away delays no other.
+
+        If none comes back, and no other work waits (`is_alone`), one of them gets the rest of the time.
+        """
+        away: list[PulsarPartition] = []
+        for partition in random.sample(lost, len(lost)):
+            if self._closed:
+                return
+            try:
+                self._reopen(partition, Deadline(min(_REOPEN_SECONDS, deadline.left())))
+            except (wire.PulsarError, errors.BrokerUnavailable) as error:
+                _log.debug("%s is not reopened yet: %s", partition.topic, error)
+                away.append(partition)
+        if away and len(away) == len(lost) and is_alone:
+            self._reopen(away[0], deadline)
+
+    def _reopen(self, partition: PulsarPartition, deadline: Deadline) -> None:
+        self._check_exists(partition, deadline)
+        self._registry.check(partition.topic, deadline)
+        self._mode.check_kept(partition, deadline)
+        partition.consumer.reopen(deadline.left())
+        self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
 
     def _finish_entries(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
         deadline, group = Deadline(_IDLE_CHECK_SECONDS), self._subscription.group or ""
