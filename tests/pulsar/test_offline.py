@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from txnbridge_pulsar import client as wire
@@ -14,7 +14,7 @@ from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.decision_log import PulsarLog
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
-from txnbridge_pulsar.outcome.end_delivery import Participants
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant, Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
@@ -264,6 +264,25 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
     owner.require_no_doubt(["t"], Deadline(SOON))
     assert unclear in swept and not owner._under_way
     owner.late_write_guard.close(Deadline(SOON))
+
+
+def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read() -> None:
+    told: list[object] = []
+
+    def end_on_partition(*given: object) -> None:
+        told.append(given)
+        if len(told) == 1:
+            raise wire.NotAuthenticated(3, "the credentials could not be read")
+
+    class Moved:
+        lost, generation = wire.BrokerConnectionLost("it has moved"), 0
+
+    client = SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end_on_partition))
+    end_delivery, moved = EndDelivery(cluster_with(client=client)), cast(wire.PulsarProducer, Moved())
+    end_delivery.ended(TXN, True, [Participant("t", None, moved, 0)], Deadline(SOON))
+    end_delivery.settle({"t"}, Deadline(SOON))
+    end_delivery.close(Deadline(SOON))
+    assert len(told) == 2
 
 
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])

@@ -117,11 +117,16 @@ def deliver_everywhere(cluster: ClusterAccess, txn: TxnId, participants: Partici
             _end_on(cluster, txn, True, *target, deadline)
         except wire.PulsarError as error:
             _log.debug("committing transaction %s again on %s: %s", txn, target[0], error)
-            return isinstance(error, wire.ServerError) and not error.retriable
+            return _is_final(error)
         return True
 
     topics: list[tuple[str, str | None]] = [(topic, None) for topic in participants.topics]
     return all(in_parallel(tell, [*topics, *participants.subscriptions]))
+
+
+def _is_final(error: wire.PulsarError) -> bool:
+    """Return whether a broker's refusal is final. A bridge's credentials may be renewed."""
+    return isinstance(error, wire.ServerError) and not (error.retriable or isinstance(error, wire.NotAuthenticated))
 
 
 def _end_on(
@@ -192,7 +197,7 @@ class EndDelivery:
                 _end_on(self._cluster, first.txn, first.commit, missed.topic, missed.subscription, deadline)
                 ended.popleft()
         except wire.PulsarError as error:
-            if isinstance(error, wire.ServerError) and not error.retriable:
+            if _is_final(error):
                 self._give_up(missed, ended, error)
                 ended.clear()
             else:
@@ -206,7 +211,7 @@ class EndDelivery:
                     del self._delivering[missed.topic]
                 self._changed.notify_all()
 
-    def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.ServerError) -> None:
+    def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.PulsarError) -> None:
         committed = [str(each.txn) for each in ended if each.commit]
         if committed:
             _log.error(
