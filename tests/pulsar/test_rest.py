@@ -1,8 +1,12 @@
 """The REST interface of several brokers, of which some do not answer."""
 
+import io
 import socket
+import urllib.error
+import urllib.request
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from txnbridge_conformance.brokers._broker import free_ports
@@ -69,6 +73,25 @@ def test_a_change_whose_answer_is_lost_is_not_asked_for_again() -> None:
 def test_rest_addresses_where_nobody_listens_raise_broker_unavailable() -> None:
     with pytest.raises(BrokerUnavailable, match="refused"):
         rest_of(*free_ports(2)).get("/admin/x", Deadline(SOON))
+
+
+@pytest.mark.parametrize(
+    ("location", "times"), [("http://other/admin/x", 1), ("/admin/y", 5)], ids=["http", "relative"]
+)
+def test_a_redirect_stays_in_https(monkeypatch: pytest.MonkeyPatch, location: str, times: int) -> None:
+    asked: list[str] = []
+
+    def redirect(_: object, request: urllib.request.Request, timeout: float) -> NoReturn:
+        asked.append(request.full_url)
+        headers = Message()
+        headers["Location"] = location
+        raise urllib.error.HTTPError(request.full_url, 307, "", headers, io.BytesIO())
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", redirect)
+    rest = Rest(settings_for("pulsar://127.0.0.1:1/public/default", admin_url="https://127.0.0.1:1"))
+    with pytest.raises(BrokerUnavailable, match="redirect"):
+        rest.get("/admin/x", Deadline(SOON))
+    assert len(asked) == times and all(url.startswith("https:") for url in asked)
 
 
 def test_an_answer_that_no_broker_gives_is_an_error_that_names_the_option() -> None:

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urljoin
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline
@@ -110,8 +110,10 @@ class Rest:
             except urllib.error.HTTPError as error:
                 if error.code not in _REDIRECT_STATUSES:
                     raise _refusal(error, method, path) from error
-                url = error.headers["Location"]
+                url = urljoin(url, error.headers["Location"] or "")
                 error.close()
+                if not url.startswith(address.partition(":")[0]):  # it would show the credentials to the network
+                    raise BrokerUnavailable(f"{address}{path}: a broker redirects to {url}") from error
         raise BrokerUnavailable(f"{address}{path}: the brokers redirect in circles")
 
     def _request(self, method: str, url: str, body: Any) -> urllib.request.Request:
