@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from txnbridge_pulsar.admin import open_transactions, repair
 from txnbridge_pulsar.admin.rest import Rest
-from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.client import CorruptEntry, TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome import proof
 from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.write import fence
 
+from tests.failing import raising
 from tests.in_time import within
 from tests.pulsar.kit import SOON, http_server, settings_for
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidState, NotFound
@@ -118,6 +121,16 @@ def test_any_other_refusal_is_passing_or_told_at_the_deadline(refusal: Any) -> N
         with pytest.raises(BrokerUnavailable, match=refusal[1]["reason"].split()[0]):
             open_transactions.list_open(asked.cluster, deadline)
         assert not asked.loaded and len(asked.asked) > 1
+
+
+def test_names_and_records_of_strangers_do_not_hide_open_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    unreadable = SimpleNamespace(id=None, messages=raising(CorruptEntry("broken")))
+    for records in (fence, proof):
+        monkeypatch.setattr(records, "last_entry", lambda *_: unreadable)
+    topics: Any = {"persistent://public/default/_txnbridge-marker-=FF.p0": {}}
+    with answering(slowTransactions=[(200, {"(0,15)": {**OPEN[1], "producedPartitions": topics}})]) as asked:
+        vars(asked.cluster.topics)["existing"] = lambda *_: ("a topic",)
+        assert [found.txn for found in open_transactions.list_open(asked.cluster, Deadline(SOON))] == [TXN]
 
 
 # --- repair ---------------------------------------------------------------------------------------------------------

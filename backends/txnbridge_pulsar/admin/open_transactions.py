@@ -21,7 +21,7 @@ from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, end, outcome_by_proof
 from txnbridge_pulsar.outcome.proof import last_presence, proof_prefix
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, decoded, encoded
-from txnbridge_pulsar.write.fence import fence_prefix, last_fence_record
+from txnbridge_pulsar.write.fence import fence_prefix, listed_record
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
 _log = logging.getLogger("txnbridge")
@@ -149,13 +149,13 @@ def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) ->
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
     """Return the transactions that the newest owner of a transactional id lists on its fence topic as not ended.
 
-    Return none if the id has no fence topic.
+    Return none if the id has no fence topic, or a damaged record there.
     """
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.existing(name, deadline):
         return ()
-    newest = last_fence_record(cluster, f"persistent://{cluster.settings.namespace}/{name}", deadline)
-    return () if newest is None else tuple(newest[1].under_way)
+    newest = listed_record(cluster, f"persistent://{cluster.settings.namespace}/{name}", deadline)
+    return () if newest is None else tuple(newest.under_way)
 
 
 def _with_details(

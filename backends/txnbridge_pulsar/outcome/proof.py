@@ -20,7 +20,7 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.read.last_entry import last_entry, start_before
+from txnbridge_pulsar.read.last_entry import last_entry, start_before, value_of
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 from txnbridge_pulsar.write.fence_records import ProofLocation
 
@@ -89,7 +89,7 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
     A writer stores presence records before its transactions; that of an open prepared transaction has its name.
     """
     entry = last_entry(cluster, topic, deadline)
-    record = None if entry is None else record_of(entry)
+    record = None if entry is None else ProofRecord.unpack(value_of(entry))
     if entry is None or record is None or record.kind != PRESENCE:
         return None
     return ProofLocation(topic, (entry.id.ledger, entry.id.entry), record.nonce), record

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
@@ -20,6 +22,13 @@ def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.R
             while not (entries := reader.receive(deadline.left(), most=1)):
                 deadline.check(f"reading {topic}")
             return entries[0]
+
+
+def value_of(entry: wire.ReceivedEntry) -> bytes | None:
+    """Return the value of an entry's first message; None also for a stranger's entry that cannot be read."""
+    with suppress(wire.PulsarError, IndexError):
+        return entry.messages()[0].value
+    return None
 
 
 def start_before(id: wire.MessageId) -> wire.MessageId:

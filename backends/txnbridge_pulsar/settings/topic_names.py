@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
@@ -75,5 +76,7 @@ def encoded(text: str) -> str:
 
 
 def decoded(text: str) -> str:
-    """Return the text that `encoded` has encoded."""
-    return unquote(text.replace("=", "%"), errors="surrogatepass")
+    """Return the text that `encoded` has encoded; a name that it has not made, unchanged."""
+    with suppress(UnicodeDecodeError):
+        return unquote(text.replace("=", "%"), errors="surrogatepass")
+    return text

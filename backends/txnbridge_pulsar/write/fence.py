@@ -12,14 +12,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import translate, translated
-from txnbridge_pulsar.read.last_entry import last_entry
+from txnbridge_pulsar.read.last_entry import last_entry, value_of
 from txnbridge_pulsar.settings.topic_names import encoded
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
 
@@ -42,23 +43,23 @@ def last_fence_record(
 ) -> tuple[wire.MessageId, FenceRecord] | None:
     """Return the last record of a fence topic (given by its full name) with its position; None if there is none."""
     last = last_entry(cluster, topic, deadline)
-    return None if last is None else (last.id, FenceRecord.unpack(last.messages()[0].value))
+    return None if last is None else (last.id, FenceRecord.unpack(value_of(last)))
+
+
+def listed_record(cluster: ClusterAccess, topic: str, deadline: Deadline) -> FenceRecord | None:
+    """Return the last record of a fence topic for a list; None also for a damaged one, which an opening reports."""
+    with suppress(EvidenceLost):
+        if newest := last_fence_record(cluster, topic, deadline):
+            return newest[1]
+    return None
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
     """Return the ended transactions on fence topics whose late messages a broker may still accept, for the doctor."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
-    per_topic = in_parallel(lambda topic: _at_risk(cluster, topic, deadline), topics)
-    return [each for transactions in per_topic for each in transactions]
-
-
-def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence[AnnouncedTransaction]:
-    try:
-        newest = last_fence_record(cluster, topic, deadline)
-    except EvidenceLost:
-        return ()  # the process that opens the id gets the error
-    return () if newest is None else newest[1].at_risk
+    records = in_parallel(lambda topic: listed_record(cluster, topic, deadline), topics)
+    return [each for record in records if record is not None for each in record.at_risk]
 
 
 class Fence:
