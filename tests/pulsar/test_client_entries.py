@@ -87,6 +87,11 @@ def test_a_message_alone_is_read_as_it_was_sent(message):
     assert found.id == wire.MessageId(7, 8, 2)
 
 
+def test_times_that_java_cannot_hold_are_none_or_the_latest():
+    entry = entry_of(wire.Single(b"", event_time=1 << 63), publish_time=(1 << 64) - 1)
+    assert (entry.messages()[0].event_time, entry.publish_time) == (None, (1 << 63) - 1)
+
+
 @given(st.lists(st.binary(max_size=300), max_size=30))
 def test_a_batch_of_payloads_alone_has_the_same_bytes_as_one_filled_message_by_message(payloads):
     at_once, one_by_one = wire.MessageBatch(), wire.MessageBatch()

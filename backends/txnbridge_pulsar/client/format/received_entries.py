@@ -51,10 +51,11 @@ class ReceivedMessage:
 
     @property
     def event_time(self) -> int | None:
-        """Return the sender's event time in milliseconds since 1970; None if it is missing or 0, which other clients
-        write for no time.
+        """Return the sender's event time in milliseconds since 1970; None if it is missing, or 0, which other clients
+        write for no time, or larger than Java's.
         """
-        return self._described.get("event_time") or None
+        time: int = self._described.get("event_time", 0)
+        return time if 0 < time < 1 << 63 else None
 
 
 def _key(described: Fields) -> bytes | None:
@@ -151,7 +152,7 @@ class ReceivedEntry:
     @property
     def publish_time(self) -> int:
         """Return the sender's time of sending, in milliseconds since 1970."""
-        return int(self.metadata.get("publish_time", 0))
+        return min(int(self.metadata.get("publish_time", 0)), (1 << 63) - 1)
 
     @property
     def chunk(self) -> tuple[str, int, int] | None:
