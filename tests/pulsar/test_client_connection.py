@@ -514,7 +514,6 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
 
     theirs, ours = certified
     with fake_broker(theirs, partition_metadata=echo) as broker, closing(connect(broker, tls=ours)) as connection:
-        connection._frames.limit = 1_000_000
 
         def ask(number: int) -> bool:
             topic = f"{number} " * 50_000

@@ -19,9 +19,9 @@ _CHECKED = struct.Struct(">HII")  # magic, checksum, size of the metadata
 _CHECKSUM_MARK = b"\x0e\x01"
 _BROKER_METADATA_MARK = b"\x0e\x02"
 
-# A broker's default limit for a message, and by how much a frame may be larger than its message.
+# A broker's default limit for a message, and by how much a frame may be larger: a namespace's topics are one frame.
 DEFAULT_MAX_MESSAGE = 5 * 1024 * 1024
-FRAME_ALLOWANCE = 10 * 1024
+FRAME_ALLOWANCE = 64 * 1024 * 1024
 # The size of the receive buffer, which grows for a larger frame.
 _BUFFER = 256 * 1024
 
