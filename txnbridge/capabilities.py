@@ -20,20 +20,14 @@ class Capability(Enum):
 
     sentence: str
 
-    ATOMIC_TOPICS = (
-        "atomic-topics",
-        "Messages to several topics and partitions become visible together or not at all.",
-    )
+    ATOMIC_TOPICS = "atomic-topics", "Messages to several topics and partitions become visible together or not at all."
     ATOMIC_ACK = "atomic-ack", "Acknowledgements take effect together with the messages of their transaction."
     ISOLATION = "isolation", "A reader sees nothing of a transaction before its commit, and then all of it."
     PARTITION_ORDER = "partition-order", "Each partition is read in one order, the same for every reader."
     GROUP_ORDER = "group-order", "A group gets the messages of each partition in order, even after it has gone back."
     FENCING = "fencing", "Opening a transactional id fences its older owner."
     PREPARE = "prepare", "A transaction can be made durable and invisible, to be ended later by its token."
-    RESOLVE_ANYWHERE = (
-        "resolve-anywhere",
-        "Any process can commit or abort a prepared transaction by its token.",
-    )
+    RESOLVE_ANYWHERE = "resolve-anywhere", "Any process can commit or abort a prepared transaction by its token."
     STATUS_LOOKUP = (
         "status-lookup",
         "Any process can find out the outcome of a token's transaction without changing it.",

@@ -63,9 +63,7 @@ PROFILES: Mapping[str, BrokerProfile] = {
     "pulsar": BrokerProfile(
         "Pulsar",
         Limits(message_bytes=5 << 20),
-        _lacks(
-            (Capability.BARE_HEADERS, "a message's properties are text with a name"),
-        ),
+        _lacks((Capability.BARE_HEADERS, "a message's properties are text with a name")),
     ),
     "rocketmq": BrokerProfile(
         "RocketMQ",

@@ -35,17 +35,7 @@ from txnbridge.errors import InvalidOption, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Writer
 from txnbridge.testing.child_processes import Child, Point, StopAt, Unvisited, tell
 
-__all__ = [
-    "Child",
-    "Point",
-    "StopAt",
-    "Unvisited",
-    "crash_everywhere",
-    "listening",
-    "next_commit",
-    "recorded",
-    "tell",
-]
+__all__ = ["Child", "Point", "StopAt", "Unvisited", "crash_everywhere", "listening", "next_commit", "recorded", "tell"]
 
 try:
     import pytest
