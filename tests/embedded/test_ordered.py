@@ -33,9 +33,10 @@ def numbers(messages):
 
 
 def position(broker, group=GROUP):
-    return kit.rows(broker, "SELECT next FROM positions JOIN groups ON groups.id = group_id WHERE name = ?", group)[0][
-        0
-    ]
+    ((next,),) = kit.rows(
+        broker, "SELECT next FROM positions JOIN groups ON groups.id = group_id WHERE name = ?", group
+    )
+    return next
 
 
 # --- acknowledging ---------------------------------------------------------------------------------------------------
@@ -78,15 +79,19 @@ def test_seeking_back_delivers_unacknowledged_messages_again(broker, join):
 def test_a_message_given_back_and_then_sought_comes_once(broker, join):
     member, messages = begun(broker, join, 4, 3)
     member.reader.nack({ORDERS: [messages[1].position]})
+    member.reader.rewind({ORDERS: (2,)})
+    assert numbers(member.take(1)) == [1]
+    member.reader.nack({ORDERS: [messages[1].position]})
     member.reader.seek({ORDERS: (1,)})
     member.reader.nack({ORDERS: [messages[2].position]})
     assert numbers(member.take(3)) == [1, 2, 3]
 
 
 def test_messages_skipped_by_seeking_ahead_come_to_the_next_member(broker, join):
-    fill(broker, 6)
-    member = join()
+    member, messages = begun(broker, join, 6, 2)
+    member.reader.nack({ORDERS: [messages[1].position]})
     member.reader.seek({ORDERS: (4,)})
+    assert member.reader.positions() == {ORDERS: (4,)}
     member.ack(*member.take(2))
     member.close()
     assert numbers(join().take(4)) == [0, 1, 2, 3]

@@ -182,6 +182,12 @@ class OrderedReader(GroupReader):
         # reader has to see that before it reads them, or they would come twice.
         self._refresh_at = 0.0
 
+    def rewind(self, positions: Mapping[Partition, Position]) -> None:
+        again = {partition: self._cursor(partition).again for partition in positions}
+        self.seek(positions)
+        for partition, ranges in again.items():  # those before the position come again, too
+            self._cursors[partition].repeat(ranges)
+
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._refresh_state(deadline)
         cursors = self._cursors.values()

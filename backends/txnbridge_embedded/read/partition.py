@@ -39,27 +39,27 @@ class Cursor:
         self.next = next  # the next offset to read
         self.taken: deque[Range] = deque()  # offsets from `next` on that are acknowledged or reserved
         self._owner = owner
-        self._again: deque[Range] = deque()  # offsets below `next` that are to be delivered again
+        self.again: deque[Range] = deque()  # offsets below `next` that are to be delivered again
         self._handed_out_to = next  # lower offsets were handed out before
         self._delivery_counts: dict[int, int] = {}  # delivery counts above 1, by offset
 
     @property
     def position(self) -> int:
         """The lowest offset that may still be delivered."""
-        return self._again[0][0] if self._again else self.next
+        return self.again[0][0] if self.again else self.next
 
     @property
     def ready(self) -> bool:
         """True if there are messages to read."""
         while self.taken and self.taken[0][0] <= self.next:
             self.next = max(self.next, self.taken.popleft()[1] + 1)
-        return not self.paused and (bool(self._again) or self.next < self.bounds.end)
+        return not self.paused and (bool(self.again) or self.next < self.bounds.end)
 
     def seek(self, offset: int) -> None:
         """Continue at an offset. Messages that were handed out before get higher delivery counts."""
         self.next = offset
         self.lost = False
-        self._again = deque(without(self._again, [(offset, MAX_OFFSET)]))
+        self.again = deque()
 
     def replay(self, offset: int) -> None:
         """Continue at an offset as if no message had been read yet: delivery counts start at 1."""
@@ -69,7 +69,7 @@ class Cursor:
     def repeat(self, ranges: Iterable[Range]) -> None:
         """Schedule offsets for redelivery, except those from the next unread offset on, which will be read anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
-        self._again = deque(merged([*self._again, *passed]))
+        self.again = deque(merged([*self.again, *passed]))
 
     def forget_below(self, offset: int) -> None:
         """Drop the delivery counts of acknowledged messages, those below `offset`, if there are many counts."""
@@ -89,9 +89,9 @@ class Cursor:
         These are at most `limit` messages of about `room` bytes, perhaps none even if `ready` is true. `convert` is
         `Cursor.to_messages` or `Cursor.to_columns`. Raise `PositionLost` if retention has removed the next message.
         """
-        repeating = bool(self._again)
+        repeating = bool(self.again)
         if repeating:
-            first, last = self._again[0]
+            first, last = self.again[0]
             stop = last + 1
         else:
             first, last = self.next, -1
@@ -107,9 +107,9 @@ class Cursor:
         if not repeating:
             self.next = reached
         elif reached <= last:
-            self._again[0] = (reached, last)
+            self.again[0] = (reached, last)
         else:
-            self._again.popleft()
+            self.again.popleft()
         return len(rows), size
 
     def _read(
