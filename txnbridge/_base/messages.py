@@ -96,7 +96,9 @@ def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tu
     Raise `InvalidOption` for a value that is neither text, bytes nor None.
     """
     if isinstance(headers, Headers):
-        return headers.raw
+        if all(isinstance(pair[-1], bytes | None) for pair in headers.raw):
+            return headers.raw
+        headers = headers.raw  # made by a program, of text
     pairs = headers.items() if isinstance(headers, Mapping) else headers
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
         raise InvalidOption(f"headers are a mapping, or (name, value) pairs, not {type(pairs).__name__}")

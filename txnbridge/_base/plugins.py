@@ -29,13 +29,7 @@ _Function = TypeVar("_Function")
 def hookimpl(function: _Function) -> _Function:
     """Mark a function as the implementation of the hook with the function's name."""
     # This sets the same attribute as pluggy's marker, so that `import txnbridge` need not import pluggy.
-    options = {
-        "wrapper": False,
-        "hookwrapper": False,
-        "optionalhook": False,
-        "tryfirst": False,
-        "trylast": False,
-    }
+    options = dict.fromkeys(("wrapper", "hookwrapper", "optionalhook", "tryfirst", "trylast"), False)
     setattr(function, f"{GROUP}_impl", {**options, "specname": None})
     return function
 
@@ -79,7 +73,11 @@ class Plugins:
     def manager(self) -> pluggy.PluginManager:
         with self.lock:
             if self._manager is None:
-                self._manager = self._load()
+                try:
+                    return self._load()
+                except BaseException:
+                    self._manager = None
+                    raise
             return self._manager
 
     def _load(self) -> pluggy.PluginManager:
@@ -87,7 +85,8 @@ class Plugins:
 
         import pluggy
 
-        manager = pluggy.PluginManager(GROUP)
+        # A plug-in may register another one while it is loaded.
+        self._manager = manager = pluggy.PluginManager(GROUP)
         spec = pluggy.HookspecMarker(GROUP)
         for name in vars(Hooks):
             if name.startswith(GROUP):
@@ -174,7 +173,7 @@ def _without_headers(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _event_names(implementation: pluggy.HookImpl) -> Collection[str] | None:
     names: Collection[str] | None = getattr(implementation.plugin, "txnbridge_event_names", None)
-    return names
+    return (names,) if isinstance(names, str) else names
 
 
 plugins: Plugins = Plugins()

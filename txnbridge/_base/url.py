@@ -32,7 +32,7 @@ def parse_url(text: object) -> tuple[Url, dict[str, str]]:
         path = slash + tail
         hosts = tuple(_host(part) for part in authority.split(",") if part)
     elif ":" in rest.partition("@")[0] and "@" in rest.lstrip("/").partition("/")[0]:  # its // is missing
-        raise InvalidOption(_NO_USER)
+        raise InvalidOption(f"{_NO_USER}. A file with a colon and an @ in its name is given as ./NAME")
     while path.startswith("//"):
         path = path[1:]
     path = urllib.parse.unquote(path)

@@ -1,13 +1,22 @@
 """Plug-ins are loaded one by one; one that fails takes nothing else down."""
 
-import importlib
+import importlib.metadata
 import sys
+from types import SimpleNamespace
 
 import pluggy
 import pytest
 
 from txnbridge import hookimpl
 from txnbridge._base.plugins import GROUP, Plugins
+
+
+class Listener:
+    txnbridge_event_names = "commit"
+
+    @hookimpl
+    def txnbridge_event(self, event):
+        pass
 
 
 def test_our_hook_marker_marks_as_pluggys_own_would() -> None:
@@ -47,15 +56,17 @@ def test_a_hook_that_raises_is_reported_and_the_other_backends_are_there() -> No
 
 
 def test_a_plugin_registered_for_a_while_is_gone_afterwards() -> None:
-    class Listener:
-        @hookimpl
-        def txnbridge_event(self, event):
-            pass
-
     found = Plugins(entry_points=False)
     with found.registered(Listener()):
-        assert len(found.listeners()) == 1
-    assert found.listeners() == []
+        assert [names for _, names in found.filtered_listeners()] == [("commit",)]
+    assert not found.filtered_listeners() and not found.listeners()
+
+
+def test_a_plugin_may_register_another_one_while_it_is_loaded(monkeypatch):
+    found = Plugins()
+    entry = SimpleNamespace(name="outer", load=lambda: found.register(Listener()))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: [entry])
+    assert len(found.filtered_listeners()) == 1
 
 
 def test_a_hook_with_a_mistyped_argument_is_refused_when_it_is_registered() -> None:

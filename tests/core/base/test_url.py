@@ -32,6 +32,7 @@ OPTIONS = {
         ("embedded:///abs/a%20b.db", (), "/abs/a b.db"),
         ("embedded:////abs/x.db", (), "/abs/x.db"),
         ("embedded:", (), ""),
+        ("embedded:./a:b@c", (), "./a:b@c"),
     ],
 )
 def test_a_url_is_taken_apart(text: str, hosts: tuple[tuple[str, int | None], ...], path: str) -> None:
