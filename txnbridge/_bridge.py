@@ -177,6 +177,7 @@ class Bridge:
         self._count = itertools.count(1)
         self._closing = threading.Lock()
         self._let_go = True  # True if `close` has nothing to close
+        self._aborted: list[str] = []  # the ids of unfinished transactions that `close` has aborted
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
@@ -204,19 +205,16 @@ class Bridge:
             try:
                 backend.check_installed()
                 connection.broker = backend.open(url, ours, context, deadline)
-                try:
-                    self._group_commit = self._new_group_commit(group_commit, writers)
-                    if identity.owned:
-                        self._writers.open(deadline)
-                except BaseException:
-                    close_logging_errors(connection.broker.close, deadline)
-                    raise
-            except BaseException:  # a program that retries `connect` must not leave a decision log open each time
+                self._group_commit = self._new_group_commit(group_commit, writers)
+                if identity.owned:
+                    self._writers.open(deadline)
+                _live.add(self)
+                self._let_go = False
+            except BaseException:  # a program that retries `connect` must not leave anything open each time
+                if connection._broker is not None:
+                    close_logging_errors(connection._broker.close, deadline)
                 logs.close()
                 raise
-        self._let_go = False
-        self._aborted: list[str] = []  # the ids of unfinished transactions that `close` has aborted
-        _live.add(self)
 
     def _new_group_commit(self, wanted: bool | None, writers: int) -> GroupCommit | None:
         connection = self._connection
@@ -550,11 +548,7 @@ class Bridge:
         SQLAlchemy's URL or an `Engine`.
         """
         self._connection.check_open()
-        settings: dict[str, Any] = {
-            "parallel": parallel,
-            "check_timeout": check_timeout,
-            "stop_timeout": stop_timeout,
-        }
+        settings: dict[str, Any] = {"parallel": parallel, "check_timeout": check_timeout, "stop_timeout": stop_timeout}
         if check is not None and db is None:
             from txnbridge._half.resolver import Resolver
 

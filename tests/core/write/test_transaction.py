@@ -6,7 +6,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from txnbridge import (
     DeadlineExceeded,
     Decision,
     DeliveryFailed,
+    Event,
     EvidenceLost,
     Fenced,
     InvalidOption,
@@ -38,6 +39,7 @@ from txnbridge import (
     codecs,
 )
 from txnbridge.spi import Deadline
+from txnbridge.testing import listening
 
 
 @pytest.fixture
@@ -423,6 +425,20 @@ def test_closing_by_a_signal_handler_leaves_the_call_that_it_interrupted_alone()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert broker.closed
+
+
+@pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
+def test_a_bridge_whose_opening_is_interrupted_at_its_end_is_closed_by_the_next_connect() -> None:
+    def interrupt(event: Event) -> None:
+        if (event.name, event.phase) == ("bridge.open", "after"):
+            raise KeyboardInterrupt
+
+    backend = ToyBackend()
+    with listening(interrupt), suppress(KeyboardInterrupt):
+        connect_toy(backend)
+    gc.collect()
+    connect_toy()[0].close()
+    assert backend.brokers[0].closed
 
 
 def test_closing_inside_the_making_of_a_service_leaves_it_alone() -> None:
