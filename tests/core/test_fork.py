@@ -9,7 +9,8 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import connect_toy
-from txnbridge import Decision, InvalidState, Outcome
+from tests.in_time import Hold
+from txnbridge import Decision, InvalidState, Outcome, connect, spanning
 from txnbridge._base.plugins import plugins
 from txnbridge._decisions.decisions import Decisions
 
@@ -60,19 +61,6 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on() -> None:
         assert txn.outcome is Outcome.COMMITTED
 
 
-def test_the_child_opens_a_bridge_of_its_own() -> None:
-    parent, _ = connect_toy()
-    with parent:
-
-        def check() -> None:
-            bridge, _ = connect_toy()
-            with bridge, bridge.transaction() as txn:
-                txn.send("t", b"1")
-            assert txn.outcome is Outcome.COMMITTED
-
-        assert in_child(check) == 0
-
-
 def test_the_child_opens_a_bridge_although_a_thread_of_the_parent_was_loading_plug_ins() -> None:
     loading, forked = threading.Event(), threading.Event()
 
@@ -94,6 +82,24 @@ def test_the_child_opens_a_bridge_although_a_thread_of_the_parent_was_loading_pl
     finally:
         forked.set()
         thread.join()
+
+
+def test_the_child_opens_bridges_and_spans_of_its_own_although_a_thread_of_the_parent_was_opening_some(
+    tmp_path, monkeypatch
+):
+    urls = [f"embedded:{tmp_path}/{name}.db" for name in "ab"]
+
+    def check() -> None:
+        monkeypatch.undo()
+        with connect(urls[0]) as here, connect(urls[1]) as there, spanning(here, there) as span:
+            span.on(here).send("t", b"1")
+        assert span.outcome is Outcome.COMMITTED
+
+    hold = Hold()
+    with connect(urls[0]) as here, connect(urls[1]) as there:
+        monkeypatch.setattr("txnbridge._half.span.Spans", hold)
+        with hold.asked_by(lambda: spanning(here, there)):
+            assert in_child(check) == 0
 
 
 def test_a_decision_log_of_the_parent_is_neither_used_nor_closed_by_the_child() -> None:

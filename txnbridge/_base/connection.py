@@ -55,6 +55,7 @@ class Connection:
         # Returns the bridge's half store in lanes; the bridge sets it.
         self.half_lanes: Callable[[], HalfStore] = _no_half_lanes
         self.spans: dict[frozenset[str], Any] = {}  # by the clusters over which they go
+        self.opening_spans: threading.Lock = threading.Lock()
         self.closed: bool = False  # if True, new calls are refused
         self.forked: bool = False
         self._broker: Broker | None = None

@@ -39,7 +39,6 @@ _log = logging.getLogger("txnbridge")
 # the first one was committed at the last moment.
 _SECONDS_BETWEEN = 60.0
 _HOLD_SECONDS = 600.0  # unless a broker allows less
-_opening = threading.Lock()
 
 
 def _named(bridges: Sequence[SpannedBridge]) -> str:
@@ -219,7 +218,7 @@ def spans_over(bridges: Sequence[SpannedBridge], least: int, timeout: float | No
     keepers = [bridge._connection for bridge in bridges if bridge.capabilities[Capability.HALF_MESSAGES]]
     lanes = lambda each: (each.broker.half_store() is None, each.backend, each.broker.cluster)  # noqa: E731
     keeper = min(keepers or [bridge._connection for bridge in bridges], key=lanes)
-    with _alone(keeper, _opening, timeout):
+    with _alone(keeper, keeper.opening_spans, timeout):
         opened = keeper.spans
         if clusters not in opened:
             opened[clusters] = Spans(keeper, bridges)
