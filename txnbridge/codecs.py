@@ -96,10 +96,14 @@ class pydantic(Generic[_T]):
 
         self._adapter: Any = TypeAdapter(model)
         self._invalid = ValidationError
+        # A model may say how NaN is written.
+        self._refuses_nan = "ser_json_inf_nan" not in repr(self._adapter.core_schema)
         self._fields = {**getattr(model, "model_fields", {}), **getattr(model, "__dataclass_fields__", {})}
 
     def encode(self, obj: _T, context: CodecContext) -> builtins.bytes:
         encoded: builtins.bytes = self._adapter.dump_json(obj)
+        if self._refuses_nan and b"null" in encoded:
+            _dumps(self._adapter.dump_python(obj, mode="json"))  # refuses NaN, for which pydantic writes null
         return encoded
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
@@ -265,10 +269,8 @@ def _is_away(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS:
             return True
-        if (
-            getattr(error, "http_status_code", 0) in (401, 403, 408, 429)
-            or getattr(error, "http_status_code", 0) >= 500
-        ):
+        status = getattr(error, "http_status_code", 0)
+        if status in (401, 403, 408, 429) or status >= 500:
             return True
         error = error.__cause__
     return False

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from txnbridge import AccessDenied, BrokerUnavailable, InvalidOption, Poison, Topic, codecs
 from txnbridge.spi import NO_HEADERS, Message
@@ -18,6 +19,11 @@ from txnbridge.spi import NO_HEADERS, Message
 class Order:
     id: int
     note: str = ""
+
+
+class Measured(BaseModel, ser_json_inf_nan="strings"):
+    value: float
+    unit: str | None = None
 
 
 def through(topic: Topic, value: Any, key: Any = None) -> Message:
@@ -35,6 +41,8 @@ def through(topic: Topic, value: Any, key: Any = None) -> Message:
         (codecs.dataclass_json(dict[str, list[Order]]), {"a": [Order(1)]}),
         (codecs.pydantic(Order), Order(2)),
         (codecs.pydantic(list[int]), [1, 2]),
+        (codecs.pydantic(dict[str, float | None]), {"a": None, "null": 1.5}),
+        (codecs.pydantic(list[Measured]), [Measured(value=float("inf"))]),
     ],
 )
 def test_an_encoded_value_comes_back(codec: codecs.Codec, value: Any) -> None:
@@ -60,6 +68,7 @@ def test_a_tombstone_passes_every_codec() -> None:
         (codecs.dataclass_json(Order), {"id": 1}),
         (codecs.dataclass_json(Order), Order(float("nan"))),  # type: ignore[arg-type]
         (codecs.dataclass_json(list[Order]), Order(1)),
+        (codecs.pydantic(list[float]), [float("nan")]),
     ],
 )
 def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: codecs.Codec, value: Any) -> None:
