@@ -92,8 +92,9 @@ async def test_failures_are_those_of_the_synchronous_processor(url):
                 pass
         with pytest.raises(InvalidOption, match="async def"):
             bridge.processor("in", group="g", each=lambda message, txn: None)  # type: ignore[arg-type, return-value]
-        with pytest.raises(NotSupported, match="plain handler"):
-            bridge.processor("in", group="g", each=each, db="sqlite:///a.db")
+        for setting in ({"db": "sqlite:///a.db"}, {"to": bridge.sync}):
+            with pytest.raises(NotSupported, match="plain handler"):
+                bridge.processor("in", group="g", each=each, **setting)
         with pytest.raises(InvalidOption):
             bridge.processor("in", group="g", each=each, max_messages=0)
     assert values(url, "out") == [] and left(url, "g") == 10

@@ -5,12 +5,15 @@ import contextvars
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from unittest.mock import Mock
 
 import anyio
 import pytest
 
 import txnbridge
 from tests.aio.kit import SOON, until, values
+from tests.aio.test_more import undecided
 from txnbridge import Outcome, State, Topic, aio, codecs
 from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import listening, next_commit
@@ -244,29 +247,39 @@ async def test_a_block_that_is_cancelled_waits_for_its_abort(held, bridge):
     assert held.came
 
 
-async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_and_aborts_later(bridge):
+@pytest.mark.parametrize("kind", ["transaction", "half messages", "span", "publisher"])
+async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_and_aborts_later(bridge, tmp_path, kind):
     runs, go_on = threading.Event(), threading.Event()
-
-    def items() -> Iterator[bytes]:
-        runs.set()
-        go_on.wait()
-        yield b"1"
+    hanging = Topic("a", Mock(**{"encode.side_effect": lambda *_: (runs.set(), go_on.wait())}))  # type: ignore[func-returns-value]
 
     async def cancel() -> None:
         await until(runs.is_set)
         scope.cancel()
 
-    try:
-        with anyio.fail_after(SOON):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(cancel)
-                with anyio.CancelScope() as scope:
-                    async with bridge.transaction(timeout=1) as txn:
-                        await txn.send_many("a", items())
-        assert scope.cancelled_caught
-    finally:
-        go_on.set()
-    assert await txn.settle() is Outcome.ABORTED
+    url = f"embedded:{tmp_path}/other.db"
+    async with (
+        aio.connect(url, timeout=2) as other,
+        bridge.half_messages("g", execute=undecided, check=undecided) as half,
+    ):
+        block = {
+            "transaction": lambda: bridge.transaction(timeout=1),
+            "half messages": lambda: half.transaction(timeout=1),
+            "span": lambda: aio.spanning(bridge, other, timeout=1),
+            "publisher": other.publisher,
+        }[kind]
+        try:
+            with anyio.fail_after(SOON):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(cancel)
+                    with anyio.CancelScope() as scope, suppress(DeadlineExceeded):  # of the publisher
+                        async with block() as opened:
+                            sender = opened.on(bridge) if kind == "span" else opened
+                            await sender.send(hanging, b"1")
+            assert scope.cancel_called
+        finally:
+            go_on.set()
+        if kind != "publisher":
+            assert await sender.settle() is Outcome.ABORTED
 
 
 async def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(held, bridge):

@@ -162,7 +162,7 @@ class Bridge(ClosedByBlock):
             if waited > 0.001:  # the time limit of a transaction begins with this call
                 timeout = max(seconds - waited, 0.001)
             begin = partial(self._sync._begin, timeout, prepare, hold, fingerprint, group_commit)
-            sync = await Call(begin, undo=_abort).run()
+            sync = await Call(begin, undo=abort_quietly).run()
         self._sync._adopt(sync)
         return Transaction(sync, self._waiting)
 
@@ -231,8 +231,8 @@ class Bridge(ClosedByBlock):
             ...
         """
         self._sync._connection.check_open()
-        if "db" in settings or "outbox" in settings:
-            raise NotSupported("a processor with db= has a plain handler: use txnbridge.connect")
+        if settings.keys() & {"db", "outbox", "to"}:
+            raise NotSupported("a processor with db= or to= has a plain handler: use txnbridge.connect")
         begin = partial(self._sync.transaction, group_commit=False)
         make = partial(LoopProcessor, self._sync._consumers, begin, inputs, group=group, **settings)
         return Processor(make, self._waiting, each, batch)
@@ -292,11 +292,6 @@ class Bridge(ClosedByBlock):
         await Call(self._sync.close, must_run=True).run()
 
 
-def _abort(transaction: txnbridge.Transaction | None) -> None:
-    if transaction is not None:
-        abort_quietly(transaction)
-
-
 class Admin:
     """A broker's administration, as users call it (`bridge.admin`). Each call ends within the bridge's timeout."""
 
@@ -349,7 +344,8 @@ class Publisher(ClosedByBlock):
 
     async def close(self) -> None:
         """Flush, and close the publisher; a cancelled call goes on in its thread."""
-        await self._calls.run(Call(self._sync.close, must_run=True))
+        _, patience = self._limit
+        await self._calls.run(Call(self._sync.close, must_run=True, patience=patience))
 
     async def _run(self, _: str, function: Callable[[], R]) -> R:
         return await self._calls.run(Call(function), *self._limit)

@@ -37,6 +37,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
+# A cancelled call of the broker ends by the transaction's deadline, and needs a moment more for that.
+_GRACE_SECONDS = 1.0
+
 # By event loop, because a limiter belongs to one.
 _unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
 
@@ -395,6 +398,11 @@ class EndedByBlock:
         ends_behind = self._ends_behind  # read first: the outcome is there before this call has ended
         outcome: Outcome | None = self._sync.outcome
         return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
+
+    @property
+    def _patience(self) -> float:
+        """For how long a call waits for the end of one whose task was cancelled."""
+        return float(self._sync.deadline) + _GRACE_SECONDS
 
     def __repr__(self) -> str:
         return repr(self._sync)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar
@@ -14,7 +15,7 @@ from txnbridge._base.token import Decision
 from txnbridge.aio._calls import Call, EndedByBlock, Threads, close_opened, delegated, delegated_property
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import Check, check_cancelled
-from txnbridge.errors import Abort, InvalidState, OutcomeUnknown
+from txnbridge.errors import Abort, DeadlineExceeded, InvalidState, OutcomeUnknown
 
 R = TypeVar("R")
 
@@ -56,8 +57,9 @@ class HalfTransaction(EndedByBlock):
         return False
 
     async def _drop_after(self, error: BaseException) -> bool:
-        with CancelScope(shield=True):
-            await self._calls.run(Call(partial(self._sync.__exit__, type(error), error, None), must_run=True))
+        drop = partial(self._sync.__exit__, type(error), error, None)
+        with CancelScope(shield=True), suppress(DeadlineExceeded):  # a call that hangs: nothing is stored anyway
+            await self._calls.run(Call(drop, must_run=True, patience=self._patience))
         return isinstance(error, Abort)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from txnbridge._base.token import Outcome, Token
 from txnbridge.aio._bridge import Bridge
 from txnbridge.aio._calls import Call, OneCall
 from txnbridge.aio._transaction import Transaction
-from txnbridge.errors import Abort, InvalidOption, InvalidState
+from txnbridge.errors import Abort, InvalidOption, InvalidState, TxnBridgeError
 
 
 class Span:
@@ -97,7 +98,8 @@ class Span:
     async def _abort_after(self, sync: txnbridge.Span, error: BaseException) -> bool:
         with CancelScope(shield=True):
             for part in self._parts.values():
-                await part.settle()  # a call whose task was cancelled
+                with suppress(TxnBridgeError):  # a call whose task was cancelled may hang: then it is aborted behind it
+                    await part._run_end(part._last_call(part._sync.abort))
             await self._calls.run(Call(partial(sync.__exit__, type(error), error, None), must_run=True))
         return isinstance(error, Abort)
 

@@ -23,9 +23,6 @@ _log = logging.getLogger("txnbridge")
 
 R = TypeVar("R")
 
-# A cancelled call of the broker ends by the transaction's deadline, and needs a moment more for that.
-_GRACE_SECONDS = 1.0
-
 
 class Transaction(EndedByBlock):
     """Sends and acknowledgements that take effect together or not at all; for one task at a time.
@@ -88,11 +85,6 @@ class Transaction(EndedByBlock):
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
         return await self._calls.run(Call(function, patience=self._patience), *self._limit())
-
-    @property
-    def _patience(self) -> float:
-        """For how long a call waits for the end of one whose task was cancelled."""
-        return self._sync.deadline + _GRACE_SECONDS
 
     def _limit(self) -> tuple[Threads | None, float]:
         """Return the threads for a call, and how long it may wait for one.
@@ -197,8 +189,10 @@ class Transaction(EndedByBlock):
         _log.log(level, "transaction %s is %s; its task was cancelled meanwhile%s", sync.id, sync.state.value, token)
 
 
-def abort_quietly(transaction: txnbridge.Transaction) -> None:
-    """Abort a transaction whose task was cancelled; only log an error, because nobody would get it."""
+def abort_quietly(transaction: txnbridge.Transaction | None) -> None:
+    """Abort a transaction, if there is one, whose task was cancelled; log an error, because nobody would get it."""
+    if transaction is None:
+        return
     try:
         transaction.abort()
     except Exception as error:
