@@ -168,18 +168,19 @@ class LaneIndex:
 
     def read_all(self, deadline: Deadline) -> None:
         """Read the topic of half messages up to its present readable end."""
-        consumer = self._at_position()
+        consumer = self._at_position(deadline)
         while self._read_some(deadline) or any(consumer.lag_within(deadline.left()).values()):
             deadline.check(f"reading {self._partition[0]!r}")
 
     def _read_some(self, deadline: Deadline) -> int:
-        messages = self._at_position().take(_POLL_RECORDS, min(_POLL_SECONDS, deadline.left()))
+        consumer = self._at_position(deadline)
+        messages = consumer.take(_POLL_RECORDS, min(_POLL_SECONDS, deadline.left()))
         for message in messages:
             with self.lock:
                 self._note(message)
             self.read += 1
         if messages:
-            self.position = self._reader().positions().get(self._partition, self.position)
+            self.position = consumer.positions().get(self._partition, self.position)
         return len(messages)
 
     def skip_to(self, position: Position) -> None:
@@ -215,7 +216,7 @@ class LaneIndex:
         self, start: Position, left: dict[str, int], found: dict[str, dict[int, HalfMessage]], deadline: Deadline
     ) -> None:
         """Read the messages of the transactions in `left`, from a position on, into `found`."""
-        consumer, self._elsewhere = self._reader(), True
+        consumer, self._elsewhere = self._reader(deadline), True
         consumer.seek({self._partition: start})
         while left:
             deadline.check(f"reading bodies in {self._partition[0]!r}")
@@ -232,14 +233,14 @@ class LaneIndex:
             if not messages and not any(consumer.lag_within(deadline.left()).values()):
                 return
 
-    def _reader(self) -> RawConsumer:
+    def _reader(self, deadline: Deadline) -> RawConsumer:
         if self._consumer is None:
-            self._consumer = RawConsumer._open(self._consumers, self._partition[0], None, "earliest")
+            self._consumer = RawConsumer._open(self._consumers, self._partition[0], None, "earliest", deadline=deadline)
         self._used_at = time.monotonic()
         return self._consumer
 
-    def _at_position(self) -> RawConsumer:
-        consumer = self._reader()
+    def _at_position(self, deadline: Deadline) -> RawConsumer:
+        consumer = self._reader(deadline)
         if self._elsewhere and self.position:
             consumer.seek({self._partition: self.position})
             self._elsewhere = False

@@ -68,7 +68,9 @@ def one_call(
 class Consumer(ConnectionUser):
     """Reads committed messages only, each partition in order. Only one thread at a time may use a consumer."""
 
-    def __init__(self, consumers: Consumers, topics: Sequence[Topic], subscription: Subscription) -> None:
+    def __init__(
+        self, consumers: Consumers, topics: Sequence[Topic], subscription: Subscription, deadline: Deadline
+    ) -> None:
         self._consumers = consumers
         self._connection = connection = consumers.connection
         self._subscription = subscription
@@ -82,7 +84,7 @@ class Consumer(ConnectionUser):
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
         self._interrupted = False  # whether an exception of another library has ended a call
-        self._reader = connection.broker.reader(subscription, _ConsumerListener(self), connection.deadline())
+        self._reader = connection.broker.reader(subscription, _ConsumerListener(self), deadline)
         self._closed = False
         consumers.add(self, self._reader)
 
@@ -94,6 +96,7 @@ class Consumer(ConnectionUser):
         group: str | None,
         start: str | int | datetime,
         sharing: str = "partition",
+        deadline: Deadline | None = None,
     ) -> _Kind:
         connection = consumers.connection
         if sharing not in ("partition", "message", "key"):
@@ -109,7 +112,7 @@ class Consumer(ConnectionUser):
         found = topic_list(topics)
         subscription = Subscription(tuple(topic.name for topic in found), group, start, sharing)
         with connection.call():
-            return cls(consumers, found, subscription)
+            return cls(consumers, found, subscription, deadline or connection.deadline())
 
     # --- reading --------------------------------------------------------------------------------------------------
 

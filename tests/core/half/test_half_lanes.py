@@ -191,15 +191,16 @@ def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes
         lanes(bridge, group).leave(Deadline(0.1))
 
 
-def test_reading_a_lane_asks_for_its_end_by_the_callers_deadline(txnbridge_url, bridge, topic, group, monkeypatch):
-    lag, left = UngroupedReader.lag, list[float]()
+@pytest.mark.parametrize("call", ["__init__", "lag"])
+def test_a_lane_is_read_by_the_callers_deadline(txnbridge_url, bridge, topic, group, monkeypatch, call):
+    ask, left = getattr(UngroupedReader, call), list[float]()
 
-    def note(self: UngroupedReader, deadline: Deadline) -> dict[tuple[str, int], int]:
-        left.append(deadline.left())
-        return lag(self, deadline)
+    def note(*given: Any) -> Any:
+        left.append(given[-1].left())
+        return ask(*given)
 
     leave_undecided(txnbridge_url, group, topic, b"1")
-    monkeypatch.setattr(UngroupedReader, "lag", note)
+    monkeypatch.setattr(UngroupedReader, call, note)
     lanes(bridge, group).late(Deadline(5))
     assert 0 < max(left) <= 5
 
