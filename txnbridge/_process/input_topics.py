@@ -26,6 +26,7 @@ class InputTopics:
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
         self._denied: set[str] = set()  # the fitting topics that this user may not read
         self.now = given
+        self.gone: bool = False  # whether the last look found none
 
     def topic(self, name: str) -> Topic | None:
         """Return the input topic with this name, also if it is gone or not found yet; None if it is no input."""
@@ -51,6 +52,7 @@ class InputTopics:
             if denied:
                 raise AccessDenied(f"this user may not read {', '.join(sorted(denied))}; nothing else fits {patterns}")
             raise NotFound(f"no topic fits {patterns}: create one first")
+        self.gone = not found
         self._look_at = time.monotonic() + connection.timing.pattern_look
         # A list without any is one of a name server that has just started, or reading tells what is deleted.
         if found and found.keys() != {topic.name for topic in self.now}:

@@ -529,6 +529,8 @@ class Processor(ConnectionUser):
             if isinstance(error, errors.NotFound | errors.AccessDenied) and self._follow_topics(failed=True):
                 self._failures += 1
                 return self._stop.asked
+            if isinstance(error, errors.NotFound) and self._input_topics.gone and not until_idle:
+                raise errors.BrokerUnavailable(f"no topic fits the pattern now: {error}") from error
             if not self._is_handled(error, progress=self._stats.transactions > committed):
                 raise
             return self._stop.asked
@@ -552,11 +554,13 @@ class Processor(ConnectionUser):
     def _follow_topics(self, failed: bool = False) -> bool:
         """Join the group again if other topics fit the patterns by now; return whether it has joined.
 
-        After a first failure (`failed`) join also with the same topics: one may have been deleted and created again.
+        After a first failure (`failed`), or if all were gone, join also with the same topics: one may have been deleted
+        and created again.
         """
         assert self._inputs is not None
+        again = failed and (self._input_topics.gone or not self._failures)
         looked = self._input_topics.look(self._connection, now=failed)
-        if not looked or (self._inputs.topics is self._input_topics.now and (self._failures or not failed)):
+        if not looked or self._input_topics.gone or (self._inputs.topics is self._input_topics.now and not again):
             return False
         before = self._inputs
         try:
