@@ -681,7 +681,7 @@ def test_an_answer_of_postgresql_says_whose_fault_it_is_and_whether_a_commit_hap
     assert (is_failure(lost), refuses_commit(lost)) == (True, False)
 
 
-@pytest.mark.parametrize(("number", "fails"), [(1213, True), (2013, True), (1292, False), (1644, False), (4025, False)])
+@pytest.mark.parametrize(("number", "fails"), [(1213, True), (2013, True), (1366, False), (1644, False), (4025, False)])
 def test_an_answer_of_mariadb_by_a_driver_that_tells_no_sqlstate_says_whose_fault_it_is(number, fails):
     assert is_failure(sa.exc.OperationalError("INSERT", {}, Exception(number, "text"))) == fails
 

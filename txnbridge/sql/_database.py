@@ -52,7 +52,8 @@ _NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
 _FAILURE_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
 _FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 # Codes of a statement that is wrong itself: SQLite's, and MariaDB's, which some drivers tell without an SQLSTATE.
-_REFUSALS = (1, 1292, 1365, 1644, 1690, 4025)  # MariaDB's: a wrong date, division by 0, SIGNAL, out of range, CHECK
+# MariaDB's: a wrong date, division by 0, a wrong value or character, SIGNAL, out of range, CHECK.
+_REFUSALS = (1, 1292, 1365, 1366, 1367, 1411, 1644, 1690, 4025)
 
 T = TypeVar("T")
 # A table, a column of it for texts, and values for the others, for a row that is rolled back.

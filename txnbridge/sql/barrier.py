@@ -399,7 +399,7 @@ class BarrierTransaction(HalfTransaction):
             raise self._misused("the end of the block commits, together with the messages; the block must not")
 
     def _refuse_second(self, _: orm.Session, __: orm.SessionTransaction, connection: sa.Connection) -> None:
-        if self._lent and connection is not self._sql:
+        if self._lent and connection is not self._sql and not self._deadline.expired:  # then the block fails anyway
             raise self._misused("the session begins a second transaction in the block, or one in a second database")
 
     def _misused(self, text: str) -> errors.InvalidState:
