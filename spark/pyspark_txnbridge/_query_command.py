@@ -124,7 +124,9 @@ def _lines(status: QueryStatus) -> Iterator[str]:
         yield f"batch {batch.batch}: decided, {batch.rows} rows, not marked as published (txnbridge spark recover)"
         for part in batch.parts:
             yield f"  {place(part.partition)}: {part.rows} rows, {part.state.value}{_until(part.expires_at)}"
-    for transaction in status.open:
+    if status.open is None:
+        yield "open transactions: unknown, because this broker does not list them"
+    for transaction in status.open or ():
         yield f"{transaction.state}: {transaction.transaction}{_until(transaction.expires_at)}"
 
 
@@ -139,5 +141,5 @@ def _document(status: QueryStatus) -> dict[str, Any]:
     return {
         **vars(status),
         "undone": [asdict(batch) for batch in status.undone],
-        "open": [{name: getattr(each, name) for name in shown} for each in status.open],
+        "open": status.open and [{name: getattr(each, name) for name in shown} for each in status.open],
     }

@@ -12,7 +12,8 @@ from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
 import txnbridge
 from tests.log_contract import place_of
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, run_batch, write
-from txnbridge import Bridge, EvidenceLost, Fenced
+from txnbridge import Bridge, Capability, EvidenceLost, Fenced
+from txnbridge.capabilities import absent
 from txnbridge.cli import main
 from txnbridge.testing import Child
 
@@ -66,6 +67,14 @@ def test_the_status_is_one_document_for_scripts(sink, query, spark_command):
     (batch,) = found["undone"]
     assert (batch["batch"], batch["decision"], batch["rows"]) == (0, "commit", 5)
     assert [part["rows"] for part in batch["parts"]] == [3, 2]
+
+
+def test_the_status_says_that_a_broker_lists_no_transactions(sink, query, spark_command, monkeypatch):
+    die_decided(sink, query)
+    found = vars(Bridge)["capabilities"].fget
+    monkeypatch.setattr(Bridge, "capabilities", property(lambda b: found(b).but({Capability.LIST_OPEN: absent("")})))
+    assert "open transactions: unknown" in spark_command("status")[1]
+    assert json.loads(spark_command("status", "--json")[1])["open"] is None
 
 
 def test_the_query_is_found_by_its_checkpoint(sink, query, spark_command, tmp_path):
@@ -148,13 +157,10 @@ def test_status_says_that_a_query_never_wrote(spark_command):
     assert "has not written anything" in spark_command("status")[1]
 
 
-@pytest.fixture(
-    params=[
-        "sqlite",
-        "embedded",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("kafka", "pulsar", "rocketmq")),
-    ]
-)
+BROKERS = [pytest.param(name, marks=pytest.mark.full) for name in ("kafka", "pulsar", "rocketmq")]
+
+
+@pytest.fixture(params=["sqlite", "embedded", *BROKERS])
 def place(request, tmp_path):
     return place_of(request.param, request, tmp_path)
 

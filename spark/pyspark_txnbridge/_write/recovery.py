@@ -21,7 +21,7 @@ from pyspark_txnbridge._write.transaction_cleanup import (
     unfinished,
     writer_ids,
 )
-from txnbridge import Decision, InvalidOption, InvalidState, TokenState
+from txnbridge import Capability, Decision, InvalidOption, InvalidState, TokenState
 from txnbridge.spi import OpenTransaction
 
 
@@ -55,7 +55,7 @@ class QueryStatus:
     host: str | None
     done_up_to: int | None
     undone: tuple[UnfinishedBatch, ...]
-    open: tuple[OpenTransaction, ...]
+    open: tuple[OpenTransaction, ...] | None  # None on a broker that does not list them
 
 
 def query_of(checkpoint: str) -> str:
@@ -73,13 +73,13 @@ def query_of(checkpoint: str) -> str:
 
 def status(session: SinkSession, path: tuple[str, str]) -> QueryStatus:
     """Return the status of a query's sink. The only change is that a missing decision log is created, empty."""
-    reading = session.decisions.read(path)
+    reading, can_list = session.decisions.read(path), session.bridge.capabilities[Capability.LIST_OPEN]
     return QueryStatus(
         run=reading.opening.name if reading.opening else None,
         host=reading.opening.host if reading.opening else None,
         done_up_to=reading.done_up_to,
         undone=tuple(_unfinished(session, claim) for claim in session.decisions.claims(path)),
-        open=tuple(session.bridge.admin.transactions(writer_ids(session.options, path))),
+        open=tuple(session.bridge.admin.transactions(writer_ids(session.options, path))) if can_list else None,
     )
 
 
