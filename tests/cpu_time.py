@@ -3,7 +3,7 @@
 `--durations` tells wall time, and most tests wait. `--cpu N` prints the N dearest tests and the sum of each room. A run
 of the whole gate always prints the sums, and fails above the budget. A slower machine must not fail for that, so each
 process of the run measures a yardstick at its begin and at its end, and the sum is told for a machine where that takes
-`YARDSTICK` seconds.
+`YARDSTICK` seconds. Beside other work the same tests cost half as much again, so the budget does not hold there.
 """
 
 import os
@@ -19,6 +19,8 @@ import pytest
 # machine also fetches the brokers, which takes half a minute more.
 GATE_CPU_MINUTES = 6.0
 YARDSTICK = 0.02
+# The machine has other work if so many programs a core want to run; the tests alone are two or three.
+BUSY = 5
 _MEASURED, _YARDSTICKS = "cpu_seconds", "yardsticks"
 # A shell that has installed the requirements becomes this process, and its children count as ours.
 _OF_THE_SHELL = sum(os.times()[2:4])
@@ -134,7 +136,8 @@ class CpuTimes:
         )
 
     def _is_above(self) -> bool:
-        return self._is_gate() and self._total() * self._speed() > 60 * GATE_CPU_MINUTES
+        is_busy = os.getloadavg()[1] > BUSY * (os.cpu_count() or 1)
+        return self._is_gate() and not is_busy and self._total() * self._speed() > 60 * GATE_CPU_MINUTES
 
     def _speed(self) -> float:
         """Return the speed of this machine, beside other work, as a share of that of the budget's machine."""
