@@ -20,6 +20,10 @@ SOON = 60.0
 MOMENTS = ("before", "queued", "running", "ended")
 
 
+async def undecided(*_: object) -> txnbridge.Decision:
+    return txnbridge.Decision.UNDECIDED
+
+
 async def until(condition: Callable[[], object]) -> None:
     pause = 0.0005
     with anyio.fail_after(SOON):

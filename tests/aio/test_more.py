@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from anyio import to_thread
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from tests.aio.kit import SOON, until, values
+from tests.aio.kit import SOON, undecided, until, values
 from txnbridge import Abort, Decision, HalfMessages, Outcome, aio
 from txnbridge.aio._loop_functions import LoopFunctions
 from txnbridge.aio._services import check_cancelled
@@ -18,10 +18,6 @@ from txnbridge.errors import InvalidOption, InvalidState, NotFound, OutcomeUnkno
 from txnbridge.sql import Outbox
 
 pytestmark = pytest.mark.anyio
-
-
-async def undecided(transaction, messages):
-    return Decision.UNDECIDED
 
 
 async def test_half_messages_are_published_if_execute_says_so(url, bridge):

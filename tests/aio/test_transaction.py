@@ -12,8 +12,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import SOON, until, values
-from tests.aio.test_more import undecided
+from tests.aio.kit import SOON, undecided, until, values
 from txnbridge import Outcome, State, Topic, aio, codecs
 from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import listening, next_commit
