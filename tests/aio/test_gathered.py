@@ -11,6 +11,7 @@ from anyio import to_thread
 
 import txnbridge
 from tests.aio.kit import SOON, until, values
+from tests.inside import group_commit_of, writers_of
 from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
@@ -103,7 +104,7 @@ async def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(br
     with anyio.CancelScope() as scope:
         scope.cancel()
         await bridge.transaction()
-    assert bridge.sync._writers.open_transactions == set()
+    assert writers_of(bridge.sync).open_transactions == set()
 
 
 async def test_a_commit_that_is_cancelled_before_its_batch_begins_is_no_commit(url, held, bridge):
@@ -164,7 +165,7 @@ async def test_a_member_of_a_batch_that_was_aborted_commits_alone(url, monkeypat
             raise DeliveryFailed("refused by the test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sync._group_commit, "_commit", refuse)
+        patch.setattr(group_commit_of(sync), "_commit", refuse)
         txn = await one(bridge, b"1")
     assert txn.outcome is Outcome.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"1"]

@@ -6,6 +6,7 @@ import pytest
 
 import txnbridge
 from tests.aio.kit import SOON, until
+from tests.inside import queued
 from tests.live_aio import check_tasks
 from txnbridge import Topic
 from txnbridge.aio._calls import Threads
@@ -31,7 +32,7 @@ async def test_a_task_that_is_cancelled_as_it_gets_a_thread_hands_it_on():
     async with threads.one(SOON):
         first, second = asyncio.create_task(take("first")), asyncio.create_task(take("second"))
         (semaphore,) = threads._semaphores.values()
-        await until(lambda: len(semaphore._waiting) == 2)
+        await until(lambda: queued(semaphore) == 2)
     first.cancel()
     await asyncio.wait([first, second], timeout=SOON)
     async with threads.one(0.0) as taken:

@@ -40,6 +40,16 @@ from txnbridge._decisions.records import (
 from txnbridge.spi import Ack, DecisionLog, Ledger, LedgerClaim
 
 
+def follower_of(decisions: Decisions) -> Any:
+    """Return the `Follower` by which a process reads its log."""
+    return decisions._engine.follower
+
+
+def state_of(decisions: Decisions) -> Any:
+    """Return what a process knows of its log, without reading on."""
+    return follower_of(decisions)._state
+
+
 class MemoryLog(DecisionLog):
     """A log in memory. `archive` keeps what was trimmed: what really happened."""
 
@@ -664,7 +674,7 @@ class Actor:
 
     def _check(self, check: Callable[[Oracle], str | None], at: Iterable[int] | None = None) -> None:
         """`at` is a position in the time that it was told about; without one that which this process knows of."""
-        renewed = self.decisions._engine.follower._state.completeness.renewed
+        renewed = state_of(self.decisions).completeness.renewed
         now = renewed.position if renewed else ()
         self.world.checks.append((now if at is None else tuple(at), check))
 

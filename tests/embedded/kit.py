@@ -16,7 +16,7 @@ from txnbridge_embedded.settings import Settings, Timing
 from txnbridge_embedded.write.writer import EmbeddedWriter
 
 from tests.core.reading_kit import Listener
-from txnbridge import Bridge, spi
+from txnbridge import spi
 from txnbridge.errors import InvalidOption, NotFound
 
 NO_LEDGER: Any = None  # this broker keeps its evidence itself
@@ -42,12 +42,6 @@ def open_broker(
         return backend.open(
             spi.Url("embedded", (), str(path), f"embedded:{path}"), complete, context, spi.Deadline(timeout)
         )
-
-
-def broker_of(bridge: Bridge) -> EmbeddedBroker:
-    """The connection of a bridge to its file."""
-    assert isinstance(bridge._connection.broker, EmbeddedBroker)
-    return bridge._connection.broker
 
 
 def identity(name: str | None = None, host: str = "here pid 1") -> spi.Identity:

@@ -17,9 +17,10 @@ from txnbridge_embedded.client.store import FileConnection, Store
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
-from tests.embedded.kit import broker_of
 from tests.embedded.test_store import hold
+from tests.inside import broker_of, logs_of
 from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
+from txnbridge._bridge import open_bridges
 from txnbridge._write.writers import Writers
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child
@@ -206,9 +207,9 @@ def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path
 
     monkeypatch.setattr(broker_of(bridge), "decision_log", open_slowly)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(bridge._logs.own_ledger().newest_opening, Deadline(30))
+        asked = pool.submit(logs_of(bridge).own_ledger().newest_opening, Deadline(30))
         assert opening.wait(30)
-        bridge._logs.close()
+        logs_of(bridge).close()
         closed.set()
         with pytest.raises(InvalidState, match="closed"):
             asked.result(30)
@@ -218,7 +219,7 @@ def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path
 
 def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, monkeypatch):
     bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
-    ours = bridge._logs.own_ledger()
+    ours = logs_of(bridge).own_ledger()
     ours.newest_opening(Deadline(30))
     opening, opened = threading.Event(), threading.Event()
 
@@ -229,12 +230,12 @@ def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tm
 
     monkeypatch.setattr(broker_of(bridge), "decision_log", open_slowly)
     with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(bridge._logs.ledger("theirs", "x").newest_opening, Deadline(30))
+        theirs = pool.submit(logs_of(bridge).ledger("theirs", "x").newest_opening, Deadline(30))
         assert opening.wait(30)
         try:
             ours.newest_opening(Deadline(5))
             with pytest.raises(DeadlineExceeded):
-                bridge._logs.ledger("others", "x").newest_opening(Deadline(0.1))
+                logs_of(bridge).ledger("others", "x").newest_opening(Deadline(0.1))
             assert not theirs.done()
         finally:
             opened.set()
@@ -242,7 +243,7 @@ def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tm
 
 
 def test_a_bridge_that_could_not_be_opened_leaves_no_log_behind_nor_what_keeps_it(tmp_path, monkeypatch):
-    log, before = Kept(), set(_bridge._live)
+    log, before = Kept(), set(open_bridges())
 
     def find_it_busy(writers, deadline):
         writers._ledger().newest_opening(deadline)
@@ -254,7 +255,7 @@ def test_a_bridge_that_could_not_be_opened_leaves_no_log_behind_nor_what_keeps_i
         url = f"embedded:{tmp_path}/broker.db"
         txnbridge.connect(url, transactional_id="billing", decision_log=f"embedded:{tmp_path}/logs.db")
     assert log.closed == 1
-    assert set(_bridge._live) == before
+    assert set(open_bridges()) == before
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")

@@ -3,8 +3,9 @@
 import pytest
 from txnbridge_embedded.settings import Timing
 
-from tests.embedded.kit import broker_of, rows
+from tests.embedded.kit import rows
 from tests.embedded.test_writer import failing
+from tests.inside import broker_of
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import append, read
 from txnbridge import Decision, connect

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import txnbridge
-from tests.embedded.kit import broker_of, rows
+from tests.embedded.kit import rows
+from tests.inside import broker_of
 from txnbridge import Outcome
 from txnbridge.spi import Deadline, Decision, TokenState
 

@@ -11,6 +11,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
+from tests.inside import group_commit_of, writers_of
 from tests.interrupts import interrupted_everywhere
 from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
 from txnbridge._write import group_commit as _group_commit
@@ -97,7 +98,7 @@ def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge,
         left, right = read(bridge)
         assert left == right
         assert ((b"%d" % sent) in left) is (outcome is Outcome.COMMITTED)
-        assert not bridge._writers.open_transactions
+        assert not writers_of(bridge).open_transactions
 
     send(bridge, "first")
     assert interrupted_everywhere(act, recover, behind_calls_in) > 20
@@ -121,12 +122,12 @@ def test_a_transaction_whose_deadline_passes_before_its_batch_begins_ends_wherev
         if last is not None and last.outcome is None:
             last.abort()
         assert last is None or last.outcome is Outcome.ABORTED
-        assert not bridge._writers.open_transactions
+        assert not writers_of(bridge).open_transactions
 
     send(bridge, "first")
-    assert bridge._group_commit is not None
-    bridge._group_commit._role.clear()  # as if a batch took long
-    bridge._group_commit.least_seconds = 0.0
+    commits = group_commit_of(bridge)
+    commits._role.clear()  # as if a batch took long
+    commits.least_seconds = 0.0
     assert interrupted_everywhere(act, recover, behind_calls_in) > 20
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import txnbridge
-from tests.embedded.kit import broker_of
+from tests.inside import broker_of
 from txnbridge.spi import Deadline
 
 

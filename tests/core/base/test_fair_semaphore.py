@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from tests.in_time import wait_until
+from tests.inside import queued
 from txnbridge._base.fair_semaphore import FairSemaphore
 from txnbridge.spi import Deadline
 
@@ -30,9 +31,9 @@ class Waiting:
             place.leave()
 
         self.threads.append(threading.Thread(target=wait))
-        before = len(self.turns._waiting)
+        before = queued(self.turns)
         self.threads[-1].start()
-        wait_until(lambda: len(self.turns._waiting) != before)
+        wait_until(lambda: queued(self.turns) != before)
 
     def join(self):
         for thread in self.threads:
@@ -117,7 +118,7 @@ def test_a_place_and_a_wait_whose_objects_are_gone_are_given_back(turns):
     place, waiting = taken(turns), turns.place()
     assert not waiting.enter(Deadline(0.01))
     del place, waiting
-    assert turns.busy == 0 and not turns._waiting
+    assert turns.busy == 0 and not queued(turns)
     taken(turns)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.core.decisions_kit import MemoryLog, decoded
+from tests.core.decisions_kit import MemoryLog, decoded, follower_of, state_of
 from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import errors
@@ -103,7 +103,7 @@ def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
 def test_a_stored_claim_whose_deadline_passes_never_says_that_nothing_was_decided(join, monkeypatch, nth, told):
     """Another thread reads the log, and the broker keeps it waiting."""
     decisions = join()
-    begin, follower = decisions.begin(), decisions._engine.follower
+    begin, follower = decisions.begin(), follower_of(decisions)
     append, looking, looks = follower.append, follower.looking, None
 
     def append_it(record, *rest):
@@ -357,8 +357,7 @@ def test_a_log_that_lost_its_first_records_is_mended_by_a_process_that_has_read_
 def test_creating_a_log_may_race_and_its_first_birth_record_counts(join, log):
     one, other = join(), join()
     end, log.end = log.end, lambda deadline=None: None
-    one_birth = one._engine.follower._end(Deadline(5), True)
-    other_birth = other._engine.follower._end(Deadline(5), True)
+    one_birth, other_birth = (follower_of(each)._end(Deadline(5), True) for each in (one, other))
     log.end = end
     assert one_birth < other_birth
     one.claim("id", COMMIT)
@@ -475,7 +474,7 @@ def test_openings_that_race_are_put_in_a_row(join, log):
     one.read("X")
     other.read("X")
     end = log.end
-    log.end = lambda deadline=None: one._engine.follower._state.cursor[0]  # both believe that nobody opened X
+    log.end = lambda deadline=None: state_of(one).cursor[0]  # both believe that nobody opened X
     winner = one.open("X")
     log.end = end
     assert other.open("X").number == 2
@@ -659,7 +658,7 @@ def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join
         clock.now += 1
         if number % 500 == 0:
             lengths.append(len(log.records))
-            tokens = decisions._engine.follower._state.tokens
+            tokens = state_of(decisions).tokens
             known.append(len(tokens.claims) + len(tokens.presences))
     assert max(lengths[1:]) < 1.5 * lengths[1]
     assert max(known) < 1_500

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.decisions_kit import MemoryLog, decoded
+from tests.core.decisions_kit import MemoryLog, decoded, follower_of
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.timing import Timing
 from txnbridge._base.token import Decision
@@ -200,7 +200,7 @@ def test_a_process_keeps_in_memory_only_what_is_behind_the_last_snapshots(log):
     owner = Process(log, forget_after=20).open()
     begin = owner.begin()
     owner.commit_many(300)
-    with owner.decisions._engine.follower.looking(Deadline(5)) as state:
+    with follower_of(owner.decisions).looking(Deadline(5)) as state:
         assert len(state.tokens.claims) < 80
     assert owner.decided("t0", begin) is COMMIT
     assert owner.claim("t0", begin, ABORT) is COMMIT

@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 
 import txnbridge
-from tests.core.decisions_kit import MemoryLog, decoded
+from tests.core.decisions_kit import MemoryLog, decoded, state_of
+from tests.inside import connection_of, logs_of
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.timing import TIMING, Timing
 from txnbridge._base.token import Decision
@@ -72,7 +73,7 @@ def test_a_process_that_lives_on_keeps_no_ids_that_come_and_go_in_memory(log):
         Process(log, f"made-up-{number}").open().prepare(f"t{number}")
         Process.now += 60
     onlooker.decisions.begin()
-    known = onlooker.decisions._engine.follower._state
+    known = state_of(onlooker.decisions)
     assert max(len(known.ids.openings), len(known.tokens.openings)) < 60
 
 
@@ -95,9 +96,9 @@ def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):
 def test_a_bridge_without_an_id_makes_one_up(tmp_path):
     for id, number in ((None, 0), ("billing", 1)):
         with txnbridge.connect(f"embedded:{tmp_path}/{number}.db", transactional_id=id) as bridge:
-            name = bridge._logs.own_ledger().opened({}, Deadline(60))
+            name = logs_of(bridge).own_ledger().opened({}, Deadline(60))
             with closing(bridge.decisions()) as decisions:
-                opening = decisions.read(bridge._connection.identity.name).opening
+                opening = decisions.read(connection_of(bridge).identity.name).opening
             assert opening is not None and (opening.name, opening.number) == (name, number)
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import pytest
 from txnbridge_conformance.observing import eventually
 
-from tests.core.decisions_kit import MemoryLog
+from tests.core.decisions_kit import MemoryLog, follower_of
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
@@ -84,7 +84,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def wait_for_turns(decisions: Decisions, count: int) -> None:
     """Wait until so many threads wait for their turn to read."""
-    follower = decisions._engine.follower
+    follower = follower_of(decisions)
     eventually(lambda: len(follower._waiting) == count, "they wait")
 
 
@@ -154,8 +154,8 @@ def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(
     log.wait_until_held()
 
     def look() -> bool:
-        with decisions._engine.follower.looking(Deadline(60)) as state:
-            return state.completeness.complete
+        with follower_of(decisions).looking(Deadline(60)) as state:
+            return bool(state.completeness.complete)
 
     looking = pool.submit(look)
     with pytest.raises(FutureTimeout):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
+from tests.inside import logs_of
 from txnbridge import Bridge, TokenState, connect, plugins, spi
 
 
@@ -103,7 +104,7 @@ def test_an_entry_that_a_broker_writes_as_it_is_closed_is_in_the_log(backend, mo
 
 def test_neither_of_two_changes_to_a_value_at_the_same_moment_is_lost(backend: LedgerBackend) -> None:
     with connect("toy:", application="shop") as first, connect("toy:", application="shop") as second:
-        values = [spi.LedgerValue(bridge._logs.ledger("shop", "value")) for bridge in (first, second)]
+        values = [spi.LedgerValue(logs_of(bridge).ledger("shop", "value")) for bridge in (first, second)]
         assert values[0].read(spi.Deadline(60)) is None
 
         def add(at: int, change: Callable[[int], object] = lambda count: None) -> int:

@@ -19,7 +19,9 @@ from txnbridge_conformance.suite.half_messages import *  # noqa: F403
 from txnbridge_embedded.read.reader import UngroupedReader
 
 from tests.core import half_topic_backend
+from tests.core.reading_kit import SOON
 from tests.in_time import Hold
+from tests.inside import broker_of, connection_of
 from tests.kill_walk import KillWalk
 from txnbridge import (
     Bridge,
@@ -38,6 +40,7 @@ from txnbridge._base.events import Event
 from txnbridge._half import lane as half_lane
 from txnbridge._half import topic_half_store as half_lanes
 from txnbridge._half.index import LaneIndex
+from txnbridge._half.lane import Lane
 from txnbridge._half.records import read_record
 from txnbridge._half.topic_half_store import LaneGroup
 from txnbridge._write.token_operations import Outcomes
@@ -62,7 +65,21 @@ def txnbridge_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def lanes(bridge: Bridge, group: str) -> LaneGroup:
-    return bridge._connection.half_lanes().group(group)  # type: ignore[attr-defined, no-any-return]
+    return connection_of(bridge).half_lanes().group(group)  # type: ignore[attr-defined, no-any-return]
+
+
+def open_lane(lanes: LaneGroup, number: int, deadline: Deadline) -> Lane:
+    """Open a lane of the group, whoever has it now."""
+    return lanes._lane(number, listed(lanes, deadline)[number]["owner"], deadline)
+
+
+def listed(lanes: LaneGroup, deadline: Deadline) -> dict[int, dict[str, Any]]:
+    return lanes._listed(deadline)
+
+
+def drop_lane(lanes: LaneGroup, lane: Lane) -> None:
+    """Let a process forget a lane that it had open."""
+    lanes._drop(lane)
 
 
 def says(decision: Decision) -> Callable[..., Decision]:
@@ -247,11 +264,10 @@ def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_m
     with connect(txnbridge_url, create_topics=1) as own, connect(txnbridge_url, create_topics=1) as other:
 
         def work(txn: HalfTransaction, end: Decision | None) -> Decision:
-            half = next(iter(lanes(own, group)._lanes[0].index.undone))
-            lane = lanes(other, group)._lane(0, lanes(own, group)._own[1], own._connection.deadline())  # type: ignore[index]
+            lane = open_lane(lanes(other, group), 0, Deadline(SOON))
             if end is not None:
-                stored = Half(group, half, [], 0, 0, how=lane.how)
-                assert lanes(other, group).end(stored, end, own._connection.deadline()) is not Outcome.UNKNOWN
+                stored = Half(group, txn.id, [], 0, 0, how=lane.how)
+                assert lanes(other, group).end(stored, end, Deadline(SOON)) is not Outcome.UNKNOWN
             return COMMIT
 
         sales = own.half_messages(group, execute=work, check=says(UNDECIDED))
@@ -269,13 +285,12 @@ def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(t
     with connect(txnbridge_url, create_topics=1) as own, connect(txnbridge_url, create_topics=1) as other:
 
         def work(txn: HalfTransaction, _: Any) -> Decision:
-            mine, deadline = lanes(own, group), own._connection.deadline()
-            assert mine._own is not None
-            number, name = mine._own
-            mine._drop(mine._lanes[number])
+            mine, deadline = lanes(own, group), Deadline(SOON)
+            ((number, mark),) = listed(mine, deadline).items()
+            drop_lane(mine, mine.own_lane(deadline))
             with other.resolver(group, check=says(COMMIT)):
                 eventually(lambda: values(seen(bridge, topic)) == [b"1"], "a resolver publishes it")
-            assert lanes(other, group)._list_lane(number, name, deadline, owner="")
+            assert lanes(other, group)._list_lane(number, mark["owner"], deadline, owner="")
             assert lanes(other, group).own_lane(deadline).topic == mine.topic(number)
             return COMMIT
 
@@ -283,7 +298,7 @@ def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(t
         sales.close()
         with pytest.raises(errors.EvidenceLost), sales.transaction(timeout=1) as txn:
             txn.send(topic, b"1")
-        assert lanes(own, group).own_lane(own._connection.deadline()).topic == lanes(own, group).topic(1)
+        assert lanes(own, group).own_lane(Deadline(SOON)).topic == lanes(own, group).topic(1)
     assert values(seen(bridge, topic)) == [b"1"]
 
 
@@ -296,7 +311,7 @@ def test_an_end_whose_answer_is_lost_is_looked_up_and_not_repeated(bridge, topic
         raise errors.OutcomeUnknown("the answer is lost")
 
     def work(txn: HalfTransaction, decision: Decision) -> Decision:
-        lanes(bridge, group)._lanes[0]._writers.commit = lose
+        lanes(bridge, group).own_lane(Deadline(SOON))._writers.commit = lose
         return decision
 
     with bridge.half_messages(group, execute=work, check=says(UNDECIDED)) as sales:
@@ -319,7 +334,7 @@ def test_the_lane_of_a_process_that_has_ended_is_used_by_the_next_one(txnbridge_
         with connect(txnbridge_url, create_topics=1) as own:
             with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
                 sell(sales, topic, b"%d" % number)
-    assert len(lanes(bridge, group)._listed(bridge._connection.deadline())) == 1
+    assert len(listed(lanes(bridge, group), Deadline(SOON))) == 1
 
 
 @pytest.mark.parametrize("deleted", ["topic", "records"])
@@ -332,12 +347,11 @@ def test_a_lane_whose_topic_was_deleted_or_emptied_is_told_and_the_group_goes_on
         bridge.admin.delete_topic(lane)
     else:
         _, end = bridge.admin.bounds(lane)[lane, 0]
-        bridge._connection.broker.admin.trim((lane, 0), end, bridge._connection.deadline())
+        broker_of(bridge).admin.trim((lane, 0), end, Deadline(SOON))
     with connect(txnbridge_url, create_topics=1) as own:
         with own.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
             sell(sales, topic, b"1")
-            own_name = lanes(own, group)._listed(own._connection.deadline())[0]["owner"]
-            lanes(own, group)._lane(0, own_name, own._connection.deadline())
+            open_lane(lanes(own, group), 0, Deadline(SOON))
     assert caplog.text.count(f"half messages in the topic {lane} are lost") == 1
     assert values(seen(bridge, topic)) == [b"1"]
 

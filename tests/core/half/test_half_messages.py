@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from txnbridge_conformance.observing import eventually
@@ -16,6 +17,7 @@ import txnbridge
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.embedded.kit import rows
 from tests.failing import raising
+from tests.inside import broker_of, connection_of, consumers_of
 from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Capability, Decision, HalfMessages, HalfTransaction, Message, Outcome, errors
@@ -41,8 +43,7 @@ def bridge(tmp_path: Path) -> Iterator[Bridge]:
 
 
 def stored(bridge: Bridge, query: str) -> Any:
-    broker: Any = bridge._connection.broker
-    return rows(broker, query)
+    return rows(broker_of(bridge), query)
 
 
 def sell(sales: HalfMessages, arg: Any = None, timeout: float = 60) -> HalfTransaction:
@@ -263,10 +264,11 @@ def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout
     with resolver:
         eventually(lambda: resolver.healthy, "it runs")
         with monkeypatch.context() as patch:
-            patch.setattr(resolver._store, "checks", raising(errors.BrokerUnavailable("away")))
-            eventually(lambda: resolver._failing_since is not None, "it has failed")
+            refused = Mock(side_effect=errors.BrokerUnavailable("away"))
+            patch.setattr(EmbeddedHalves, "checks", refused)
+            eventually(lambda: refused.call_count > 1, "it has failed")
             assert resolver.healthy
-            patch.setattr(bridge._connection, "timeout", 0.0)
+            patch.setattr(connection_of(bridge), "timeout", 0.0)
             eventually(lambda: not resolver.healthy, "it has failed for too long")
         eventually(lambda: resolver.healthy, "it can look again")
 
@@ -325,7 +327,7 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         sell(sales, timeout=TIMEOUT)
         assert asked.wait(60)
     go_on.set()
-    eventually(lambda: not closing_one._connection.services, "it ends with its last check")
+    eventually(lambda: not connection_of(closing_one).services, "it ends with its last check")
     with pytest.raises(errors.InvalidState, match="closed"):
         sales.transaction()
     with bridge.resolver("shop", check=says(COMMIT)):
@@ -357,7 +359,7 @@ def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, mo
         return UNDECIDED
 
     closing_one = txnbridge.connect(f"{bridge.url}?{SOON}", timeout=8)
-    broker, consumers = closing_one._connection.broker, closing_one._consumers
+    broker, consumers = broker_of(closing_one), consumers_of(closing_one)
     monkeypatch.setattr(broker, "close", telling(left, broker.close))
     monkeypatch.setattr(consumers, "close", telling(left, consumers.close))
     try:
@@ -400,9 +402,8 @@ def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.Monke
         with pytest.raises(errors.InvalidState, match="has ended"), txn:
             pass
         assert txn.outcome is Outcome.COMMITTED  # of nothing but its work
-    broker: Any = bridge._connection.broker
     monkeypatch.setattr(
-        broker, "capabilities", bridge.capabilities.but({Capability.HALF_MESSAGES: absent("it has none")})
+        broker_of(bridge), "capabilities", bridge.capabilities.but({Capability.HALF_MESSAGES: absent("it has none")})
     )
     with pytest.raises(errors.NotSupported, match="half-messages"):
         bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT))

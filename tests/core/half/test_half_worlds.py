@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.core import half_topic_backend
+from tests.core.half.test_half_lanes import drop_lane, lanes, listed, open_lane
 from txnbridge import Bridge, Decision, TxnBridgeError, connect, plugins
 from txnbridge._base.deadline import Deadline
 from txnbridge._half import lane as half_lane
@@ -45,7 +46,7 @@ class World:
     def play(self) -> None:
         for number in range(3):
             bridge = self.bridge()
-            group = bridge._connection.half_lanes().group("g")  # type: ignore[attr-defined]
+            group = lanes(bridge, "g")
             self.actors.append(Actor(self, group, f"s{number}", Actor.sell))
             self.actors.append(Actor(self, group if number == 0 else self.other(), f"r{number}", Actor.resolve))
         for _ in range(120):
@@ -62,13 +63,13 @@ class World:
             actor.thread.join(30)
 
     def other(self) -> LaneGroup:
-        return self.bridge()._connection.half_lanes().group("g")  # type: ignore[attr-defined, no-any-return]
+        return lanes(self.bridge(), "g")
 
     def settle(self) -> Counter[str]:
         """Let a last resolver end what is left; return what is published, and how often."""
         bridge = self.bridge()
         bridge.ensure_topics("orders")  # in some worlds nothing was committed
-        last = Actor(self, bridge._connection.half_lanes().group("g"), "last", lambda _: None)  # type: ignore[attr-defined]
+        last = Actor(self, lanes(bridge, "g"), "last", lambda _: None)
         last.free = True
         deadline = Deadline(60)
         while not last.resolve_all():  # others may still hold lanes, and fence this one
@@ -137,10 +138,11 @@ class Actor:
 
     def resolve_all(self) -> bool:
         """Open each lane, whether its holder lives or not, and end what is not done; return whether all of it was."""
-        deadline, lane = Deadline(8), None
+        deadline, lane, opened = Deadline(8), None, list[Lane]()
         try:
-            for number, each in self.group._listed(deadline).items():
-                lane = self.group._lane(number, each["owner"], deadline)
+            for number in listed(self.group, deadline):
+                lane = open_lane(self.group, number, deadline)
+                opened.append(lane)
                 with lane_turn(lane):
                     bodies = lane.bodies(list(lane.index.undone), deadline)
                 for id, messages in bodies.items():
@@ -150,9 +152,9 @@ class Actor:
                 lane.tend(deadline)
         except TxnBridgeError as error:
             if half_lane.is_lost(error) and lane is not None:
-                self.group._drop(lane)
+                drop_lane(self.group, lane)
             return False
-        return not any(lane.index.undone for lane in self.group._lanes.values())
+        return not any(lane.index.undone for lane in opened)
 
 
 _here = threading.local()

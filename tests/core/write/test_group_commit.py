@@ -14,6 +14,7 @@ import pytest
 from tests.core.toy import SlowWriter, ToyBroker, ToyWriter, connect_toy
 from tests.failing import raising
 from tests.in_time import wait_until
+from tests.inside import broker_of, group_commit_of, writers_of
 from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
 from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
@@ -56,7 +57,7 @@ def bridge(request: pytest.FixtureRequest) -> Iterator[Bridge]:
 
 @pytest.fixture
 def broker(bridge: Bridge) -> ToyBroker:
-    return bridge._connection.broker  # type: ignore[return-value]
+    return broker_of(bridge)  # type: ignore[no-any-return]
 
 
 def work(bridge: Bridge, value: bytes, end: Callable[[Transaction], object] = lambda txn: None) -> Transaction:
@@ -71,11 +72,14 @@ def values(writer: ToyWriter) -> list[bytes]:
     return [sent[1] for sent in writer.sent]
 
 
+def joined(bridge: Bridge) -> int:
+    """Return how many transactions wait for the next batch."""
+    return group_commit_of(bridge)._joined.qsize()
+
+
 @contextmanager
 def side_by_side(bridge: Bridge, writer: SlowWriter, *values: bytes) -> Iterator[Sequence[Future[Transaction]]]:
     """One batch is on its way, and one transaction for each value has joined the next one, in this order."""
-    assert bridge._group_commit is not None
-    joined = bridge._group_commit._joined
     with ThreadPoolExecutor(len(values) + 1) as pool:
         pool.submit(work, bridge, b"first")
         try:
@@ -83,7 +87,7 @@ def side_by_side(bridge: Bridge, writer: SlowWriter, *values: bytes) -> Iterator
             members = []
             for number, value in enumerate(values, 1):
                 members.append(pool.submit(work, bridge, value))
-                wait_until(lambda number=number: joined.qsize() == number)  # type: ignore[misc]
+                wait_until(lambda number=number: joined(bridge) == number)  # type: ignore[misc]
             yield members
         finally:
             writer.may_end.set()
@@ -170,7 +174,7 @@ def test_a_gathered_transaction_that_times_out_before_its_commit_calls_no_broker
 
 
 def test_a_member_that_times_out_before_its_batch_begins_leaves_the_others_alone(bridge, slow):
-    bridge._group_commit.least_seconds = 0
+    group_commit_of(bridge).least_seconds = 0
     with side_by_side(bridge, slow, b"1") as members:
         with pytest.raises(errors.DeadlineExceeded), bridge.transaction(timeout=0.2) as txn:
             txn.send("t", b"late")
@@ -213,8 +217,7 @@ def interrupted_when(condition: Callable[[], object], then: Callable[[], object]
 
 def test_an_exception_that_interrupts_the_wait_for_a_batch_withdraws_the_member(bridge, slow):
     with side_by_side(bridge, slow, b"1") as members:
-        joined = bridge._group_commit._joined
-        with interrupted_when(lambda: joined.qsize() == 2, lambda: None), bridge.transaction() as txn:
+        with interrupted_when(lambda: joined(bridge) == 2, lambda: None), bridge.transaction() as txn:
             txn.send("t", b"never")
         assert txn.outcome is Outcome.ABORTED
     assert outcomes(members) == [Outcome.COMMITTED]
@@ -296,23 +299,25 @@ def test_an_unfinished_gathered_transaction_is_forgotten(bridge: Bridge, writer:
         txns.clear()
         gc.collect()
     with bridge.transaction():
-        assert len(bridge._writers.open_transactions) == 1
+        assert len(writers_of(bridge).open_transactions) == 1
         assert writer.calls == ["begin", "abort"]
 
 
 def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads(bridge: Bridge) -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if each.name.endswith(f"group commit {bridge._connection.name}")]
+    before = threading.enumerate()
+
+    def threads() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if "group commit" in each.name and each not in before]
 
     with opened(ToyWriter()) as (bridge, _):
         work(bridge, b"1")
-        assert len(threads(bridge)) == 1
-    wait_until(lambda: not threads(bridge))
+        assert len(threads()) == 1
+    wait_until(lambda: not threads())
     monkeypatch.setattr(_group_commit, "_IDLE_SECONDS", 0.01)
     with opened(ToyWriter()) as (bridge, _):
         for _ in range(2):
             assert work(bridge, b"1").outcome is Outcome.COMMITTED
-            wait_until(lambda: not threads(bridge))
+            wait_until(lambda: not threads())
 
 
 def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,5 +333,6 @@ def test_group_commit_is_refused_where_it_is_not_proven(monkeypatch: pytest.Monk
     with pytest.raises(errors.InvalidOption, match="group_commit"):
         connect_toy(group_commit="yes")
     bridge, _ = connect_toy()
-    with bridge:
-        assert bridge._group_commit is None
+    with recorded() as events, bridge:
+        assert work(bridge, b"1").outcome is Outcome.COMMITTED
+    assert "group.commit" not in {event.name for event in events}

@@ -14,6 +14,7 @@ import pytest
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
 from tests.failing import raising
 from tests.in_time import wait_until, within
+from tests.inside import connection_of, queued, writers_of
 from txnbridge import (
     Abort,
     AccessDenied,
@@ -254,7 +255,7 @@ def test_a_second_call_while_one_runs_is_refused(bridge: Bridge, writer: ToyWrit
 def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(monkeypatch, with_timing):
     with_timing(writer_checks=0.01)
     bridge, _ = connect_toy(writers=1)
-    writers = bridge._writers
+    writers = writers_of(bridge)
     order: list[int] = []
     looks: Counter[int] = Counter()
     clear = writers.clear_abandoned
@@ -268,7 +269,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
     threads = [threading.Thread(target=wait_for_a_writer, args=(number,)) for number in range(8)]
     for number, thread in enumerate(threads, 1):
         thread.start()
-        wait_until(lambda number=number: len(writers._turns._waiting) == number)  # type: ignore[misc]
+        wait_until(lambda number=number: queued(writers._turns) == number)  # type: ignore[misc]
     wait_until(lambda: min(looks[thread.ident or 0] for thread in threads) >= 5)  # so each waited for several turns
     held.commit()
     for thread in threads:
@@ -355,7 +356,7 @@ def test_closing_waits_for_a_running_commit_and_refuses_new_transactions() -> No
     with slow_commit(timeout=60) as (bridge, broker, writer, txn):
         closing = threading.Thread(target=bridge.close)
         closing.start()
-        wait_until(lambda: bridge._connection.closed)
+        wait_until(lambda: connection_of(bridge).closed)
         for call in (bridge.transaction, bridge.publisher, lambda: bridge.consumer("t")):
             with pytest.raises(InvalidState, match="closed"):
                 call()
@@ -378,7 +379,7 @@ def test_closing_a_bridge_waits_for_another_thread_that_closes_it() -> None:
     with slow_commit(timeout=60) as (bridge, broker, writer, _):
         closing = [threading.Thread(target=bridge.close) for _ in range(2)]
         closing[0].start()
-        wait_until(lambda: bridge._connection.closed)
+        wait_until(lambda: connection_of(bridge).closed)
         closing[1].start()
         closing[1].join(0.2)
         assert closing[1].is_alive() and not broker.closed

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import txnbridge
-from tests.embedded.kit import broker_of
+from tests.inside import broker_of
 from txnbridge.spi import Deadline, Half, HalfMessage
 
 HERE = Path(__file__).parent
