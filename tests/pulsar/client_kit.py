@@ -5,6 +5,7 @@ import json
 import time
 import urllib.request
 import uuid
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -115,6 +116,11 @@ def connection_of(side: wire.PulsarProducer | wire.PulsarConsumer) -> BrokerConn
 def cut(side: wire.PulsarProducer | wire.PulsarConsumer) -> None:
     """Let its connection end."""
     connection_of(side).close()
+
+
+def waiting(inbox: wire.Inbox) -> Collection[Any]:
+    """Return the entries that have come, and nobody has taken yet."""
+    return inbox._waiting
 
 
 def payloads(entries: list[wire.ReceivedEntry]) -> list[bytes]:

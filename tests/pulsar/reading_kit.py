@@ -4,6 +4,7 @@ from typing import Any
 
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.read.reader import PulsarReader
 
 from tests.core.decisions_kit import MemoryLog
@@ -13,6 +14,11 @@ from txnbridge._decisions.decisions import Decisions
 from txnbridge.spi import Context, Deadline, Emitter, Subscription
 
 SUBSCRIPTION = "readers"
+
+
+def hang_up(client: wire.PulsarClient, reader: PulsarReader) -> None:
+    """Let the connection end on which a reader reads."""
+    client.hang_up(reader._connection_key)
 
 
 class Member(Polling):
@@ -30,7 +36,7 @@ class Member(Polling):
             "cluster", self.connection.settings, self.client, self.connection.topics, self.connection.rest, events
         )
         topics = (topics,) if isinstance(topics, str) else topics
-        self.listener = Listener()
+        self.listener, self.sharing = Listener(), how.get("sharing", "partition")
         decisions = Decisions(MemoryLog(), timeout=SOON)
         self.context = Context(
             "tests", events, "tests", SOON, None, None, ledger=lambda application, id: decisions.ledger(id)
@@ -45,7 +51,11 @@ class Member(Polling):
 
     def cut(self):
         """The connection on which it reads breaks."""
-        self.client.hang_up(self.reader._connection_key)
+        hang_up(self.client, self.reader)
+
+    def partition(self, topic: str) -> PulsarPartition:
+        """Return what the reader knows of the first partition of a topic."""
+        return self.reader._partitions[topic, 0]
 
     def leave(self):
         self.reader.close(Deadline(SOON))

@@ -53,7 +53,7 @@ def begun(client, topic, member, *contents, count=1, **given):
 
 def go_back(member, messages):
     """Go back to these messages, as the core does behind an abort."""
-    if member.reader._subscription.sharing == "partition":
+    if member.sharing == "partition":
         member.seek({partition: min(positions) for partition, positions in by_partition(messages).items()})
     else:
         member.nack(by_partition(messages))
@@ -203,14 +203,12 @@ def test_only_one_of_two_members_that_hold_a_shared_entry_acknowledges_its_last_
     rest = newer.take(1 if commit else 2)
     assert sorted(values(rest)) == [b"1", b"3"][: len(rest)]
     newer.pass_on(rest).acknowledge_committed_entries()
-    assert not newer.until(
-        lambda: newer.reader._partitions[topic, 0].consumer.progress(SOON)[1][:2] >= first.position[:2]
-    )
+    assert not newer.until(lambda: newer.partition(topic).consumer.progress(SOON)[1][:2] >= first.position[:2])
 
 
 def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_again(monkeypatch, client, topic, member):
     def acknowledged(reader):
-        return reader.reader._partitions[topic, 0].consumer.progress(SOON)[1][:2]
+        return reader.partition(topic).consumer.progress(SOON)[1][:2]
 
     write(client, topic, batch_of(b"1", b"2"))
     reader = member(topic)
@@ -264,7 +262,7 @@ def test_the_next_member_waits_for_what_is_held_before_it_in_order(pulsar_broker
     reader.ack(txn, held)
     reader.leave()
     other = member(topic, admin_url=pulsar_broker.admin_url)
-    cursor = other.reader._partitions[topic, 0]
+    cursor = other.partition(topic)
     assert other.until(lambda: cursor.waits_until is not None and cursor.waiting) == []
     other.end(txn, commit)
     assert values(other.take(2 if commit else 3)) == [b"1", b"2", b"3"][commit:]
@@ -406,7 +404,7 @@ def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, m
     reader = member(topic)
     found = reader.take(2)
     thief = begin(client, group=(topic, "group"))
-    consumer = reader.reader._partitions[topic, 0].consumer
+    consumer = reader.partition(topic).consumer
     acknowledge(consumer, [wire.MessageId(*found[0].position[:2])], thief)
     txn = reader.begin((topic, 0))
     sent = reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
@@ -425,7 +423,7 @@ def test_messages_refused_together_with_a_conflict_come_again(client, topic, mem
     reader = member(topic, sharing=sharing)
     found = {m.value: m for m in reader.take(2)}
     stolen = wire.MessageId(*found[b"1"].position[:2])
-    acknowledge(reader.reader._partitions[topic, 0].consumer, [stolen])
+    acknowledge(reader.partition(topic).consumer, [stolen])
     txn = reader.begin((topic, 0))
     with pytest.raises(Conflict):
         reader.ack(txn, list(found.values()))

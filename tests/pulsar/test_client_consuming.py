@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from txnbridge_pulsar import client as wire
 
-from tests.pulsar.client_kit import SOON, acknowledge, admin, batch_of, cut, path_of, payloads, receive
+from tests.pulsar.client_kit import SOON, acknowledge, admin, batch_of, cut, path_of, payloads, receive, waiting
 from tests.pulsar.reading_kit import write, write_chunks
 
 ALL_TYPES = pytest.mark.parametrize("type", list(wire.SubscriptionType), ids=lambda type: type.name)
@@ -86,7 +86,7 @@ def test_the_broker_sends_no_more_than_was_asked_for(client, topic):
     consumer = subscribe(client, topic, permits=10)
     write(client, topic, *(b"%d" % number for number in range(100)))
     assert consumer.last_message_id(SOON).entry == 99
-    assert len(consumer.inbox._waiting) <= 16
+    assert len(waiting(consumer.inbox)) <= 16
     assert payloads(receive(consumer, 100)) == [b"%d" % number for number in range(100)]
     assert consumer._outstanding <= 10
 
@@ -101,7 +101,7 @@ def test_large_messages_are_asked_for_a_few_at_a_time(client, topic):
     until = time.monotonic() + SOON
     while found < 40 and time.monotonic() < until:
         found += len(consumer.receive(1, most=1))
-        most = max(most, len(consumer.inbox._waiting) if found > 20 else 0)
+        most = max(most, len(waiting(consumer.inbox)) if found > 20 else 0)
     assert found == 40
     assert most <= 4
 
@@ -251,7 +251,7 @@ def test_messages_that_waited_when_the_connection_ended_are_given_before_the_los
     consumer = subscribe(client, topic)
     write(client, topic, b"1")
     until = time.monotonic() + SOON
-    while not consumer.inbox._waiting and time.monotonic() < until:
+    while not waiting(consumer.inbox) and time.monotonic() < until:
         time.sleep(0.01)
     cut(consumer)
     assert payloads(consumer.receive(SOON)) == [b"1"]

@@ -254,11 +254,11 @@ def test_a_writer_takes_back_no_commit_that_its_coordinator_forgot(bridge: Bridg
     writer.reopen(Deadline(SOON))
     with pytest.raises(errors.BrokerUnavailable, match=f"repair {number}"):
         writing_kit.owner_of(bridge).require_no_doubt([writing_kit.concrete(topic)], Deadline(SOON))
-    assert number in writing_kit.owner_of(bridge)._under_way
+    assert number in writing_kit.under_way(bridge)
     for place in (writing_kit.concrete(topic), hidden):
         writing_kit.cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
     writing_kit.owner_of(bridge).require_no_doubt([writing_kit.concrete(topic)], Deadline(SOON))
-    assert number not in writing_kit.owner_of(bridge)._under_way
+    assert number not in writing_kit.under_way(bridge)
     txn.abort()
     assert values(seen(bridge, topic)) == [b"1"]
 

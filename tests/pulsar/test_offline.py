@@ -78,8 +78,14 @@ def ready() -> PulsarWriter:
     )
     found = PulsarWriter(cluster_with(), owner, "w")
     found.begin(Begin("app/host/1", Deadline(SOON), False, None))
-    found._txn, found.proof, found._evidence = TXN, PROOF_LOCATION, TokenEvidence(TXN, PROOF_LOCATION, False)
+    has_sent(found)
     return found
+
+
+def has_sent(writer: PulsarWriter, committing: bool = False) -> None:
+    """Let a writer be one that has sent all of its transaction."""
+    writer._txn, writer.proof = TXN, PROOF_LOCATION
+    writer._evidence = TokenEvidence(TXN, PROOF_LOCATION, committing)
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | errors.TxnBridgeError | None) -> None:
@@ -124,7 +130,7 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
     monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, marker: bool | errors.TxnBridgeError | None, refused: bool
 ) -> None:
     answering(monkeypatch, EndResult.BEFORE, marker)
-    ready._evidence = TokenEvidence(TXN, PROOF_LOCATION, True)
+    has_sent(ready, committing=True)
     with pytest.raises(errors.OutcomeUnknown) if refused else nullcontext():
         ready.abort(Deadline(SOON))
 
@@ -141,7 +147,7 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
 
     def end(*indexes: int, by: Callable[[Deadline], None], ended: EndResult) -> None:
         ready.begin(Begin("app/host/1", Deadline(SOON), False, None))
-        ready._txn, ready.proof, ready._evidence = TXN, PROOF_LOCATION, TokenEvidence(TXN, PROOF_LOCATION, False)
+        has_sent(ready)
         partition._sizes[7, 3], partition._outstanding[7, 3] = 3, 0b111
         ready._acks = [context.acknowledge(TXN, {key: [(7, 3, index)]}, Deadline(SOON)) for index in indexes]
         answering(monkeypatch, ended, errors.OutcomeUnknown("no answer"))

@@ -7,11 +7,11 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, send
 from txnbridge_pulsar.client import AccessMode, PulsarClient, Single, TxnId
 
+from tests.inside import connection_of
 from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, cut, path_of
 from tests.pulsar.test_traps import _nothing_is_open  # noqa: F401
 from txnbridge import Bridge, EvidenceLost, Fenced, Transaction
-from txnbridge.spi import Deadline
 
 
 @pytest.fixture
@@ -19,10 +19,8 @@ def id() -> str:
     return writing_kit.unique("owner")
 
 
-def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
+def send_late(bridge: Bridge, topic: str, number: TxnId) -> None:
     """Send as an owner does that was paused between two steps, when it wakes up."""
-    bridge = txn._connection.bridge
-    assert isinstance(bridge, Bridge)
     producer = writing_kit.cluster_of(bridge).client.create_producer(
         writing_kit.concrete(topic), timeout=SOON, transactions=True
     )
@@ -30,6 +28,12 @@ def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
         producer.send(Single(b"late"), number, timeout=SOON).result(SOON)
     finally:
         producer.close(SOON)
+
+
+def cut_fence(bridge: Bridge) -> None:
+    producer = writing_kit.fence_of(bridge)._producer
+    assert producer is not None
+    cut(producer)
 
 
 def leave_open(bridge: Bridge, topic: str) -> tuple[Transaction, TxnId]:
@@ -50,7 +54,7 @@ def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: writing_kit.C
     newer = open_bridge(transactional_id=id)
     with pytest.raises(Fenced) as caught:
         send(older, topic, b"zombie")
-    assert caught.value.newer == newer._connection.identity.host
+    assert caught.value.newer == connection_of(newer).identity.host
 
 
 @pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])
@@ -60,10 +64,10 @@ def test_a_message_that_the_older_owner_sends_after_the_takeover_is_refused(
     older = open_bridge(transactional_id=id)
     topic, named = writing_kit.new_topic(older), writing_kit.new_topic(older)
     txn, number = leave_open(older, topic)
-    writing_kit.writer_of(txn)._register([writing_kit.concrete(named)], [], Deadline(SOON))
+    writing_kit.register(txn, named)
     open_bridge(transactional_id=id)
     with pytest.raises(Exception, match="has been ended"):
-        send_late(txn, topic if where == "in its transaction" else named, number)
+        send_late(older, topic if where == "in its transaction" else named, number)
     abandon(txn)
     assert (
         writing_kit.read_all(client, writing_kit.concrete(topic)),
@@ -79,9 +83,9 @@ def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
     older = open_bridge(transactional_id=id)
     topic, named = writing_kit.new_topic(older), writing_kit.new_topic(older)
     txn, number = leave_open(older, topic)
-    writing_kit.writer_of(txn)._register([writing_kit.concrete(named)], [], Deadline(SOON))
+    writing_kit.register(txn, named)
     open_bridge(transactional_id=id)
-    send_late(txn, named, number)
+    send_late(older, named, number)
     assert writing_kit.read_all(client, writing_kit.concrete(named), patience=1) is None
     client.transactions.end_on_partition(number, writing_kit.concrete(named), False, SOON)
     abandon(txn)
@@ -102,7 +106,7 @@ def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_ar
     client.transactions.end(oldest, False, SOON)
     eventually(lambda: not writing_kit.owner_of(newer).late_write_guard.at_risk, "what comes late is refused")
     with pytest.raises(Exception, match="has been ended"):
-        send_late(txn, topic, number)
+        send_late(older, topic, number)
     abandon(txn)
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
@@ -113,9 +117,7 @@ def test_an_owner_whose_connection_ended_goes_on(
     bridge = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(bridge)
     for value in (b"1", b"2"):
-        fence = writing_kit.owner_of(bridge)._fence
-        assert fence is not None and fence._producer is not None
-        cut(fence._producer)
+        cut_fence(bridge)
         send(bridge, topic, value)
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1", b"2"]
 
@@ -125,9 +127,7 @@ def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connectio
 ) -> None:
     older = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(older)
-    fence = writing_kit.owner_of(older)._fence
-    assert fence is not None and fence._producer is not None
-    cut(fence._producer)
+    cut_fence(older)
     newer = open_bridge(transactional_id=id)
     newer.close()  # so that nobody holds the topic
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_a_naive_owner_takes_the_id_back(open_bridge: writing_kit.Connect, clien
     open_bridge(transactional_id=id)
     newer = open_bridge(transactional_id=id)
     naive = client.create_producer(
-        writing_kit.fence_topic(newer),
+        writing_kit.fence_of(newer).topic,
         timeout=SOON,
         access=AccessMode.EXCLUSIVE_WITH_FENCING,
         connection_key=writing_kit.unique("naive"),
@@ -157,7 +157,7 @@ def test_an_owner_whose_fence_topic_was_recreated_is_fenced_by_the_record_of_the
 ) -> None:
     older = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(older)
-    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_topic(older))}?force=true")
+    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_of(older).topic)}?force=true")
     # By a log that knows nothing of the older one; with the first epoch again, which the older one has, too.
     newer = open_bridge(transactional_id=id, application=writing_kit.unique("other"))
     newer.close()
@@ -170,7 +170,7 @@ def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
 ) -> None:
     owner = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(owner)
-    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_topic(owner))}?force=true")
+    admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_of(owner).topic)}?force=true")
     for _ in range(2):
         with pytest.raises(Fenced, match="was deleted"):
             send(owner, topic, b"x")
@@ -182,7 +182,7 @@ def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
     older = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(older)
     txn, _ = leave_open(older, topic)  # nobody who opens the id would find it
-    deleted = f"{path_of(writing_kit.fence_topic(older))}?force=true"
+    deleted = f"{path_of(writing_kit.fence_of(older).topic)}?force=true"
     admin(pulsar_broker, "DELETE", deleted)
     for _ in range(2):
         with pytest.raises(EvidenceLost, match="another transactional_id"):

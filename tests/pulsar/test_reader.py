@@ -15,7 +15,7 @@ from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
 from tests.in_time import paused, takes, within
-from tests.pulsar.client_kit import admin, batch_of, path_of, service
+from tests.pulsar.client_kit import admin, batch_of, path_of, service, waiting
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from txnbridge import errors
@@ -226,8 +226,8 @@ def test_no_more_waits_in_memory_than_is_allowed(client, topic, member):
     most, count = 0, 0
     while count < 100:
         count += len(reader.poll(1, timeout=SOON))
-        here = sum(entry.size for entry in reader.reader._partitions[topic, 0]._waiting)
-        on_the_way = sum(len(item[3]) for item in reader.reader._inbox._waiting)
+        here = sum(entry.size for entry in reader.partition(topic)._waiting)
+        on_the_way = sum(len(item[3]) for item in waiting(reader.reader._inbox))
         most = max(most, here + on_the_way)
     assert most < 2 * 2_000_000 + 16 * 100_000
 
@@ -319,7 +319,7 @@ def test_entries_that_a_broker_skips_when_it_goes_back_come_before_later_message
     write(client, topic, *(b"%d" % number for number in range(10)))
     group = member(topic)
     first = group.take(8)
-    (consumer,) = group.reader._by_consumer
+    consumer = group.partition(topic).consumer
     left_out = {message.position[:2] for message in first[3:7]}
     arrived = consumer.entry_arrived
 
@@ -341,7 +341,7 @@ def test_a_member_that_waits_gets_what_a_broker_has_left_out(client, topic, memb
     write(client, topic, b"0")
     group = member(topic, timing=Timing(idle_check_seconds=0.2))
     group.pass_on(group.take(1))
-    (consumer,) = group.reader._by_consumer
+    consumer = group.partition(topic).consumer
     arrived, left_out = consumer.entry_arrived, iter([True, True])
     monkeypatch.setattr(consumer, "entry_arrived", lambda *entry: next(left_out, False) or arrived(*entry))
     write(client, topic, b"1", b"2")
@@ -456,8 +456,9 @@ def test_a_member_takes_no_more_shared_messages_than_it_asked_for(client, topic,
 def test_a_member_whose_partition_is_slow_to_come_takes_no_more_than_it_asked_for(client, topic, member, monkeypatch):
     write(client, topic, b"1", b"2", b"3")
     one, two = member(topic, sharing="message"), member(topic, sharing="message")
-    begin, may_begin = one.reader._mode.begin, threading.Event()
-    monkeypatch.setattr(one.reader._mode, "begin", lambda *how: may_begin.wait(SOON) and begin(*how))
+    mode, may_begin = one.reader._mode, threading.Event()
+    begin = mode.begin
+    monkeypatch.setattr(mode, "begin", lambda *how: may_begin.wait(SOON) and begin(*how))
     for _ in range(5):
         assert one.poll(1) == []
     may_begin.set()
@@ -529,4 +530,4 @@ def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topi
         reader.seek({(topic, 0): found[0].position})
         again = reader.take(6)
         assert all(m.deliveries > 1 for m in again)
-    assert len(reader.reader._partitions[topic, 0]._delivery_counts) <= 4
+    assert len(reader.partition(topic)._delivery_counts) <= 4

@@ -86,7 +86,7 @@ def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the
         writer = writing_kit.writer_of(txn)
         txn.send(topic, b"1")
     terminate(topic)
-    eventually(lambda: not writer._producers[writing_kit.concrete(topic)].is_open, "the writer is told")
+    eventually(lambda: not writing_kit.topic_producer(writer, topic).is_open, "the writer is told")
     send(bridge, other, b"1")
     with pytest.raises(DeliveryFailed, match="TERMINATED"):
         send(bridge, topic, b"2")

@@ -126,9 +126,9 @@ def test_ours_never_uses_a_number_twice(bridge: Bridge, client: wire.PulsarClien
 def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wire.PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    producer = writing_kit.writer_of(txn)._producers[writing_kit.concrete(topic)]._producer
-    assert producer is not None
-    producer._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
+    writing_kit.producer_of(
+        txn, topic
+    )._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
     with pytest.raises(errors.DeliveryFailed, match="dropped"):
         with bridge.transaction() as txn:
             txn.send(topic, b"2")
@@ -184,9 +184,9 @@ def test_ours_refuses_messages_behind_their_transaction(open_bridge: writing_kit
     with pytest.raises(errors.TransactionAborted):
         with bridge.transaction() as txn:
             txn.send(topic, b"in time")
-            writing_kit.flush(txn)
-            writing_kit.writer_of(txn)._register([writing_kit.concrete(late)], [], Deadline(SOON))
-            client.transactions.end(writing_kit.writer_of(txn)._txn or wire.TxnId(0, 0), False, SOON)
+            number = writing_kit.flush(txn)
+            writing_kit.register(txn, late)
+            client.transactions.end(number, False, SOON)
             txn.send(late, b"too late")
     assert (
         writing_kit.read_all(client, writing_kit.concrete(topic)),
@@ -218,7 +218,7 @@ def test_a_late_write_blocks_after_an_unload_only_until_the_next_transaction_end
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         number = writing_kit.flush(txn)
-        writing_kit.writer_of(txn)._register([name], [], Deadline(SOON))
+        writing_kit.register(txn, late)
         ended = writing_kit.announced(bridge)
         txn.abort()
     assert refuse_late_writes(writing_kit.cluster_of(bridge), ended, Deadline(SOON))
@@ -313,7 +313,7 @@ def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_
     with bridge.transaction() as open_one:
         open_one.send(topic, b"x")
         writing_kit.flush(open_one)
-        assert writing_kit.fence_topic(bridge) not in writing_kit.announced(bridge).topics
+        assert writing_kit.fence_of(bridge).topic not in writing_kit.announced(bridge).topics
         assert writing_kit.proof_topic_of(open_one) in writing_kit.announced(bridge).topics
         assert writing_kit.read_all(client, writing_kit.proof_topic_of(open_one), patience=1) is None
 
@@ -473,7 +473,7 @@ def test_fence_and_proof_topics_outlive_the_inactivity_for_which_a_naive_topic_i
         with bridge.transaction(prepare=True) as txn:
             txn.send(topic, b"1")
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-        fence = writing_kit.fence_topic(bridge)
+        fence = writing_kit.fence_of(bridge).topic
     with wire.PulsarClient(service(broker)) as client, writing_kit.connect_to(broker.url, broker.admin_url) as onlooker:
         naive = f"persistent://public/default/{writing_kit.unique('naive')}"
         send_in(client, naive, None, b"a record of the greatest importance")

@@ -8,18 +8,20 @@ import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.observing import eventually, send, take, values
 from txnbridge_pulsar.client import PulsarClient
-from txnbridge_pulsar.read.reader import PulsarReader
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import last_fence_record
 
+from tests.inside import reader_of
 from tests.pulsar.client_kit import SOON, admin, cut, path_of, payloads, receive
+from tests.pulsar.reading_kit import hang_up
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
     concrete,
-    fence_topic,
+    fence_of,
     flush,
     new_topic,
+    producer_of,
     proof_topic_of,
     proxied,
     read_all,
@@ -126,7 +128,7 @@ def test_no_message_is_sent_before_its_topic_was_announced_and_registered(open_b
     def look(event: Event) -> None:
         if event.phase == "before" and event.name in ("step:register", "step:commit"):
             with open_bridge() as onlooker:  # it reads what the owner has stored by then
-                found = last_fence_record(cluster_of(onlooker), fence_topic(owned), Deadline(SOON))
+                found = last_fence_record(cluster_of(onlooker), fence_of(owned).topic, Deadline(SOON))
             assert found is not None
             known.append((event.name, {*found[1].under_way[-1].topics}))
 
@@ -246,9 +248,7 @@ def test_a_writer_that_sleeps_beyond_the_deadline_is_told_if_its_partitions_left
                 txn.ack(messages)
                 flush(txn)
                 if left:
-                    reader = consumer._reader
-                    assert isinstance(reader, PulsarReader)
-                    cluster_of(bridge).client.hang_up(reader._connection_key)
+                    hang_up(cluster_of(bridge).client, reader_of(consumer))
                 eventually(lambda: not txn.deadline, "its time is over")
         assert txn.outcome is Outcome.ABORTED
         assert values(take(consumer, 1)) == [b"1"]
@@ -277,9 +277,7 @@ def test_a_producer_whose_connection_is_lost_between_entries_goes_on(bridge: Bri
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)
-        producer = writer_of(txn)._producers[concrete(topic)]._producer
-        assert producer is not None
-        cut(producer)
+        cut(producer_of(txn, topic))
         txn.send(topic, b"2")
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
@@ -351,6 +349,6 @@ def test_every_topic_of_our_own_is_kept_by_a_subscription(pulsar_broker: brokers
     topic = new_topic(bridge)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    for ours in (fence_topic(bridge), proof_topic_of(txn)):
+    for ours in (fence_of(bridge).topic, proof_topic_of(txn)):
         stats = admin(pulsar_broker, "GET", f"{path_of(ours)}/stats")
         assert SUBSCRIPTION in stats["subscriptions"]

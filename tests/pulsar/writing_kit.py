@@ -9,15 +9,17 @@ from typing import Any
 from txnbridge_conformance import brokers, faults
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.open_transactions import list_open
-from txnbridge_pulsar.broker import PulsarBroker
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.outcome import TokenEvidence
-from txnbridge_pulsar.write.fence import last_fence_record
+from txnbridge_pulsar.write.batching import TransactionProducer
+from txnbridge_pulsar.write.fence import Fence, last_fence_record
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 import txnbridge
+from tests import inside
+from tests.inside import broker_of, connection_of
 from tests.pulsar.kit import SOON, Connection, open_cluster
 from txnbridge import Bridge, Token, TokenState, Transaction
 from txnbridge.spi import Deadline
@@ -44,45 +46,69 @@ def new_topic(bridge: Bridge, partitions: int = 1) -> str:
 
 
 def cluster_of(bridge: Bridge) -> ClusterAccess:
-    assert isinstance(bridge._connection.broker, PulsarBroker)
-    return bridge._connection.broker._cluster
+    found: ClusterAccess = broker_of(bridge)._cluster
+    return found
 
 
 def owner_of(bridge: Bridge) -> PulsarOwner:
-    assert isinstance(bridge._connection.broker, PulsarBroker)
-    return bridge._connection.broker._owners[bridge._connection.identity.name]
+    owner = broker_of(bridge)._owners[connection_of(bridge).identity.name]
+    assert isinstance(owner, PulsarOwner)
+    return owner
 
 
 def writer_of(txn: Transaction) -> PulsarWriter:
-    assert isinstance(txn._writer, PulsarWriter)
-    return txn._writer
+    writer = inside.writer_of(txn)
+    assert isinstance(writer, PulsarWriter)
+    return writer
+
+
+def topic_producer(writer: PulsarWriter, topic: str) -> TransactionProducer:
+    return writer._producers[concrete(topic)]
+
+
+def producer_of(txn: Transaction, topic: str) -> wire.PulsarProducer:
+    """Return the client's producer by which a transaction writes into a topic."""
+    producer = topic_producer(writer_of(txn), topic)._producer
+    assert producer is not None
+    return producer
+
+
+def register(txn: Transaction, topic: str) -> None:
+    """Name a topic to the coordinator as one in which the transaction writes, and write nothing."""
+    writer_of(txn)._register([concrete(topic)], [], Deadline(SOON))
 
 
 def flush(txn: Transaction) -> wire.TxnId:
     """Let the broker have all of it, and the transaction stay open; its number."""
     writer = writer_of(txn)
-    writer.flush(txn._begin.deadline)
-    assert writer._txn is not None
-    return writer._txn
+    writer.flush(inside.deadline_of(txn))
+    number = writer._txn
+    assert number is not None
+    return number
 
 
 def announced(bridge: Bridge) -> AnnouncedTransaction:
     """Return an owner's announcement of its only transaction."""
-    (found,) = owner_of(bridge)._under_way.values()
+    (found,) = under_way(bridge).values()
     return found
+
+
+def under_way(bridge: Bridge) -> dict[wire.TxnId, AnnouncedTransaction]:
+    """Return the transactions that an owner believes to be open, by their numbers."""
+    return owner_of(bridge)._under_way
 
 
 def notice_of(bridge: Bridge) -> FenceRecord:
     """Return the newest record on the fence topic of a bridge's id."""
-    found = last_fence_record(cluster_of(bridge), fence_topic(bridge), Deadline(SOON))
+    found = last_fence_record(cluster_of(bridge), fence_of(bridge).topic, Deadline(SOON))
     assert found is not None
     return found[1]
 
 
-def fence_topic(bridge: Bridge) -> str:
+def fence_of(bridge: Bridge) -> Fence:
     fence = owner_of(bridge)._fence
     assert fence is not None
-    return fence.topic
+    return fence
 
 
 def proof_topic_of(txn: Transaction) -> str:

@@ -332,7 +332,6 @@ def test_group_commit_is_refused_where_it_is_not_proven(monkeypatch: pytest.Monk
         connect_toy(group_commit=True)
     with pytest.raises(errors.InvalidOption, match="group_commit"):
         connect_toy(group_commit="yes")
-    bridge, _ = connect_toy()
-    with recorded() as events, bridge:
-        assert work(bridge, b"1").outcome is Outcome.COMMITTED
-    assert "group.commit" not in {event.name for event in events}
+    bridge, _ = connect_toy(writers=1)
+    with bridge, bridge.transaction(), pytest.raises(errors.DeadlineExceeded):  # there is no writer for another one
+        bridge.transaction(timeout=0.05)

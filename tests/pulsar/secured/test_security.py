@@ -12,6 +12,7 @@ from txnbridge_pulsar.client import Transactions
 from txnbridge_pulsar.outcome.forgotten_transactions import proof_property, release
 
 import txnbridge
+from tests.inside import broker_of
 from tests.pulsar.client_kit import SOON, admin, batch_of, begin
 from tests.pulsar.secured_kit import PASSWORD, Secured, token
 from tests.pulsar.writing_kit import cluster_of, concrete, flush, prepare, read_all, unique, writer_of
@@ -151,7 +152,7 @@ def publish(bridge: Bridge, topic: str) -> None:
 
 def require(bridge: Bridge, topic: str) -> None:
     """Ask as half messages do before the work."""
-    bridge._connection.broker.require_topic(topic, Deadline(SOON))
+    broker_of(bridge).require_topic(topic, Deadline(SOON))
 
 
 def consume(bridge: Bridge, topic: str) -> None:
