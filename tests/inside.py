@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from txnbridge import Bridge, Transaction
+from txnbridge import Bridge, Consumer, Transaction
 from txnbridge._base.connection import Connection
 from txnbridge._decisions.logs import DecisionLogs
 from txnbridge._read.open_consumers import Consumers
@@ -49,6 +49,11 @@ def deadline_of(txn: Transaction) -> Deadline:
 def reader_of(consumer: Any) -> Any:
     """Return the backend's reader behind a consumer."""
     return consumer._reader
+
+
+def is_calling(consumer: Consumer) -> bool:
+    """Return whether a call of the consumer runs."""
+    return "<locked" in repr(consumer._guard)
 
 
 def queued(semaphore: Any) -> int:

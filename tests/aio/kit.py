@@ -61,10 +61,10 @@ class Cancelling:
         self._moment = moment
         self._natively = natively
         self._run = _calls.Call.run
-        this = self
+        count = self._count
 
         async def run(call: Any, *previous: Any) -> Any:
-            return await this._count(call, *previous)
+            return await count(call, *previous)
 
         monkeypatch.setattr(_calls.Call, "run", run)
 

@@ -109,18 +109,18 @@ class Service:
         self.log = folder / f"{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "txnbridge.cli", "run", target, *options]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
 
     def __enter__(self) -> Service:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()  # its workers then stop by themselves
-        self._process.communicate()
+        self.process.kill()  # its workers then stop by themselves
+        self.process.communicate()
 
     def line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
 
     def get(self, path: str) -> tuple[int, Any]:
         try:
@@ -142,16 +142,16 @@ class Service:
 
     def stop(self, *signals: int) -> int:
         for number in signals or (signal.SIGTERM,):
-            self._process.send_signal(number)
+            self.process.send_signal(number)
             time.sleep(0.3)
         return self.end()
 
     def end(self) -> int:
-        return self._process.wait(30)
+        return self.process.wait(30)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
+        self.process.kill()
+        self.process.wait(30)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
         assert service.line() == "here\n"
         wait_until(lambda: service.get("/healthz") == (503, {**ALIVE, "hanging_functions": ["wait"]}))  # `hang_after`
         wait_until(service.is_ready)
-        service._process.send_signal(signal.SIGTERM)
+        service.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not service.is_ready())
         assert service.end() == 0
 

@@ -29,6 +29,10 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 """
 
 
+def answers(broker: brokers.ProcessBroker, node: int = 1) -> bool:
+    return broker._answers(node)
+
+
 class Toy(brokers.ProcessBroker):
     """A broker that starts in milliseconds and does what all brokers do."""
 

@@ -40,12 +40,17 @@ for name in ('kafka', 'pulsar', 'rocketmq'): d.down(name)"""
     assert end.returncode == 0
 
 
+def answer_for(monkeypatch, *kinds):
+    for kind in kinds:
+        monkeypatch.setitem(commands._ANSWERING, kind, lambda url: 2)
+
+
 @pytest.fixture
 def toy_for_kafka(monkeypatch):
     """Let the command line start a toy broker, so that tests cover the command line alone."""
     monkeypatch.setattr(_kafka, "fetch_kafka", lambda version, bar: None)
     monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **asked: Toy(folder=folder))
-    monkeypatch.setitem(commands._ANSWERING, "kafka", lambda url: 2)
+    answer_for(monkeypatch, "kafka")
 
 
 @pytest.fixture
@@ -53,10 +58,9 @@ def toys(toy_for_kafka, monkeypatch):
     """Let the command line start toy brokers for all brokers."""
     monkeypatch.setattr(_pulsar, "fetch_pulsar", lambda version, bar: None)
     monkeypatch.setattr(_pulsar_cluster, "PulsarProcess", lambda folder, **asked: Toy(folder=folder))
-    monkeypatch.setitem(commands._ANSWERING, "pulsar", lambda url: 2)
     monkeypatch.setattr(_rocketmq, "fetch_rocketmq", lambda version, bar: None)
     monkeypatch.setattr(_rocketmq, "RocketMQ", lambda folder, **asked: Toy(folder=folder))
-    monkeypatch.setitem(commands._ANSWERING, "rocketmq", lambda url: 2)
+    answer_for(monkeypatch, "pulsar", "rocketmq")
 
 
 @pytest.fixture

@@ -60,9 +60,10 @@ def maven(tmp_path, monkeypatch) -> Maven:
 
 @pytest.fixture
 def fresh_java():
-    _jars._java.cache_clear()
+    forget = _jars._java.cache_clear
+    forget()
     yield
-    _jars._java.cache_clear()
+    forget()
 
 
 def jars(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
 
 from tests.brokers import programs
-from tests.brokers.kit import TOY, Toy, state
+from tests.brokers.kit import TOY, Toy, answers, state
 from txnbridge import BrokerUnavailable
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
@@ -19,6 +19,10 @@ from txnbridge.testing import Child
 def broker():
     with Toy() as broker:
         yield broker
+
+
+def supervisor_of(broker: Toy) -> int:
+    return broker._processes._supervisor.pid
 
 
 def all_end(pids: list[int]) -> bool:
@@ -56,14 +60,14 @@ def test_a_killed_starter_whose_fork_lives_on_leaves_no_process_and_no_folder():
 
 
 def test_the_supervisor_is_in_no_process_group_of_the_starter(broker):
-    supervisor = os.getsid(broker._processes._supervisor.pid)
+    supervisor = os.getsid(supervisor_of(broker))
     assert supervisor != os.getsid(0)
     assert {os.getpgid(pid) for pid in broker.every_pid()}.isdisjoint({os.getpgid(0), supervisor})
 
 
 def test_an_orderly_end_of_the_supervisor_leaves_nothing_either(broker):
     pids = broker.every_pid()
-    os.kill(broker._processes._supervisor.pid, signal.SIGTERM)
+    os.kill(supervisor_of(broker), signal.SIGTERM)
     assert all_end(pids)
     with pytest.raises(BrokerUnavailable, match="is gone"):
         broker.pid(1)
@@ -72,10 +76,10 @@ def test_an_orderly_end_of_the_supervisor_leaves_nothing_either(broker):
 def test_one_node_is_killed_and_started_again_on_its_port(broker):
     first, second = broker.pid(1), broker.pid(2)
     broker.kill(1)
-    assert broker.pid(1) is None and not broker._answers(1)
-    assert broker.pid(2) == second and broker._answers(2)
+    assert broker.pid(1) is None and not answers(broker)
+    assert broker.pid(2) == second and answers(broker, 2)
     broker.start()
-    assert broker._answers(1)
+    assert answers(broker)
     assert broker.pid(1) not in (None, first) and broker.pid(2) == second
 
 
@@ -83,7 +87,7 @@ def test_restart_starts_all_anew(broker):
     before = [broker.pid(node) for node in broker.nodes]
     broker.restart()
     assert {broker.pid(node) for node in broker.nodes}.isdisjoint({*before, None})
-    assert all(broker._answers(node) for node in broker.nodes)
+    assert all(answers(broker, node) for node in broker.nodes)
 
 
 def test_a_paused_node_stands_still_until_it_is_resumed(broker):
@@ -93,7 +97,7 @@ def test_a_paused_node_stands_still_until_it_is_resumed(broker):
     assert wait_until(lambda: "T" in state(pid), 30)
     broker.resume(1)
     assert wait_until(lambda: "T" not in state(pid), 30)
-    assert broker._answers(1)
+    assert answers(broker)
 
 
 def test_a_paused_node_can_be_killed_and_stopped(broker):
@@ -108,7 +112,7 @@ def test_killing_pausing_and_stopping_a_broker_that_does_not_run_does_nothing(br
     for again in (broker.kill, broker.pause, broker.resume, broker.stop):
         again()
     broker.start()
-    assert broker._answers(1)
+    assert answers(broker)
 
 
 def test_a_node_that_ignores_the_request_to_stop_is_killed():

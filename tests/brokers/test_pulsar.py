@@ -11,7 +11,7 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering, load_coordinator, rest
 
 from tests.brokers import kit, programs
-from tests.brokers.kit import LISTENERS, listening, port_attempts, state
+from tests.brokers.kit import LISTENERS, answers, listening, port_attempts, state
 from tests.brokers.pulsar_kit import PING, PONG, Client, PulsarConnection, commit_one, first_message, new_topic, port_of
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
@@ -222,9 +222,9 @@ def test_other_ports_are_tried_when_one_is_taken(monkeypatch):
 
 
 def test_another_broker_on_a_brokers_ports_is_not_taken_for_that_broker(process_broker, monkeypatch):
-    assert process_broker._answers(1)
+    assert answers(process_broker)
     monkeypatch.setattr(process_broker, "folder", Path("/another"))
-    assert not process_broker._answers(1)
+    assert not answers(process_broker)
 
 
 def test_an_answer_that_is_not_pulsars_is_an_error():

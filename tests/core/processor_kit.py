@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
-from txnbridge import Bridge
+from txnbridge import Bridge, Processor
 
 # Short, so that the partitions of a killed member are free again soon.
 LEASE_SECONDS = 0.3
@@ -23,6 +24,13 @@ def numbers(count: int) -> list[bytes]:
 
 def values(bridge: Bridge, topic: str) -> list[Any]:
     return [message.value for message in bridge.read(topic, limit=100_000)]
+
+
+def thread_of(processor: Processor) -> Thread:
+    """Return the thread in which a processor runs."""
+    thread = processor._thread
+    assert thread is not None
+    return thread
 
 
 class Fresh:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import txnbridge
 from tests.failing import raising
 from tests.in_time import wait_until
+from tests.inside import connection_of, writer_of
 from txnbridge import Bridge, Decision, _metrics, metrics
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, OutcomeUnknown
 
@@ -61,7 +62,7 @@ def test_each_transaction_is_counted_once_by_its_state_at_its_end(bridge, collec
 def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected, monkeypatch):
     txn = bridge.transaction()
     txn.send("orders", b"1")
-    monkeypatch.setattr(type(txn._taken), "commit", raising(EvidenceLost("the answer was lost")))
+    monkeypatch.setattr(type(writer_of(txn)), "commit", raising(EvidenceLost("the answer was lost")))
     with pytest.raises(OutcomeUnknown):
         txn.commit()
     assert values(collected, "transactions_total") == {"unknown": 1}
@@ -99,7 +100,7 @@ def test_processors_and_half_messages_are_counted(bridge, collected):
 
 
 def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_closes(bridge, collected, monkeypatch, caplog):
-    connection = bridge._connection
+    connection = connection_of(bridge)
     monkeypatch.setattr(connection, "timeout", 0.5)
     with bridge.transaction(prepare=True, timeout=30) as txn:
         txn.send("orders", b"1")

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import txnbridge
+from tests.inside import writer_of
 from txnbridge import Bridge, opentelemetry
 
 
@@ -122,7 +123,7 @@ def test_a_step_that_fails_has_a_span_with_the_class_of_its_error(traced, monkey
         raise txnbridge.TransactionAborted("secret")
 
     txn = traced.bridge.transaction()
-    monkeypatch.setattr(type(txn._taken), "commit", refuse)
+    monkeypatch.setattr(type(writer_of(txn)), "commit", refuse)
     with pytest.raises(txnbridge.TransactionAborted):
         txn.commit()
     status = traced.span("commit").status

@@ -11,7 +11,7 @@ from txnbridge_embedded.client import change_notification
 from tests.core.reading_kit import Listener
 from tests.embedded import kit
 from tests.in_time import within
-from txnbridge.spi import Deadline, Subscription
+from txnbridge.spi import Broker, Deadline, Subscription
 from txnbridge.testing import Child, tell
 
 
@@ -23,11 +23,16 @@ def told(request, monkeypatch):
     return request.param == "told"
 
 
-def read_and_tell(path: Path, told: bool) -> None:
-    """Tell of each message; an empty one is the last."""
+def open_told(path: Path, told: bool) -> Broker:
+    """Open the file in a process to which the operating system tells of writes, or does not."""
     if not told:
         change_notification._watch = lambda path: -1
-    broker = kit.open_broker(path)
+    return kit.open_broker(path)
+
+
+def read_and_tell(path: Path, told: bool) -> None:
+    """Tell of each message; an empty one is the last."""
+    broker = open_told(path, told)
     reader = kit.alone(broker)
     tell("waiting")
     last = False
@@ -55,9 +60,7 @@ def test_a_reader_in_another_process_wakes_for_each_commit(broker, path, told):
 
 def rest(path: Path, told: bool, group: str | None) -> float:
     """Wait for nothing; what part of a core that takes, with all threads."""
-    if not told:
-        change_notification._watch = lambda path: -1
-    broker = kit.open_broker(path)
+    broker = open_told(path, told)
     reader = broker.reader(Subscription(("orders",), group), Listener(), Deadline(10)) if group else kit.alone(broker)
     reader.poll(1, Deadline(0.1))
     used, begun = time.process_time(), time.monotonic()

@@ -18,7 +18,7 @@ from txnbridge_embedded.client.store import FileConnection, Store
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.embedded.test_store import hold
-from tests.inside import broker_of, logs_of
+from tests.inside import broker_of, is_calling, logs_of
 from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._bridge import open_bridges
 from txnbridge._write.writers import Writers
@@ -113,7 +113,7 @@ def test_closing_waits_for_a_poll_of_another_thread(path):
         found = []
         polling = threading.Thread(target=lambda: found.append(consumer.poll(timeout=0.5)))
         polling.start()
-        while not ("<locked" in repr(consumer._guard) or found):
+        while not (is_calling(consumer) or found):
             time.sleep(0.001)
     polling.join()
     assert [len(batch) for batch in found] == [0]

@@ -193,11 +193,12 @@ def test_a_log_that_cannot_be_copied_keeps_everything(broker):
         interrupted.append(True)
         return 1
 
-    broker.store._connection.set_progress_handler(refuse, 1)  # its copying fails, as it would on a full disk
+    connection = broker.store._connection
+    connection.set_progress_handler(refuse, 1)  # its copying fails, as it would on a full disk
     writer = open_writer(broker)
     for number in range(20):
         commit(writer, "orders", b"%02d" % number + bytes(1 << 20))
-    broker.store._connection.set_progress_handler(None, 1)
+    connection.set_progress_handler(None, 1)
     assert interrupted
     assert [value[:2] for value in values(broker, "orders")] == [b"%02d" % number for number in range(20)]
 

@@ -421,8 +421,8 @@ def test_the_record_of_a_writer_that_gave_out_no_token_is_deleted_with_the_write
 # --- when the commit itself fails ------------------------------------------------------------------------------------
 
 
-def failing(store, *, happens: bool):
-    """Let the next `Store._commit` fail as if SQLite failed while it commits."""
+def failing(store, *, happens: bool, error: BaseException | None = None):
+    """Let the next commit of a store fail, as if SQLite failed while it commits."""
     real = store._commit
 
     def commit(connection, what):
@@ -431,7 +431,7 @@ def failing(store, *, happens: bool):
             real(connection, what)
         else:
             connection.execute("ROLLBACK")
-        raise CommitUnclear("the disk refuses")
+        raise error or CommitUnclear("the disk refuses")
 
     store._commit = commit
 
@@ -507,14 +507,7 @@ def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome
 def test_an_interrupt_right_after_the_commit_does_not_undo_it(broker):
     writer = open_writer(broker)
     transaction = begin(writer, "orders", b"1")
-    real = broker.store._commit
-
-    def commit_and_interrupt(connection, what):
-        broker.store._commit = real
-        real(connection, what)
-        raise KeyboardInterrupt
-
-    broker.store._commit = commit_and_interrupt
+    failing(broker.store, happens=True, error=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         writer.commit(Deadline(5))
     token = token_of(broker, writer, transaction)

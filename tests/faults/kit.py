@@ -27,11 +27,11 @@ class Client:
 
     def receive(self) -> tuple[int, bytes]:
         """The number of the next answer and its body. Raises `EOFError` if the connection ended."""
-        (size,) = struct.unpack(">i", self._exactly(4))
-        number, body = struct.unpack(f">i{size - 4}s", self._exactly(size))
+        (size,) = struct.unpack(">i", self.exactly(4))
+        number, body = struct.unpack(f">i{size - 4}s", self.exactly(size))
         return number, body
 
-    def _exactly(self, size: int) -> bytes:
+    def exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
             more = self.socket.recv(size - len(data))

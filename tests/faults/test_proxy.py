@@ -187,7 +187,7 @@ def test_a_cut_after_some_bytes_of_an_answer_lets_just_these_pass(proxy, echo, c
     proxy.cut_after(answers=6)
     client.send(END_TXN, b"done")
     assert echo.arrived.get(timeout=30) == b"done"
-    assert client._exactly(6) == b"\0\0\0\x08\0\0"
+    assert client.exactly(6) == b"\0\0\0\x08\0\0"
     assert is_gone(client)
 
 
@@ -222,10 +222,14 @@ def test_a_client_hears_that_its_broker_hung_up(echo, client):
     assert is_gone(client)
 
 
+def knows_of_hang_up(proxy):
+    return proxy._connections[0]._open_directions == 1
+
+
 def test_half_open_a_broker_does_not_hear_that_its_client_hung_up(proxy, echo):
     proxy.half_open()
     ask_anew(proxy, PRODUCE, b"last words")
-    assert wait_until(lambda: proxy._connections[0]._open_directions == 1, 30)  # the proxy knows that it hung up
+    assert wait_until(lambda: knows_of_hang_up(proxy), 30)
     proxy.half_open(False)
     ask_anew(proxy, PRODUCE)
     assert echo.ended.get(timeout=30)  # the marker's, which hung up later
@@ -239,7 +243,7 @@ def test_half_open_a_client_does_not_hear_that_its_broker_hung_up(proxy, echo, c
     proxy.half_open()
     echo.hang_up()
     assert echo.ended.get(timeout=30)
-    assert wait_until(lambda: proxy._connections[0]._open_directions == 1, 30)  # the proxy knows that it hung up
+    assert wait_until(lambda: knows_of_hang_up(proxy), 30)
     assert has_nothing(client)
     proxy.cut()
     assert is_gone(client)

@@ -1,28 +1,32 @@
 """Helpers that look behind the public interface."""
 
+from collections.abc import Collection
+from threading import Thread
 from weakref import finalize
 
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KafkaTopics
+from txnbridge_kafka.write.prepared import PreparedIdPool
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 
+from tests import inside
 from tests.brokers.kit import state
 from txnbridge import Bridge, Transaction
 from txnbridge.spi import Deadline
 
 
 def writer_of(txn: Transaction) -> KafkaWriter:
-    assert isinstance(txn._writer, KafkaWriter)
-    return txn._writer
+    writer = inside.writer_of(txn)
+    assert isinstance(writer, KafkaWriter)
+    return writer
 
 
 def producer_of(txn: Transaction) -> TransactionalProducer:
@@ -37,8 +41,14 @@ def flush(txn: Transaction) -> None:
 
 
 def cluster_of(bridge: Bridge) -> KafkaCluster:
-    assert isinstance(bridge._connection.broker, KafkaBroker)
-    return bridge._connection.broker._cluster
+    cluster = inside.broker_of(bridge)._cluster
+    assert isinstance(cluster, KafkaCluster)
+    return cluster
+
+
+def opened_ahead(pool: PreparedIdPool) -> Collection[Thread]:
+    """Return the threads that open ids ahead of their use."""
+    return pool._ahead
 
 
 def requests_of(bridge: Bridge) -> Requests:

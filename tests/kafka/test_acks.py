@@ -14,6 +14,7 @@ from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_kafka.client.librdkafka import GroupMembership, membership_of
 
 import txnbridge
+from tests.core.processor_kit import thread_of
 from tests.in_time import within
 from txnbridge import Event, Outcome, State, errors
 from txnbridge.testing import listening
@@ -175,7 +176,7 @@ def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
             )
             with within(20), pytest.raises(errors.DeadlineExceeded, match="will be redelivered"), processor:
                 eventually(lambda: bool(killed), "the broker is gone")
-            eventually(lambda: not processor._thread.is_alive(), "its thread ends")  # type: ignore[union-attr]
+            eventually(lambda: not thread_of(processor).is_alive(), "its thread ends")
     finally:
         mortal.start()
     with bridge.processor(source, group=group, each=lambda m, txn: txn.send(target, m.value)):

@@ -14,11 +14,10 @@ from confluent_kafka.admin._resource import ResourceType
 from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, values
 
-from tests.core.half.test_half_lanes import check_wherever_a_seller_dies
+from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, lanes
 from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
 from txnbridge._base.connection import Connection
-from txnbridge._half.topic_half_store import LaneGroup
 
 COMMIT, UNDECIDED = Decision.COMMIT, Decision.UNDECIDED
 
@@ -40,10 +39,6 @@ def configure(admin: AdminClient, topic: str, name: str, value: str) -> None:
     entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
     admin.incremental_alter_configs([resource])[resource].result()
-
-
-def lanes(bridge: Bridge, group: str) -> LaneGroup:
-    return bridge._connection.half_lanes().group(group)  # type: ignore[attr-defined, no-any-return]
 
 
 def obey(txn: HalfTransaction, decision: Decision) -> Decision:

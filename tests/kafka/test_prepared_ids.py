@@ -13,6 +13,7 @@ from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
 from tests.in_time import Hold
+from tests.kafka.kit import opened_ahead
 from txnbridge import DeadlineExceeded
 from txnbridge.spi import Begin, Deadline, Identity
 
@@ -60,8 +61,8 @@ def run(openings: list[tuple[str, int]]) -> Run:
         writer.begin(Begin("txn", Deadline(30), prepare=True, hold=hold))
         assert writer.session.timeout_ms == (LONGEST_MS if hold is None else (30 + hold) * 1000)
         writer.close()
-        assert pool._ahead
-        for thread in pool._ahead:
+        assert opened_ahead(pool)
+        for thread in opened_ahead(pool):
             thread.join(30)
 
     return run_one
@@ -145,7 +146,7 @@ def test_transactions_that_come_faster_than_ids_are_opened_find_more_of_them_ope
     found = []
     for number in range(8):
         pool.take(Deadline(30)).begin(Begin(f"txn {number}", Deadline(30), prepare=True, hold=None))
-        found.append(len(pool._ahead))
+        found.append(len(opened_ahead(pool)))
     may_open.release(64)
     pool.close(Deadline(30))
     assert found == [1, 2, 3, 4, 4, 4, 4, 4]

@@ -95,10 +95,19 @@ class Member(reading_kit.Polling):
             self.cluster.requests.close()
             raise
 
+    @property
+    def assignment(self):
+        return self.reader._assignment
+
     def passes(self, topic, offset):
         """Poll until the client has passed over what is no message."""
-        client = self.reader._assignment.client
+        client = self.assignment.client
         self.until(lambda: client.position([TopicPartition(topic, 0)])[0].offset == offset)
+
+    def is_sure(self):
+        """Whether it has made sure where its group starts."""
+        starts: Any = self.reader._lookup.starts
+        return not starts.unchecked
 
     def lag(self):
         return self.reader.lag(Deadline(10))
@@ -224,7 +233,7 @@ def test_columns_have_the_same_rows_as_messages(cluster, join):
 def pieces(monkeypatch, member, before_second=lambda: None):
     """Note how many of the client's messages are taken at a time; something happens before the second time."""
     asked = []
-    read = member.reader._assignment.fetch
+    read = member.assignment.fetch
 
     def read_piece(limit, wait):
         asked.append(limit)
@@ -232,7 +241,7 @@ def pieces(monkeypatch, member, before_second=lambda: None):
             before_second()
         return read(limit, wait)
 
-    monkeypatch.setattr(member.reader._assignment, "fetch", read_piece)
+    monkeypatch.setattr(member.assignment, "fetch", read_piece)
     return asked
 
 
@@ -259,9 +268,9 @@ def test_messages_of_a_partition_that_leaves_within_a_poll_are_not_handed_out(cl
 
     def leave():
         """Whichever has just been read."""
-        furthest = max(member.reader._assignment.partitions.values(), key=lambda each: each.next)
+        furthest = max(member.assignment.partitions.values(), key=lambda each: each.next)
         leaving.append(TopicPartition(*furthest.partition))
-        member.reader._rebalance.on_revoke(member.reader._assignment.client, leaving)
+        member.reader._rebalance.on_revoke(member.assignment.client, leaving)
 
     pieces(monkeypatch, member, before_second=leave)
     found = []
@@ -502,7 +511,7 @@ def test_the_record_of_a_groups_start_is_not_read_again_while_no_partition_is_mi
     ledger = cluster.ledgers[f"group/{group}/{topic}"]
     second = join(topic, group)
     share(first, second, topic, 2)
-    second.until(lambda: not second.reader._lookup.starts.unchecked)  # a reader makes sure once
+    second.until(second.is_sure)  # a reader makes sure once
     reads = ledger.reads
     second.close()
     first.has(2)
@@ -532,7 +541,7 @@ def test_without_the_right_to_the_decision_log_a_group_reads_and_says_so_once(cl
         cluster.write(topic, b"1")
     member = join(topics, group)
     assert values(member.take(2)) == [b"1", b"1"]
-    member.until(lambda: not member.reader._lookup.starts.unchecked)
+    member.until(member.is_sure)
     assert [r.message for r in caplog.records if "decision log" in r.message and group in r.message] != []
     assert len([r for r in caplog.records if r.name == "txnbridge"]) == 1
 

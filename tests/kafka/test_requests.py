@@ -31,6 +31,7 @@ import txnbridge
 from tests.brokers.kit import create_topic, port_of, topic_appears
 from tests.failing import raising
 from tests.in_time import takes
+from tests.inside import broker_of
 from tests.kafka.kit import stand_still, without_epoch_bumps
 from tests.kafka.test_admin import visible
 from tests.keeping import keeping
@@ -809,7 +810,7 @@ def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_f
         bridge.commit(str(txn.token))
         with bridge.consumer(topic, topic) as consumer, bridge.transaction() as txn:
             txn.ack(take(consumer, 1))
-        with closing(bridge._connection.broker.decision_log(f"_txnbridge-{topic}", Deadline(LONG))) as log:
+        with closing(broker_of(bridge).decision_log(f"_txnbridge-{topic}", Deadline(LONG))) as log:
             log.trim(log.append(b"old", Deadline(LONG)), Deadline(LONG))
         bridge.admin.grow_topic(topic, 3)
         assert {each.name: each.partitions for each in bridge.admin.topics()}[topic] == 3

@@ -34,23 +34,23 @@ class Client:
 
     def __init__(self) -> None:
         self._polling = threading.Lock()
-        self._sent: list[tuple[bytes, Callable[..., None]]] = []
+        self.sent: list[tuple[bytes, Callable[..., None]]] = []
         self.polled_at_once = self.held = False
 
     def produce(self, topic: str, record: bytes, partition: int, on_delivery: Callable[..., None]) -> None:
         if record == b"refused":
             raise KafkaException(KafkaError(KafkaError._QUEUE_FULL))
-        self._sent.append((record, on_delivery))
+        self.sent.append((record, on_delivery))
 
     def poll(self, timeout: float) -> int:
         if not self._polling.acquire(blocking=False):
             self.polled_at_once = True
             return 0
         try:
-            reports = bool(self._sent) and not self.held
+            reports = bool(self.sent) and not self.held
             time.sleep(0.001 if reports else min(timeout, 0.01))
             if reports:
-                record, on_delivery = self._sent.pop(0)
+                record, on_delivery = self.sent.pop(0)
                 on_delivery(None, Delivered(record))
             return 0
         finally:
@@ -81,7 +81,7 @@ def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client
     client.held = True
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(producer.send, "log", b"1", Deadline(0.3))
-        while not client._sent:
+        while not client.sent:
             time.sleep(0.001)
         second = pool.submit(producer.send, "log", b"2", Deadline(60))
         assert first.result() is None

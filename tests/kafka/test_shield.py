@@ -16,7 +16,8 @@ from txnbridge_conformance.observing import seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 
 import txnbridge
-from tests.kafka.kit import flush, producer_of, writer_of
+from tests.inside import broker_of, deadline_of
+from tests.kafka.kit import flush, opened_ahead, producer_of, writer_of
 from txnbridge import Bridge, Outcome
 
 # What the plain client and ours wait for an answer before they send a request again.
@@ -200,7 +201,7 @@ def test_a_late_acknowledgement_does_not_move_a_group_of_ours(
         with through.transaction() as txn:
             (second,) = take(consumer, 1)
             txn.ack(second)
-            writer_of(txn)._send_acks(txn._begin.deadline)
+            writer_of(txn)._send_acks(deadline_of(txn))
             hold.release()
             hold.answered()
     with bridge.consumer(topic, group) as consumer:
@@ -251,7 +252,7 @@ def test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared(
         with through.transaction(prepare=True) as txn:
             txn.send(topic, b"before")
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-        for opening in through._connection.broker._pool._ahead:  # type: ignore[attr-defined]
+        for opening in opened_ahead(broker_of(through)._pool):
             opening.join(60)
     held = proxy.hold(requests="InitProducerId")
     tokens: list[str] = []

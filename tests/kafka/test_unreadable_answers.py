@@ -111,8 +111,8 @@ def babbler() -> Iterator[Babbler]:
 
 def check_errors(babbler: Babbler, settings: KafkaSettings, asked: str) -> None:
     requests = Requests(settings)
-    requests._runner = Once(settings)
-    requests._runner._servers = [babbler.address]
+    requests._runner = once = Once(settings)
+    once._servers = [babbler.address]
     with closing(requests):
         for _ in range(20):
             with suppress(TxnBridgeError, RetryLaterError, AttemptError, LoginRefusedError):

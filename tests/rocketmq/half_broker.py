@@ -81,7 +81,7 @@ class HalfBroker:
             case RequestCode.END_TRANSACTION:
                 return self._end(request.fields)
             case RequestCode.QUERY_MESSAGE:
-                return self._found(request.fields)
+                return self.found(request.fields)
             case RequestCode.PULL_MESSAGE:
                 return self._pull(request.fields)
             case RequestCode.LOCK_BATCH_MQ | RequestCode.UNLOCK_BATCH_MQ:
@@ -119,7 +119,7 @@ class HalfBroker:
         self.open.discard(half.queue_offset)
         return _ok()
 
-    def _found(self, fields: Mapping[str, str]) -> RemotingCommand:
+    def found(self, fields: Mapping[str, str]) -> RemotingCommand:
         """Answer a look-up by key: the newest index entries with the key's hash, 32 or as many as requested."""
         topic, wanted, most = fields["topic"], java_hash(fields["key"]), int(fields["maxNum"])
         if topic == HALF_TOPIC:

@@ -4,19 +4,21 @@ import uuid
 from contextlib import closing
 from typing import Any
 
-from txnbridge_rocketmq.broker import RocketMQBroker
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEnd, end, half_address, send, send_half
+from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
 from txnbridge_rocketmq.read.rebalance import Rebalancer
+from txnbridge_rocketmq.read.start_positions import GroupPositions
 from txnbridge_rocketmq.write.half_buffer import halves_as_json
 from txnbridge_rocketmq.write.message_format import to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
 import txnbridge
 from tests.core.reading_kit import SOON, Listener, Polling, by_partition
+from tests.inside import broker_of
 from tests.rocketmq.kit import BROKER, LONG
 from txnbridge import Bridge
 from txnbridge.spi import Deadline, Decision, LedgerClaim, Subscription
@@ -25,6 +27,23 @@ from txnbridge.spi import Deadline, Decision, LedgerClaim, Subscription
 def connect_to(url: str, **settings: Any) -> Bridge:
     """Open a bridge that creates topics at first use."""
     return txnbridge.connect(url, **{"create_topics": 1, "writers": 1, "timeout": 60, **settings})
+
+
+def cluster_of(bridge: Bridge) -> RocketMQCluster:
+    cluster = broker_of(bridge)._cluster
+    assert isinstance(cluster, RocketMQCluster)
+    return cluster
+
+
+def rebalancer_of(reader: RocketMQReader) -> Rebalancer:
+    rebalancer = reader._rebalancer
+    assert rebalancer is not None
+    return rebalancer
+
+
+def take_all(rebalancer: Any) -> None:
+    """Let a member take all partitions, because it knows no other member."""
+    rebalancer._members = lambda *_: [rebalancer.client.client_id]
 
 
 def unique(what: str) -> str:
@@ -75,8 +94,7 @@ class Member(Polling):
     reader: RocketMQReader
 
     def __init__(self, bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> None:
-        assert isinstance(bridge._connection.broker, RocketMQBroker)
-        self.cluster = bridge._connection.broker._cluster
+        self.cluster = cluster_of(bridge)
         self.listener = Listener()
         topics = (topics,) if isinstance(topics, str) else topics
         self.reader = RocketMQReader(
@@ -85,8 +103,13 @@ class Member(Polling):
 
     @property
     def sharing(self) -> Rebalancer:
-        assert self.reader._rebalancer is not None
-        return self.reader._rebalancer
+        return rebalancer_of(self.reader)
+
+    @property
+    def group(self) -> GroupPositions:
+        group = self.reader._group
+        assert group is not None
+        return group
 
     def up_to(self, marker):
         """Return the values before the message with this value, for which it waits."""

@@ -18,9 +18,9 @@ from txnbridge_rocketmq.client.routes import TopicRoute
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
+from tests.inside import broker_of
 from tests.rocketmq.kit import LONG, cluster_for, settings_for
-from tests.rocketmq.reading_kit import connect_to
-from tests.rocketmq.writing_kit import broker_of, cluster_of
+from tests.rocketmq.reading_kit import cluster_of, connect_to
 from txnbridge.errors import InvalidOption, NotFound, NotSupported
 from txnbridge.spi import Deadline, OpenTransaction, Token
 

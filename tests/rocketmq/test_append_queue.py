@@ -2,8 +2,10 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
@@ -41,7 +43,11 @@ class Log:
         return self.queue.store(WireMessage("log", body), Deadline(seconds))
 
     def waits(self, count: int) -> bool:
-        return becomes_true(lambda: len(self.queue._waiting) == count)
+        return becomes_true(lambda: len(self.waiting) == count)
+
+    @property
+    def waiting(self) -> deque[Any]:
+        return self.queue._waiting
 
 
 @pytest.fixture
@@ -111,10 +117,10 @@ def test_a_thread_with_little_time_fails_no_thread_with_more_time(log, pool):
 
 def test_a_sender_takes_along_no_record_that_has_more_time_than_its_own(log):
     log.allowed.release(9)
-    log.queue._waiting.append(append_queue._Append(WireMessage("log", b"later"), Deadline(60)))
+    log.waiting.append(append_queue._Append(WireMessage("log", b"later"), Deadline(60)))
     assert log.store(b"first", 30) == b"FIRST"
     assert log.together == [[b"first"]]
-    assert log.queue._waiting[0].sends
+    assert log.waiting[0].sends
 
 
 def test_a_thread_that_waits_too_long_takes_its_message_back(log, pool):
@@ -160,4 +166,4 @@ def test_many_threads_get_their_own_results(log, pool):
     assert list(pool.map(log.store, bodies)) == [body.upper() for body in bodies]
     assert time.monotonic() - began < 30
     assert sum(map(len, log.together)) == 200
-    assert not log.queue._has_sender and not log.queue._waiting
+    assert not log.queue._has_sender and not log.waiting

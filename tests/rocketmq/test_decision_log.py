@@ -408,18 +408,19 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
     assert CliRunner().invoke(main, renew).exit_code == ExitCode.USAGE
     done = CliRunner().invoke(main, [*renew, "--yes"])
     assert done.exit_code == ExitCode.OK, done.output
-    young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
+    new_log = opened(rocketmq_broker.url, name)
+    young = Decisions(new_log, timeout=20)
     opening = young.open("owner")
     for number in range(9):  # more records than a reader of the old log has read
         new = young.begin(opening=opening)
         assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
     with pytest.raises(errors.EvidenceLost, match="began it anew"):
         young.read("token", begin=begin)
-    end = young._engine._log.end(Deadline(LONG))
+    end = new_log.end(Deadline(LONG))
     for call in (old.begin, lambda: old.open("owner"), lambda: old.claim("late", Decision.COMMIT, begin=begin)):
         with pytest.raises(errors.EvidenceLost):
             call()
-    assert young._engine._log.end(Deadline(LONG)) == end
+    assert new_log.end(Deadline(LONG)) == end
 
 
 # --- the cluster's own name -------------------------------------------------------------------------------------------

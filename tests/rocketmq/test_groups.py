@@ -24,8 +24,9 @@ from txnbridge_rocketmq.read.rebalance import _SleepDetector, assign
 from tests.core.reading_kit import SOON, values
 from tests.failing import raising
 from tests.in_time import paused, within
+from tests.inside import reader_of
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
-from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, unique
+from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, rebalancer_of, take_all, unique
 from txnbridge import Bridge, Outcome
 from txnbridge.errors import Conflict, EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline
@@ -48,10 +49,9 @@ def join(bridge: Bridge) -> Iterator[Callable[..., Member]]:
 Join = Callable[..., Member]
 
 
-def stands(reader: Member) -> dict[Any, Any]:
+def stands(reader: Member) -> Any:
     """Return the group's offsets in the decision log."""
-    assert reader.reader._group is not None
-    return reader.reader._group.positions(Deadline(SOON))[0]
+    return reader.group.positions(Deadline(SOON))[0]
 
 
 # --- where a group begins and stands ----------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(
 ) -> None:
     publish(client, topic, b"0")
     readers = [join(topic, group, start=start) for start in ("earliest", "latest")]
-    both = [reader.reader._group for reader in readers]
+    both = [reader.group for reader in readers]
     queues = readers[0].reader._queues
     wishes = {(topic, 0): None}
     found: list[Any] = []
@@ -130,8 +130,7 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
     join: Join, group: str, monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
     reader = join(topic, group)
-    assert reader.reader._group is not None
-    monkeypatch.setattr(reader.reader._group._ledger, "positions", raising(EvidenceLost("it was trimmed")))
+    monkeypatch.setattr(reader.group._ledger, "positions", raising(EvidenceLost("it was trimmed")))
     with pytest.raises(PositionLost, match="trimmed"):
         reader.until(lambda: False)
 
@@ -203,8 +202,7 @@ def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
     """Open two members that both take all partitions, as if one of them had been asleep."""
     members = join(topic, group), join(topic, group)
     for each in members:
-        sharing: Any = each.sharing
-        sharing._members = lambda broker, deadline, me=sharing.client.client_id: [me]
+        take_all(each.sharing)
     for each in members:
         each.has(1)
     return members
@@ -278,9 +276,7 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
 
     def work(bridge: Bridge) -> None:
         with bridge.consumer(source, group) as consumer:
-            reader: Any = consumer._reader
-            me = reader._rebalancer.client.client_id
-            reader._rebalancer._members = lambda broker, deadline: [me]  # so that neither knows the other
+            take_all(rebalancer_of(reader_of(consumer)))
             while len(done) < 30:
                 for message in consumer.poll(3, timeout=0.2):
                     try:

@@ -16,8 +16,7 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
-from tests.rocketmq.reading_kit import unique
-from tests.rocketmq.writing_kit import cluster_of
+from tests.rocketmq.reading_kit import cluster_of, unique
 from txnbridge import Bridge, Decision, Outcome, TokenState
 from txnbridge.spi import Deadline
 from txnbridge.testing import tell

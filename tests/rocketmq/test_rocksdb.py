@@ -14,10 +14,11 @@ from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
+from tests.inside import broker_of
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import broker_of, flush, numbered, prepare
+from tests.rocketmq.writing_kit import flush, numbered, prepare
 from txnbridge import Bridge, Capability, NotSupported, Outcome
 from txnbridge.spi import Deadline, Token
 from txnbridge.testing import Child

@@ -172,7 +172,7 @@ def test_a_message_that_the_index_does_not_have_yet_is_looked_up_again(owner, ot
     writer = lost(owner, broker, "lose answer")
     wait_until_over(writer)
     broker.open.add(1)
-    found, before, looks = broker._found, log.next, 0
+    found, before, looks = broker.found, log.next, 0
 
     def find_late(fields: Mapping[str, str]) -> RemotingCommand:
         nonlocal looks
@@ -181,7 +181,7 @@ def test_a_message_that_the_index_does_not_have_yet_is_looked_up_again(owner, ot
         answer: RemotingCommand = found({**fields, "topic": "none"} if early else fields)
         return answer
 
-    broker._found = find_late
+    broker.found = find_late
     if by == "a check-back":
         other.checks.answer(broker.ask())
     elif by == "a status":
@@ -233,7 +233,7 @@ def test_an_unpublished_message_is_aborted_when_its_time_is_over(owner, other, b
 @pytest.mark.parametrize("by", ["a check-back", "a status"])
 def test_a_message_published_behind_a_look_is_not_aborted_by_the_clock_after_it(owner, other, broker, log, by):
     writer = lost(owner, broker)
-    look, before, looks = broker._found, log.next, 1 if by == "a check-back" else 2  # a status looks twice
+    look, before, looks = broker.found, log.next, 1 if by == "a check-back" else 2  # a status looks twice
 
     def look_and_sleep(fields: Mapping[str, str]) -> RemotingCommand:
         nonlocal looks
@@ -245,7 +245,7 @@ def test_a_message_published_behind_a_look_is_not_aborted_by_the_clock_after_it(
             broker.published.append((half.topic, half.queue, half.properties, half.body))
         return answer
 
-    broker._found = look_and_sleep
+    broker.found = look_and_sleep
     if by == "a check-back":
         other.checks.answer(broker.ask())
     else:

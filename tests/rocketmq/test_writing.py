@@ -21,8 +21,8 @@ from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, or
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
-from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import cluster_of, copies, flush, numbered, prepare, times_asked
+from tests.rocketmq.reading_kit import cluster_of, new_topic, unique
+from tests.rocketmq.writing_kit import copies, flush, numbered, prepare, times_asked
 from txnbridge import Bridge, Capability, Outcome, TokenState, errors
 from txnbridge.spi import Deadline, Token
 from txnbridge.testing import Child

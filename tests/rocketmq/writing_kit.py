@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from txnbridge_rocketmq.broker import RocketMQBroker
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt
-from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
-from txnbridge_rocketmq.write.writer import RocketMQWriter
 
+from tests.inside import deadline_of, writer_of
 from tests.rocketmq.kit import BROKER, LONG
 from tests.rocketmq.reading_kit import connect_to
 from txnbridge import Bridge, Transaction
@@ -37,8 +35,7 @@ def prepare(bridge: Bridge, topic: str, *values: bytes, hold: float | None = 60)
 
 def flush(txn: Transaction) -> None:
     """Wait until the broker has stored all messages, and leave the transaction open."""
-    assert isinstance(txn._writer, RocketMQWriter)
-    txn._writer.flush(txn._begin.deadline)
+    writer_of(txn).flush(deadline_of(txn))
 
 
 def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:
@@ -50,15 +47,6 @@ def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0
 def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
     """Return how many check-backs the broker has sent about a half."""
     return max((int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction)), default=0)
-
-
-def broker_of(bridge: Bridge) -> RocketMQBroker:
-    assert isinstance(bridge._connection.broker, RocketMQBroker)
-    return bridge._connection.broker
-
-
-def cluster_of(bridge: Bridge) -> RocketMQCluster:
-    return broker_of(bridge)._cluster
 
 
 # --- programs -----------------------------------------------------------------------------------------------------

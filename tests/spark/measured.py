@@ -10,6 +10,8 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 from pyspark_txnbridge._source import BatchWriter, DefaultSource, TaskMessage
 
+from tests.spark.naive import given
+
 FILE = "TXNBRIDGE_TEST_MEASURED"
 
 
@@ -27,5 +29,4 @@ class Measured(DefaultSource):
         return "measured"
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        found = super().writer(schema, overwrite)
-        return _Writer(found._options, found._columns)
+        return _Writer(*given(super().writer(schema, overwrite)))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 from pyspark_txnbridge._kept_bridges import connect
 from pyspark_txnbridge._source import DefaultSource, StreamWriter, TaskMessage
+
+
+def given(writer: Any) -> tuple[Any, Any]:
+    """Return the arguments with which a writer of ours was made."""
+    return writer._options, writer._columns
 
 
 class _InTasks(StreamWriter):
@@ -45,8 +51,7 @@ class InTasks(DefaultSource):
         return "in-tasks"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
-        found = super().streamWriter(schema, overwrite)
-        return self._kind(found._options, found._columns)
+        return self._kind(*given(super().streamWriter(schema, overwrite)))
 
 
 class WithoutALog(InTasks):

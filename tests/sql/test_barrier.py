@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -20,6 +21,7 @@ import txnbridge
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
 from tests.failing import raising
+from tests.inside import broker_of, connection_of
 from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
@@ -92,7 +94,7 @@ def barrier_rows(database):
 
 def waiting(bridge):
     """Return how many transactions are stored at the embedded broker and have not ended."""
-    broker = bridge._connection.broker
+    broker = broker_of(bridge)
     with broker.session(Deadline(SOON)) as connection, broker.store.reading(connection, Deadline(SOON)):
         return connection.execute("SELECT count(*) FROM halves WHERE ended_at IS NULL").fetchone()[0]
 
@@ -569,7 +571,7 @@ def test_the_database_refuses_the_row_of_a_machine_that_slept_beyond_the_deadlin
     with pytest.raises(TransactionTimedOut), bridge.transaction(db=engine, group="shop", timeout=0.3) as txn:
         txn.db.execute(insert(b"0"))
         txn.send("orders", b"0")
-        for service in list(bridge._connection.services):
+        for service in list[Any](connection_of(bridge).services):
             service.close()  # no resolver aborts it
         txn._deadline.at += SOON  # the clock that does not go on while a machine is suspended
         time.sleep(0.4)

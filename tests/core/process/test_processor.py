@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.processor_kit import url_of
+from tests.core.processor_kit import thread_of, url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
 from tests.in_time import wait_until, within
 from txnbridge import (
@@ -1157,7 +1157,7 @@ def test_in_a_thread_a_handler_that_does_not_end_loses_its_transaction_at_the_de
         assert slow.called.wait(20)
     assert "close" in room.reader.calls  # its partitions are free already
     slow.go_on.set()
-    wait_until(lambda: not processor._thread.is_alive())
+    wait_until(lambda: not thread_of(processor).is_alive())
     assert isinstance(slow.after[0], errors.InvalidState)
     assert room.broker.committed == []
 

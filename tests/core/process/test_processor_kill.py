@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import txnbridge
-from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
+from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, thread_of, url_of, values
 from tests.in_time import within
 from txnbridge import Batch, DeadlineExceeded, Message, Poison, Transaction
 from txnbridge._process.processor import ProcessorStats
@@ -115,8 +115,7 @@ def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path
                 # Or the commit has ended by the deadline, and so has the loop.
                 with suppress(DeadlineExceeded), processor:
                     assert blocked.wait(20)
-                assert processor._thread is not None
-                processor._thread.join(100)  # the broker is still blocked
+                thread_of(processor).join(100)  # the broker is still blocked
             else:
                 with pytest.raises(DeadlineExceeded):
                     processor.run()

@@ -15,6 +15,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
+from tests.inside import consumers_of, reader_of
 from txnbridge import Batch, Bridge, Message, Outcome, Topic, Transaction, codecs, errors
 from txnbridge._base.messages import Headers
 from txnbridge._process import inputs as _processor_inputs
@@ -169,7 +170,7 @@ def test_a_due_time_that_is_later_than_the_delay_holds_no_partition_for_longer(b
 @contextmanager
 def fetching(bridge: Bridge) -> Iterator[RetryConsumer]:
     """A consumer of a retry topic that has fetched what waits there."""
-    consumer = RetryConsumer._open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
+    consumer = RetryConsumer._open(consumers_of(bridge), retry_topic("g", NEVER), "readers", "earliest")
     with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
         yield consumer
@@ -181,7 +182,7 @@ def test_no_message_is_fetched_behind_one_that_waits(bridge):
     with fetching(bridge) as consumer:
         put_waiting(bridge, b"behind", NEVER)
         assert consumer.take(10, 0.5) == [] == consumer.take(10, 0.5)
-        assert consumer._reader.positions() == {(topic, 0): (1,)}
+        assert reader_of(consumer).positions() == {(topic, 0): (1,)}
 
 
 def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_together(bridge, monkeypatch):
@@ -190,13 +191,13 @@ def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_toget
     with fetching(bridge) as consumer:
         found: list[Message] = []
         polls: set[int] = set()  # how many messages were taken before each poll
-        poll = consumer._reader.poll
+        poll: Callable[..., list[Message]] = reader_of(consumer).poll
 
         def poll_noted(*args: Any) -> list[Message]:
             polls.add(len(found))
             return poll(*args)
 
-        monkeypatch.setattr(consumer._reader, "poll", poll_noted)
+        monkeypatch.setattr(reader_of(consumer), "poll", poll_noted)
 
         def take_one() -> bool:
             found.extend(consumer.take(1, 0.05))
@@ -225,7 +226,7 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
 def test_inputs_of_which_always_a_rest_is_left_do_not_keep_due_messages_waiting(bridge):
     feed(bridge, b"0")
     put_waiting(bridge, b"due", NEVER)
-    inputs = ProcessorInputs(bridge._consumers, [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
+    inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
     seen: set[bytes] = set()
 
     def take_and_leave() -> bool:
@@ -365,9 +366,10 @@ def test_a_message_that_fails_in_place_is_given_up_also_if_another_one_waits_beh
 
 def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_poll(bridge, monkeypatch):
     feed(bridge, b"0")
-    inputs = ProcessorInputs(bridge._consumers, [Topic("in")], [], "g", "earliest")
+    inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [], "g", "earliest")
     eventually(lambda: inputs.take(1, 0.05), "no message comes")
-    poll = inputs._inputs._reader.poll
+    reader = reader_of(inputs._inputs)
+    poll = reader.poll
     answers: list[list[Message] | None] = [[], [], None]
 
     def poll_badly(*args: Any) -> list[Message]:
@@ -377,13 +379,13 @@ def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_pol
         return answer
 
     inputs.take_back()
-    monkeypatch.setattr(inputs._inputs._reader, "poll", poll_badly)
+    monkeypatch.setattr(reader, "poll", poll_badly)
     with pytest.raises(txnbridge.BrokerUnavailable):
         inputs.take(1, 0.05)
     inputs.take_back()
     assert inputs.take(1, 0.05) == [] == inputs.take(1, 0.05)
     assert inputs.awaits_failed
-    monkeypatch.setattr(inputs._inputs._reader, "poll", poll)
+    monkeypatch.setattr(reader, "poll", poll)
     eventually(lambda: inputs.take(1, 0.05), "it does not come again")
     assert not inputs.awaits_failed
     inputs.close(None)
@@ -394,7 +396,7 @@ def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(brid
     feed(bridge, b"new")
     put_waiting(bridge, b"due", NEVER)
     monkeypatch.setattr(_processor_inputs, "_IDLE_POLL_SECONDS", 0.0)
-    inputs = ProcessorInputs(bridge._consumers, [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
+    inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
     found: list[bytes | None] = []
 
     def take(fails: bool) -> list[bytes | None]:
@@ -405,13 +407,13 @@ def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(brid
     eventually(lambda: take(fails=False) == [value], "this kind does not come")
     (other,) = [each for each in inputs._consumers() if each is not inputs._source]
     polls: list[int] = []
-    poll = other._reader.poll
+    poll: Callable[..., list[Message]] = reader_of(other).poll
 
     def poll_noted(most: int, *args: Any) -> list[Message]:
         polls.append(most)
         return poll(most, *args)
 
-    monkeypatch.setattr(other._reader, "poll", poll_noted)
+    monkeypatch.setattr(reader_of(other), "poll", poll_noted)
     inputs.take_back(failed=True)
     eventually(lambda: take(fails=True) == [value] and len(polls) > 1, "it does not poll")
     eventually(lambda: take(fails=False) not in ([], [value]), "what was fetched meanwhile is lost")
@@ -472,8 +474,8 @@ def test_another_member_processes_what_waits_when_the_first_leaves(url, bridge):
 
 
 def waiting_partitions(processor: Processor) -> object:
-    assert processor._inputs is not None and processor._inputs._retries is not None
-    return processor._inputs._retries._waiting
+    inputs: Any = processor._inputs
+    return inputs._retries._waiting
 
 
 def is_bad(value: bytes) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
 from tests.failing import fail_call, raising
 from tests.in_time import Hold, wait_until
+from tests.inside import is_calling
 from txnbridge import Capability, Consumer, Message, Outcome, State, Status, TokenState, Topic, codecs, errors
 from txnbridge.spi import NO_HEADERS, absent
 
@@ -468,7 +469,7 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
     monkeypatch.setattr(room.reader, "poll", poll)
     with ThreadPoolExecutor() as pool:
         polled = pool.submit(room.consumer.poll)
-        wait_until(lambda: "<locked" in repr(room.consumer._guard))
+        wait_until(lambda: is_calling(room.consumer))
         room.bridge.close()
         closing.set()
         polled.result(60)
@@ -478,7 +479,8 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
 
 
 def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    recover, refused = room.consumer._deliveries.recover, []
+    deliveries, refused = room.consumer._deliveries, []
+    recover = deliveries.recover
 
     def meanwhile() -> None:
         monkeypatch.undo()
@@ -489,7 +491,7 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
                 refused.append(poll)
         recover()
 
-    monkeypatch.setattr(room.consumer._deliveries, "recover", meanwhile)
+    monkeypatch.setattr(deliveries, "recover", meanwhile)
     assert values(room.consumer.poll(2)) == [b"0", b"1"]
     assert len(refused) == 2
     assert values(room.consumer.poll(2)) == [b"2", b"3"]

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import txnbridge
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter, connect_toy
+from tests.inside import deadline_of, reader_of, writer_of
 from txnbridge import Capability, Message, State, Status, TokenState, Topic, Transaction, codecs, errors
 from txnbridge.spi import NO_HEADERS, Deadline, Partition, Position, Subscription, absent
 
@@ -286,8 +287,9 @@ class Program(RuleBasedStateMachine):
 
     @property
     def reader(self) -> WorldReader:
-        assert isinstance(self.consumer._reader, WorldReader)
-        return self.consumer._reader
+        reader = reader_of(self.consumer)
+        assert isinstance(reader, WorldReader)
+        return reader
 
     # --- what the program does
 
@@ -337,7 +339,7 @@ class Program(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.transaction = self.bridge.transaction()
-        self.transaction._begin.deadline.at = 0  # so that only the consumer asks for lost outcomes
+        deadline_of(self.transaction).at = 0  # so that only the consumer asks for lost outcomes
 
     @precondition(lambda self: self.transaction is not None)
     @rule(how=st.sampled_from(["commit", "commit", "abort"]))
@@ -351,7 +353,7 @@ class Program(RuleBasedStateMachine):
     @rule()
     def drop(self) -> None:
         assert self.transaction is not None
-        writer = self.transaction._writer
+        writer = writer_of(self.transaction)
         assert isinstance(writer, WorldWriter)
         writer.come_back()
         dropped = weakref.ref(self.transaction)
