@@ -327,6 +327,14 @@ def supervised():
     worker.kill()
 
 
+def look_until(supervisor, condition):
+    def looked():
+        supervisor._look()
+        return condition()
+
+    wait_until(looked)
+
+
 def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_anew(supervised, monkeypatch):
     monkeypatch.setattr(_supervisor, "_CLOSING_SECONDS", 0.0)
     supervisor, worker = supervised
@@ -334,11 +342,7 @@ def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_an
     first = worker.status["pid"]
     supervisor._renew()
 
-    def started_anew() -> bool:
-        supervisor._look()
-        return worker.status["pid"] not in (None, first)
-
-    wait_until(started_anew)
+    look_until(supervisor, lambda: worker.status["pid"] not in (None, first))
     assert not exists(first)
 
 
@@ -360,11 +364,7 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkey
     assert worker.start_at is not None and not worker.runs
     assert os.listdir("/dev/fd") == open_files
 
-    def started() -> bool:
-        supervisor._look()
-        return bool(worker.runs)
-
-    wait_until(started)
+    look_until(supervisor, lambda: worker.runs)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -33,6 +33,10 @@ def answers(broker: brokers.ProcessBroker, node: int = 1) -> bool:
     return broker._answers(node)
 
 
+def name_server_pid(broker: brokers.RocketMQ) -> Any:
+    return broker._processes.pid("name-server")
+
+
 class Toy(brokers.ProcessBroker):
     """A broker that starts in milliseconds and does what all brokers do."""
 

@@ -7,7 +7,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _detached, _jars
 
 from tests.brokers import pulsar_kit
-from tests.brokers.kit import Toy, port_of
+from tests.brokers.kit import Toy, name_server_pid, port_of
 from txnbridge.testing import tell
 
 
@@ -34,7 +34,7 @@ def hold_kafka() -> None:
 
 def hold_rocketmq() -> None:
     with brokers.rocketmq() as broker:
-        processes = [broker.pid(1), broker._processes.pid("name-server")]
+        processes = [broker.pid(1), name_server_pid(broker)]
         tell((processes, broker.folder, broker.url))
         time.sleep(1000)
 

@@ -28,7 +28,7 @@ from txnbridge_rocketmq.client.protocol.send_requests import (
 )
 
 from tests.brokers import kit, programs
-from tests.brokers.kit import LISTENERS, listening, port_attempts, state
+from tests.brokers.kit import LISTENERS, listening, name_server_pid, port_attempts, state
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 
@@ -116,7 +116,7 @@ def test_a_broker_that_has_ended_a_transaction_rests(rocketmq_broker):
 
 @pytest.mark.skipif(not LISTENERS.exists(), reason="looks where Linux says who listens")
 def test_only_the_ports_that_cannot_be_told_to_can_be_reached_from_another_machine(rocketmq_broker):
-    pids = rocketmq_broker.pid(1), rocketmq_broker._processes.pid("name-server")
+    pids = rocketmq_broker.pid(1), name_server_pid(rocketmq_broker)
     assert all(pids)
     found = {place for pid in pids for place in listening(pid)}
     own = {port_of(address) for address in (rocketmq_broker.url, rocketmq_broker.broker_address())}

@@ -479,6 +479,11 @@ class _Lost:
 # --- what a naive reader gets wrong ------------------------------------------------------------------------------
 
 
+def send_ack(consumer, type, positions, txn):
+    """Acknowledge as a client does that keeps no account of what it has received."""
+    consumer._acknowledge(type, positions, txn, ClientDeadline(SOON)).result(SOON)
+
+
 class Naive:
     """Acknowledges on a bare consumer as the protocol seems to ask for; each part can be left out or done wrongly."""
 
@@ -498,7 +503,7 @@ class Naive:
             if cumulative:
                 (id,) = ids
                 up_to = [{"ledger_id": id.ledger, "entry_id": id.entry}]
-                self.consumer._acknowledge(1, up_to, txn, ClientDeadline(SOON)).result(SOON)
+                send_ack(self.consumer, 1, up_to, txn)
             else:
                 acknowledge(self.consumer, ids, txn)
         except wire.TransactionConflict:
@@ -600,9 +605,7 @@ def test_two_naive_transactions_acknowledge_the_rest_of_an_entry(client, topic, 
 
     def acknowledge(txn, messages):
         client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
-        naive.consumer._acknowledge(
-            0, individual_ack_fields([m.id for m in messages]), txn, ClientDeadline(SOON)
-        ).result(SOON)
+        send_ack(naive.consumer, 0, individual_ack_fields([m.id for m in messages]), txn)
 
     passed, *both = [client.transactions.begin(60_000, SOON) for _ in range(3)]
     acknowledge(passed, others)

@@ -317,16 +317,21 @@ def test_chunks_that_do_not_add_up_to_their_message_are_refused():
         whole.messages()
 
 
+def begun(chunks: Chunks) -> list[list[wire.ReceivedEntry]]:
+    """Return the entries of each incomplete message."""
+    return list(chunks._begun.values())
+
+
 def held(chunks: Chunks) -> int:
     """Bytes, as they count."""
-    return sum(entry.size + CHUNK_OVERHEAD_BYTES for begun in chunks._begun.values() for entry in begun)
+    return sum(entry.size + CHUNK_OVERHEAD_BYTES for each in begun(chunks) for entry in each)
 
 
 def test_incomplete_messages_are_held_within_a_limit():
     chunks = Chunks()
     for number in range(10 * MAX_INCOMPLETE_MESSAGES):
         add(chunks, chunk_of(f"{number}", 0, 2, b"one", number, 6))
-    assert len(chunks._begun) == MAX_INCOMPLETE_MESSAGES
+    assert len(begun(chunks)) == MAX_INCOMPLETE_MESSAGES
     for number in range(10):
         add(chunks, chunk_of(f"large {number}", 0, 2, bytes(1000), number, 2000), max_bytes=5000)
         assert held(chunks) <= 5000

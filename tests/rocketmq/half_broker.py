@@ -304,6 +304,10 @@ class Process:
         self.owner = RocketMQOwner(self.cluster, identity, self.decisions.ledger(identity.name), self.ender)
         self.id = identity.name
 
+    def end_discarded(self) -> float:
+        """End the half messages that the broker has discarded; return the seconds until that is due again."""
+        return self.checks._end_discarded_once()
+
     def begin(self, number: int = 1, timeout: float = 5, hold: float | None = None) -> RocketMQWriter:
         """Return a writer with an open transaction, which is to be prepared if `hold` is given."""
         deadline = Deadline(5)

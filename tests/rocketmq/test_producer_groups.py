@@ -46,7 +46,7 @@ def test_a_foreign_producer_that_joins_our_group_later_is_warned_of_once(broker,
     broker.producers[OURS] = [STRANGER]
     with caplog.at_level(logging.WARNING, "txnbridge"):
         for _ in range(2):
-            process.checks._end_discarded_once()
+            process.end_discarded()
     assert [OURS in record.message for record in caplog.records] == [True]
 
 

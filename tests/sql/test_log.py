@@ -14,6 +14,7 @@ import sqlalchemy as sa
 import txnbridge
 from tests.core.decisions.test_ledger import LedgerBackend
 from tests.core.races import Through, race
+from tests.core.test_fork import in_child
 from tests.in_time import takes, within
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
@@ -282,12 +283,7 @@ def test_a_free_thread_is_used_again_but_not_one_that_still_waits_nor_one_of_a_p
         run_within(Deadline(0), said.wait)
     assert run_within(Deadline(SOON), threading.get_ident) != thread
     said.set()
-    if (child := os.fork()) == 0:
-        try:
-            os._exit(run_within(Deadline(SOON), lambda: 7))
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert in_child(lambda: run_within(Deadline(SOON), threading.get_ident)) == 0
 
 
 @pytest.mark.live

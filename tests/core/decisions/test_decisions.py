@@ -1,6 +1,5 @@
 """Tests of the promises of a decision log, one promise a test, on a log in memory."""
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -9,6 +8,7 @@ from functools import partial
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded, follower_of, state_of
+from tests.core.test_fork import in_child
 from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import errors
@@ -178,15 +178,7 @@ def test_a_closed_log_says_so(join, log):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
 def test_after_a_fork_the_child_must_open_the_log_anew(join, log):
     decisions = join()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            refused(lambda: decisions.claim("id", COMMIT), log, errors.InvalidState)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert in_child(lambda: refused(lambda: decisions.claim("id", COMMIT), log, errors.InvalidState)) == 0
     assert decisions.claim("id", COMMIT).mine
 
 
