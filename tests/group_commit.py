@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from txnbridge_conformance import brokers, faults
+from txnbridge_conformance import faults
 from txnbridge_conformance.observing import eventually, seen
-from txnbridge_conformance.plugin import Connect, NewTopic
 
 import txnbridge
 from txnbridge import Bridge, Outcome, TokenState, Transaction, TxnBridgeError
@@ -53,9 +52,7 @@ def check(bridge: Bridge, topics: list[str], done: Done) -> None:
         assert sorted(message.value for message in seen(bridge, topic)) == committed
 
 
-def test_transactions_that_share_are_whole_while_the_broker_is_killed(
-    committing: tuple[brokers.Broker, str], connect: Connect, bridge: Bridge, new_topic: NewTopic
-) -> None:
+def test_transactions_that_share_are_whole_while_the_broker_is_killed(committing, connect, bridge, new_topic):
     """The broker is killed twice under transactions of many threads of one bridge."""
     broker, topics = committing[0], [new_topic(), new_topic()]
     stop = threading.Event()
@@ -77,9 +74,7 @@ def test_transactions_that_share_are_whole_while_the_broker_is_killed(
     assert max(sizes) > 1
 
 
-def test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member(
-    committing: tuple[brokers.Broker, str], bridge: Bridge, topic: str
-) -> None:
+def test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member(committing, bridge, topic):
     """The answers to all commits that a bridge requests for two seconds are lost."""
     broker, answer = committing
     with faults.proxy(broker) as proxy, txnbridge.connect(proxy.url, timeout=4, group_commit=True) as through:

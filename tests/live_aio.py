@@ -3,7 +3,6 @@
 import anyio
 import pytest
 from txnbridge_conformance.observing import seen
-from txnbridge_conformance.plugin import NewTopic
 
 from txnbridge import Abort, Bridge, Message, Outcome, aio
 
@@ -54,7 +53,5 @@ def check_tasks(backend: str, url: str, bridge: Bridge, topics: list[str], out: 
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_transactions_of_many_tasks_are_whole_and_told_as_they_ended(
-    txnbridge_url: str, bridge: Bridge, new_topic: NewTopic, backend: str
-) -> None:
+def test_transactions_of_many_tasks_are_whole_and_told_as_they_ended(txnbridge_url, bridge, new_topic, backend):
     check_tasks(backend, txnbridge_url, bridge, [new_topic(2), new_topic(2)], new_topic(2))

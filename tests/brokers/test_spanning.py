@@ -11,7 +11,6 @@ import pytest
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all, send_and_wait
 from tests.in_time import wait_until
-from tests.kill_walk import KillWalk
 from txnbridge.testing.child_processes import Child
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
@@ -37,9 +36,7 @@ def url_of(request: pytest.FixtureRequest, name: str) -> str:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_everything_is_copied_once_wherever_its_process_dies(
-    request: pytest.FixtureRequest, tmp_path: Path, kill_walk: KillWalk, source: str, target: str
-) -> None:
+def test_everything_is_copied_once_wherever_its_process_dies(request, tmp_path, kill_walk, source, target):
     urls = [f"embedded:{tmp_path}/a.db" if name == "embedded" else url_of(request, name) for name in (source, target)]
     everything = [b"0", b"1", b"2", b"3"]
     with txnbridge.connect(urls[0]) as first, txnbridge.connect(urls[1]) as second:

@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
-def test_each_message_is_processed_once_while_topics_come_and_go(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_each_message_is_processed_once_while_topics_come_and_go(request, monkeypatch, name):
     url, tag = url_of(request, name), uuid.uuid4().hex[:8]
     monkeypatch.setattr(Connection, "timing", replace(Connection.timing, pattern_look=1.0))
     topics, out = [f"{tag}-{number}" for number in range(4)], f"out-{tag}"

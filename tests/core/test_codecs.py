@@ -79,9 +79,7 @@ def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: code
 @pytest.mark.parametrize(
     ("raised", "told"), [(AccessDenied, AccessDenied), (InvalidOption, InvalidOption), (MemoryError, BrokerUnavailable)]
 )
-def test_a_codecs_error_of_ours_stays_and_memory_that_is_short_does_not_blame_the_message(
-    raised: Any, told: Any
-) -> None:
+def test_a_codecs_error_of_ours_stays_and_memory_that_is_short_does_not_blame_the_message(raised, told):
     topic = Topic(
         "t", Mock(**{"encode.side_effect": raised("reason")}), Mock(**{"encode.side_effect": raised("reason")})
     )

@@ -11,15 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka
+from txnbridge_kafka.client import protocol_types
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
-from txnbridge_kafka.client.protocol_types import (
-    ActiveProducer,
-    EndTxnResult,
-    OffsetCommitResult,
-    TransactionDescription,
-    TransactionListing,
-)
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome.transaction_state_log import StateRecord
 
@@ -98,7 +92,7 @@ class Coordinator(Requests):
     """Says of every transactional id what the test wants to be true, and ends what is open."""
 
     def __init__(self) -> None:
-        self.told = TransactionDescription("", "Empty", 1000, 0, None, 30_000, ())
+        self.told = protocol_types.TransactionDescription("", "Empty", 1000, 0, None, 30_000, ())
         self.silent = self.denied = False
         self.settles = False  # whether what is being committed is complete when it is asked about again
         self.steps: list[StateRecord] = []  # what it has written down
@@ -120,7 +114,7 @@ class Coordinator(Requests):
     def lists_transactions(self, deadline: Deadline) -> bool:
         return True
 
-    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, protocol_types.TransactionDescription]:
         self._answer(deadline)
         told = self.told
         if self.settles and told.state == "PrepareCommit":
@@ -132,15 +126,15 @@ class Coordinator(Requests):
 
     def end(
         self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, bump_epoch: bool | None = None
-    ) -> EndTxnResult:
+    ) -> protocol_types.EndTxnResult:
         self._answer(deadline)
         self.ended.append(commit)
         self.becomes("CompleteCommit" if commit else "CompleteAbort")
-        return EndTxnResult(0, pid, epoch)
+        return protocol_types.EndTxnResult(0, pid, epoch)
 
     def transactions(
         self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
-    ) -> list[TransactionListing]:
+    ) -> list[protocol_types.TransactionListing]:
         self._answer(deadline)
         return []
 
@@ -157,10 +151,10 @@ class Coordinator(Requests):
         offsets: Mapping[Partition, int],
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
-    ) -> OffsetCommitResult:
+    ) -> protocol_types.OffsetCommitResult:
         self._answer(deadline)
         assert (member.group, member.generation, member.name) == ("billing", -1, ""), member
-        return OffsetCommitResult(self.refusals.pop(0) if self.refusals else 0, answer_lost=False)
+        return protocol_types.OffsetCommitResult(self.refusals.pop(0) if self.refusals else 0, answer_lost=False)
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
         self._answer(deadline)
@@ -169,7 +163,7 @@ class Coordinator(Requests):
 
     def producers(
         self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
-    ) -> dict[Partition, list[ActiveProducer]]:
+    ) -> dict[Partition, list[protocol_types.ActiveProducer]]:
         return {}
 
     def close(self) -> None:
@@ -187,7 +181,7 @@ class _CoordinatorSession(CoordinatorSession):
         self._coordinator, self._id = coordinator, id
         self.first_description = coordinator.describe([id], deadline)[id]
 
-    def last_transaction(self, deadline: Deadline) -> TransactionDescription | None:
+    def last_transaction(self, deadline: Deadline) -> protocol_types.TransactionDescription | None:
         try:
             return self._coordinator.describe([self._id], deadline)[self._id]
         except TxnBridgeError:

@@ -87,9 +87,7 @@ def test_acknowledgements_alone_are_committed_and_aborted(bridge: txnbridge.Brid
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["with messages", "alone"])
-def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(
-    bridge: txnbridge.Bridge, restart: Callable[[], None], new_topic: Callable[[], str], group: str, sends: bool
-) -> None:
+def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(bridge, restart, new_topic, group, sends):
     source, target = new_topic(), new_topic()
     send(bridge, source, *[b"%d" % number for number in range(5)])
     ended: list[State] = []
@@ -156,9 +154,7 @@ def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
     assert values(seen(bridge, target)) == expected
 
 
-def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
-    bridge: txnbridge.Bridge, mortal: brokers.Broker, new_topic: Callable[[], str], txnbridge_url: str, group: str
-) -> None:
+def test_a_processor_ends_within_its_time_when_the_broker_is_gone(bridge, mortal, new_topic, txnbridge_url, group):
     """The processor's error says that the messages of its open transaction come again."""
     source, target = new_topic(), new_topic()
     send(bridge, source, b"1")

@@ -112,9 +112,7 @@ def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, r
     assert requests.producers(partitions, Deadline(1), readable_only=True) == {("orders", 0): []}
 
 
-def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(
-    cluster: Cluster, requests: Requests, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(cluster, requests, monkeypatch):
     """A coordinator that is away while a topic is deleted keeps the positions, and the new topic may be smaller."""
     monkeypatch.setattr(groups, "ConfluentAdminClient", lambda settings: Administrator())
     cluster.answers = [ends(0)]
@@ -217,9 +215,7 @@ TWO_PHASE = 2**31 - 1  # the time-out of a producer whose transactions end by no
     ],
     ids=["too few replicas", "no time-out", "an id of others"],
 )
-def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
-    leftovers: Leftovers, left: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(leftovers, left, monkeypatch):
     told = {id: [RecordedDecision(pid, 0, True, frozenset([("orders", 0)]))] for id, pid in leftovers.hanging.items()}
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda _, id, __: told[id])
     cluster: Any = Fields(requests=leftovers, settings=read())
@@ -227,9 +223,7 @@ def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(
     assert [*leftovers.hanging] == left
 
 
-def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_on(monkeypatch, caplog):
     decision = RecordedDecision(1, 0, True, frozenset([("orders", 0)]))
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [decision])
     leftovers = Leftovers(foreign=["first"])
@@ -251,9 +245,7 @@ def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(
 
 
 @pytest.mark.parametrize(("named", "decision"), [("shop/x/1", Decision.ABORT), ("shop.p0", Decision.COMMIT)])
-def test_what_an_unreadable_log_may_have_prepared_is_called_neither_ended_nor_unprepared(
-    named: str, decision: Decision
-) -> None:
+def test_what_an_unreadable_log_may_have_prepared_is_called_neither_ended_nor_unprepared(named, decision):
     def lose(*_: object) -> Any:
         raise EvidenceLost("the log has lost records")
 

@@ -6,10 +6,9 @@ messages is for the tests with live brokers.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import Any
 
 import confluent_kafka
 import pytest
@@ -262,9 +261,7 @@ def with_and_without_acks() -> Iterator[tuple[str, int, type[TxnBridgeError] | N
 
 
 @pytest.mark.parametrize(("request_kind", "code", "raised", "says", "acks"), [*with_and_without_acks()], ids=title)
-def test_a_program_sees_the_listed_error_when_a_request_is_refused(
-    shared: World, request_kind: str, code: int, raised: type[Exception] | None, says: str, acks: bool
-) -> None:
+def test_a_program_sees_the_listed_error_when_a_request_is_refused(shared, request_kind, code, raised, says, acks):
     (bridge,) = shared.bridges
     shared.fail(request_kind, code)
     with within(0):
@@ -282,9 +279,7 @@ def test_a_program_sees_the_listed_error_when_a_request_is_refused(
 @pytest.mark.parametrize(
     ("where", "raised"), [({"partition": -1}, NotFound), ({"headers": {"a\0b": "x"}}, InvalidOption)], ids=str
 )
-def test_a_message_that_the_client_would_change_is_refused(
-    bridge: Bridge, where: dict[str, Any], raised: type[TxnBridgeError]
-) -> None:
+def test_a_message_that_the_client_would_change_is_refused(bridge, where, raised):
     """The client takes the partition -1 for any partition, and what follows a NUL for no part of a header's name."""
     with pytest.raises(raised), bridge.transaction() as txn:
         txn.send(TOPIC, b"x", **where)
@@ -301,9 +296,7 @@ def test_a_message_that_the_broker_has_stored_already_counts_as_stored(world: Wo
     [(K.INVALID_PRODUCER_EPOCH, TransactionAborted), (K.TOPIC_AUTHORIZATION_FAILED, AccessDenied)],
     ids=title,
 )
-def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(
-    world: World, code: int, raised: type[TxnBridgeError], many: bool
-) -> None:
+def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(world, code, raised, many):
     """The error says more than that the client is in the wrong state, or full."""
     bridge = world.connect(**{"queue.buffering.max.messages": 10})
     send(bridge)
@@ -325,9 +318,7 @@ FOR_EVER = 100_000
 
 
 @pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce"])
-def test_a_transaction_whose_request_is_never_accepted_is_aborted_at_its_deadline(
-    world: World, bridge: Bridge, request_kind: str
-) -> None:
+def test_a_transaction_whose_request_is_never_accepted_is_aborted_at_its_deadline(world, bridge, request_kind):
     code = K.NOT_ENOUGH_REPLICAS if request_kind == "Produce" else K.NOT_COORDINATOR
     world.cluster.fail(request_kind, *[code] * FOR_EVER)
     txn = bridge.transaction(timeout=SHORT)
@@ -515,9 +506,7 @@ OPENINGS: list[tuple[int, type[TxnBridgeError] | None, str]] = [
 
 
 @pytest.mark.parametrize(("code", "raised", "says"), OPENINGS, ids=title)
-def test_a_program_sees_the_listed_error_when_its_id_cannot_be_opened(
-    world: World, code: int, raised: type[TxnBridgeError] | None, says: str
-) -> None:
+def test_a_program_sees_the_listed_error_when_its_id_cannot_be_opened(world, code, raised, says):
     world.cluster.fail("InitProducerId", code)
     with told(raised, says):
         send(world.connect())
@@ -604,9 +593,7 @@ def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
-def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
-    world: World, with_timing: Callable[..., None], many: bool
-) -> None:
+def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(world, with_timing, many):
     """Longer than Python's stack is deep."""
     with_timing(buffer_poll=0.0)
     bridge = world.connect()

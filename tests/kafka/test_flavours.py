@@ -5,7 +5,7 @@ Redpanda's versions are from its sources. The broker is Kafka behind a proxy, by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from txnbridge_conformance import brokers, faults
@@ -43,9 +43,7 @@ def txnbridge_url(flavour: faults.Proxy) -> str:
     return f"{flavour.url}?{SOON}"
 
 
-def test_an_owner_goes_on_after_a_dead_one_and_the_doctor_says_what_is_missing(
-    txnbridge_url: str, topic: str, with_timing: Callable[..., None]
-) -> None:
+def test_an_owner_goes_on_after_a_dead_one_and_the_doctor_says_what_is_missing(txnbridge_url, topic, with_timing):
     with_timing(monitor_interval=0.1)
     with (
         txnbridge.connect(txnbridge_url, transactional_id="owner", create_topics=1) as first,

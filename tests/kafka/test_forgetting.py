@@ -36,9 +36,7 @@ def test_a_transaction_begins_when_the_last_one_is_complete(connect: Connect, ow
             assert told.state == ("CompleteAbort" if number % 2 else "CompleteCommit")
 
 
-def test_a_writer_that_lost_its_coordinator_opens_its_id_anew(
-    connect: Connect, owner: str, topic: str, kill_broker: Callable[[], object]
-) -> None:
+def test_a_writer_that_lost_its_coordinator_opens_its_id_anew(connect, owner, topic, kill_broker):
     bridge = connect(transactional_id=owner, writers=1)
     send(bridge, topic, b"0")
     (before,) = describe(bridge, f"{owner}.0").values()

@@ -87,9 +87,7 @@ def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge: 
     assert bridge.admin.reset_group(group) == {(topic, 0): (0,)}
 
 
-def test_a_member_tells_what_it_waits_for_and_what_it_gets(
-    bridge: Bridge, read: tuple[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_member_tells_what_it_waits_for_and_what_it_gets(bridge, read, caplog):
     topic, group = read
     caplog.set_level(logging.INFO, "txnbridge.kafka")
     with bridge.consumer(topic, group) as consumer:

@@ -16,7 +16,7 @@ from txnbridge_conformance.observing import eventually, seen, values
 
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, lanes
 from tests.kill_walk import KillWalk
-from txnbridge import Bridge, Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
+from txnbridge import Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
 from txnbridge._base.connection import Connection
 
 COMMIT, UNDECIDED = Decision.COMMIT, Decision.UNDECIDED
@@ -49,9 +49,7 @@ def says(decision: Decision) -> Callable[..., Decision]:
     return lambda *_: decision
 
 
-def test_a_half_message_that_its_topic_refuses_is_parked_while_others_go_on(
-    bridge: Bridge, topic: str, new_topic: Callable[[], str], group: str, admin: AdminClient
-) -> None:
+def test_a_half_message_that_its_topic_refuses_is_parked_while_others_go_on(bridge, topic, new_topic, group, admin):
     small = new_topic()
     with bridge.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
         with sales.transaction(COMMIT) as first:
@@ -68,9 +66,7 @@ def test_a_half_message_that_its_topic_refuses_is_parked_while_others_go_on(
         eventually(lambda: len(seen(bridge, small)) == 2, "it is published")
 
 
-def test_a_half_message_that_its_topic_would_refuse_is_refused_before_the_work(
-    bridge: Bridge, new_topic: Callable[[], str], group: str, admin: AdminClient
-) -> None:
+def test_a_half_message_that_its_topic_would_refuse_is_refused_before_the_work(bridge, new_topic, group, admin):
     small, compacted, works = new_topic(), new_topic(), list[str]()
 
     def work(txn: HalfTransaction, _: object) -> Decision:
@@ -91,9 +87,7 @@ def test_a_half_message_that_its_topic_would_refuse_is_refused_before_the_work(
 
 
 @pytest.mark.parametrize(("name", "value"), [("retention.ms", "1000"), ("cleanup.policy", "compact")])
-def test_a_lane_whose_topic_would_lose_records_is_not_opened(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str, admin: AdminClient, name: str, value: str
-) -> None:
+def test_a_lane_whose_topic_would_lose_records_is_not_opened(txnbridge_url, bridge, topic, group, admin, name, value):
     with bridge.half_messages(group, execute=obey, check=says(COMMIT)) as sales, sales.transaction(COMMIT) as txn:
         txn.send(topic, b"1")
     configure(admin, lanes(bridge, group).topic(0), name, value)
@@ -101,9 +95,7 @@ def test_a_lane_whose_topic_would_lose_records_is_not_opened(
         other.half_messages(group, execute=obey, check=says(COMMIT))
 
 
-def test_only_the_half_message_whose_records_were_deleted_is_lost(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str, admin: AdminClient
-) -> None:
+def test_only_the_half_message_whose_records_were_deleted_is_lost(txnbridge_url, bridge, topic, group, admin):
     with connect(txnbridge_url) as dead:
         sales = dead.half_messages(group, execute=obey, check=says(UNDECIDED))
         sales.close()
@@ -120,9 +112,7 @@ def test_only_the_half_message_whose_records_were_deleted_is_lost(
     assert set(values(seen(bridge, topic))) == {b"first 1", b"second 1", b"first 2", b"second 2"}
 
 
-def test_large_half_messages_of_two_threads_and_one_of_many_messages_are_published_once(
-    bridge: Bridge, new_topic: Callable[[], str], group: str
-) -> None:
+def test_large_half_messages_of_two_threads_and_one_of_many_messages_are_published_once(bridge, new_topic, group):
     big, many, after = new_topic(), new_topic(), new_topic()
     outcomes: list[Any] = []
     with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:

@@ -136,9 +136,7 @@ def test_each_partition_is_judged_by_the_last_end_there_of_its_own_epoch_or_the_
     assert hanging_transactions.last_decisions(held, ends[3:]) == {}
 
 
-def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(
-    hold: Hold, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(hold, monkeypatch):
     held = hold(True)
 
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", raising(AccessDenied("this user may not read it")))

@@ -5,7 +5,7 @@ import os
 import pytest
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values
-from txnbridge_conformance.plugin import Connect, RunChild
+from txnbridge_conformance.plugin import Connect
 
 import txnbridge
 from tests.kafka.kit import flush, writer_of
@@ -23,9 +23,7 @@ def open_with_one_writer(url: str, owner: str) -> None:
     txnbridge.connect(url, transactional_id=owner, writers=1).close()
 
 
-def test_a_death_while_opening_an_id_leaves_no_older_transaction_unfenced(
-    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
-) -> None:
+def test_a_death_while_opening_an_id_leaves_no_older_transaction_unfenced(run, txnbridge_url, connect, topic, owner):
     older = connect(transactional_id=owner, writers=3)
     left = [older.transaction() for _ in range(3)]
     for txn in left:
@@ -40,9 +38,7 @@ def test_a_death_while_opening_an_id_leaves_no_older_transaction_unfenced(
     assert values(seen(newer, topic)) == []
 
 
-def test_a_fenced_owner_is_told_which_process_took_its_id(
-    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
-) -> None:
+def test_a_fenced_owner_is_told_which_process_took_its_id(run, txnbridge_url, connect, topic, owner):
     older = connect(transactional_id=owner)
     taker = run(programs.own_and_commit, txnbridge_url, topic, owner, b"taken over")
     pid = taker.pid
@@ -57,9 +53,7 @@ def told_of_owners(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if "an older owner" in text]
 
 
-def test_opening_an_id_whose_owner_is_in_a_transaction_logs_that_owner(
-    connect: Connect, topic: str, owner: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_opening_an_id_whose_owner_is_in_a_transaction_logs_that_owner(connect, topic, owner, caplog):
     older = connect(transactional_id=owner, writers=2)
     with pytest.raises(Fenced), older.transaction() as txn:
         txn.send(topic, b"never")
@@ -69,9 +63,7 @@ def test_opening_an_id_whose_owner_is_in_a_transaction_logs_that_owner(
     assert writer_of(txn).id in told and f"pid {os.getpid()}" in told
 
 
-def test_opening_an_id_whose_owner_is_in_no_transaction_logs_no_owner(
-    connect: Connect, topic: str, owner: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_opening_an_id_whose_owner_is_in_no_transaction_logs_no_owner(connect, topic, owner, caplog):
     """The owner may be alive or long gone: a broker knows only owners that are in a transaction."""
     send(connect(transactional_id=owner), topic, b"0")
     connect(transactional_id=owner)
@@ -79,9 +71,7 @@ def test_opening_an_id_whose_owner_is_in_no_transaction_logs_no_owner(
 
 
 @pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
-def test_an_outcome_that_was_not_heard_is_known_after_the_id_was_opened_by_another(
-    connect: Connect, topic: str, owner: str, happened: bool
-) -> None:
+def test_an_outcome_that_was_not_heard_is_known_after_the_id_was_opened_by_another(connect, topic, owner, happened):
     older = connect(transactional_id=owner, application="shop", writers=1)
     send(older, topic, b"0")
     with next_commit(older, Outcome.UNKNOWN, happened=happened), pytest.raises(OutcomeUnknown) as caught:

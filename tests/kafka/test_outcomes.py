@@ -13,7 +13,6 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values
-from txnbridge_conformance.plugin import Connect, RunChild
 
 import txnbridge
 from tests.in_time import within
@@ -42,9 +41,7 @@ def unknown(bridge: Bridge, topic: str, value: bytes) -> str:
     return caught.value.token
 
 
-def test_a_commit_whose_answers_are_all_lost_is_known_to_have_happened(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
-) -> None:
+def test_a_commit_whose_answers_are_all_lost_is_known_to_have_happened(proxy, through, bridge, topic):
     send(through, topic, b"0")
     hold = proxy.hold(answers="EndTxn", count=None)
     token = unknown(through, topic, b"1")
@@ -55,9 +52,7 @@ def test_a_commit_whose_answers_are_all_lost_is_known_to_have_happened(
     assert values(seen(bridge, topic)) == [b"0", b"1", b"2"]
 
 
-def test_a_commit_that_never_arrives_is_not_taken_for_the_one_before(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
-) -> None:
+def test_a_commit_that_never_arrives_is_not_taken_for_the_one_before(proxy, through, bridge, topic):
     send(through, topic, b"0")
     hold = proxy.hold(requests="EndTxn", count=None)
     token = unknown(through, topic, b"never")
@@ -73,9 +68,7 @@ def test_a_commit_that_never_arrives_is_not_taken_for_the_one_before(
     assert values(seen(bridge, topic)) == wanted
 
 
-def test_a_commit_lost_on_its_way_is_aborted_for_good_once_its_writer_goes_on(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
-) -> None:
+def test_a_commit_lost_on_its_way_is_aborted_for_good_once_its_writer_goes_on(proxy, through, bridge, topic):
     send(through, topic, b"0")
     hold = proxy.hold(requests="EndTxn", count=None)
     token = unknown(through, topic, b"never")
@@ -208,9 +201,7 @@ def test_a_commit_whose_coordinator_dies_and_stays_away_is_unknown_until_it_is_a
     assert values(seen(bridge, topic)) == [b"0", *([b"1"] if happened else []), b"2"]
 
 
-def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(
-    kafka_broker: brokers.Broker, connect: Connect, bridge: Bridge, topic: str
-) -> None:
+def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_broker, connect, bridge, topic):
     through = connect(writers=1, timeout=SECONDS)
     send(through, topic, b"0")
     txn = through.transaction()
@@ -232,9 +223,7 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(
     assert values(seen(bridge, topic)) == [b"0", *([b"1"] if happened else [])]
 
 
-def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_so(
-    connect: Connect, bridge: Bridge, topic: str
-) -> None:
+def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_so(connect, bridge, topic):
     slow = connect(writers=1, timeout=1.5)
     send(slow, topic, b"0")
     with pytest.raises(errors.DeadlineExceeded, match="the transaction"):
@@ -247,9 +236,7 @@ def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_
     assert values(seen(bridge, topic)) == [b"0", b"2"]
 
 
-def test_prepared_ones_survive_their_process_and_their_broker(
-    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, kill_broker: Callable[[], object]
-) -> None:
+def test_prepared_ones_survive_their_process_and_their_broker(run, txnbridge_url, connect, topic, kill_broker):
     tokens = []
     for number in range(4):
         dying = run(programs.prepare_one, txnbridge_url, topic, b"%d" % number, kill="status/before")
@@ -295,9 +282,7 @@ def test_an_id_that_the_broker_forgot_aborts_at_most_one_transaction(forgetful: 
         assert values(seen(bridge, "topic")) == [b"0", b"1"]
 
 
-def test_the_outcome_of_a_token_whose_id_is_forgotten_comes_from_the_log_or_is_unknown(
-    forgetful: brokers.Broker, owner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_outcome_of_a_token_whose_id_is_forgotten_comes_from_the_log_or_is_unknown(forgetful, owner, monkeypatch):
     with txnbridge.connect(forgetful.url, transactional_id=owner, writers=1, create_topics=1) as bridge:
         with bridge.transaction(prepare=True) as txn:
             txn.send("topic", b"1")

@@ -69,9 +69,7 @@ def run(openings: list[tuple[str, int]]) -> Run:
 
 
 @pytest.mark.parametrize("hold", [None, 10.0])
-def test_an_id_is_opened_ahead_with_the_time_out_that_was_last_asked_for(
-    run: Run, openings: list[tuple[str, int]], hold: float | None
-) -> None:
+def test_an_id_is_opened_ahead_with_the_time_out_that_was_last_asked_for(run, openings, hold):
     run(hold)
     openings.clear()
     for _ in range(5):
@@ -131,9 +129,7 @@ def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(run: Ru
     assert openings == [("shop.None.p1", 50_000), ("shop.None.p2", 50_000), ("shop.None.p3", 50_000)]
 
 
-def test_transactions_that_come_faster_than_ids_are_opened_find_more_of_them_open(
-    monkeypatch: pytest.MonkeyPatch, openings: list[tuple[str, int]]
-) -> None:
+def test_transactions_that_come_faster_than_ids_are_opened_find_more_of_them_open(monkeypatch, openings):
     open_at_once, may_open = ProducerSession.open, threading.Semaphore(0)
 
     def open_when_told(session: ProducerSession, deadline: Deadline) -> None:

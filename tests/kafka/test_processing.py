@@ -26,9 +26,7 @@ PROTOCOLS = {
 
 
 @pytest.mark.parametrize("how", PROTOCOLS)
-def test_every_message_is_passed_on_once_while_members_come_and_go(
-    kafka_broker: brokers.Broker, bridge: Bridge, new_topic: NewTopic, group: str, how: str
-) -> None:
+def test_every_message_is_passed_on_once_while_members_come_and_go(kafka_broker, bridge, new_topic, group, how):
     source, target = new_topic(PARTITIONS), new_topic()
 
     @contextmanager
@@ -113,9 +111,7 @@ def test_the_older_of_two_static_members_with_one_name_stops_and_no_message_is_l
     assert values(seen(bridge, target)) == [b"1", b"2"]
 
 
-def test_where_the_broker_shares_partitions_a_name_that_is_in_use_is_refused(
-    static: Callable[..., Bridge], bridge: Bridge, topic: str, group: str
-) -> None:
+def test_where_the_broker_shares_partitions_a_name_that_is_in_use_is_refused(static, bridge, topic, group):
     send(bridge, topic, b"1", b"2")
     first = static("one", group_protocol="consumer")
     with first.consumer(topic, group) as consumer:

@@ -19,9 +19,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
     read_on_where_told(bridge, topic, group if grouped else None, renew)
 
 
-def test_messages_read_before_a_topic_was_recreated_are_not_acknowledged_in_the_new_one(
-    bridge: Bridge, topic: str, group: str, renew: Callable[[str], None]
-) -> None:
+def test_messages_read_before_a_topic_was_recreated_are_not_acknowledged_in_the_new_one(bridge, topic, group, renew):
     send(bridge, topic, *FEW)
     with bridge.consumer(topic, group) as consumer:
         old = take(consumer, 10)
@@ -39,9 +37,7 @@ def test_messages_read_before_a_topic_was_recreated_are_not_acknowledged_in_the_
         assert values(take(consumer, 40)) == MORE[20:]
 
 
-def test_a_processor_that_slept_stops_instead_of_skipping(
-    bridge: Bridge, new_topic: NewTopic, group: str, renew: Callable[[str], None]
-) -> None:
+def test_a_processor_that_slept_stops_instead_of_skipping(bridge, new_topic, group, renew):
     source, target = new_topic(), new_topic()
     send(bridge, source, *FEW)
 

@@ -9,20 +9,14 @@ from txnbridge_conformance.observing import eventually, send
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
-from tests.retry_live import (
-    END,
-    assert_a_missing_dead_letter_topic_is_told_at_the_start,
-    assert_each_has_its_effect_once,
-)
+from tests import retry_live
 from txnbridge import Abort, Bridge, Message, Transaction
 from txnbridge.testing import recorded
 
 
 @pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.timeout(300)
-def test_each_message_has_its_effect_once_though_processors_are_killed(
-    kafka_broker: brokers.Broker, txnbridge_url: str, bridge: Bridge, keep_order: bool
-) -> None:
+def test_each_message_has_its_effect_once_though_processors_are_killed(kafka_broker, txnbridge_url, bridge, keep_order):
     def read(topic: str) -> list[bytes]:
         consumer = Consumer(
             {
@@ -34,7 +28,7 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
         )
         consumer.subscribe([topic])
         found: list[bytes] = []
-        while END not in found:
+        while retry_live.END not in found:
             message = consumer.poll(60)
             assert message is not None, f"no message comes after {len(found)}"
             if message.error() is None:
@@ -42,7 +36,7 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
         consumer.close()
         return found
 
-    assert_each_has_its_effect_once(txnbridge_url, bridge, read, keep_order)
+    retry_live.assert_each_has_its_effect_once(txnbridge_url, bridge, read, keep_order)
 
 
 @pytest.mark.timeout(120)
@@ -91,4 +85,4 @@ def test_while_a_message_fails_in_place_the_member_stays_in_the_group_of_its_ret
 
 @pytest.mark.timeout(120)
 def test_a_missing_dead_letter_topic_is_told_at_the_start(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
-    assert_a_missing_dead_letter_topic_is_told_at_the_start(bridge, new_topic(), group)
+    retry_live.assert_a_missing_dead_letter_topic_is_told_at_the_start(bridge, new_topic(), group)

@@ -65,9 +65,7 @@ def registry() -> Iterator[Registry]:
     gc.collect()
 
 
-def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(
-    bridge: Bridge, registry: Registry, unique: Callable[[str], str]
-) -> None:
+def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(bridge, registry, unique):
     orders = Topic(unique("orders"), codecs.avro(Order, registry.url))
     bridge.ensure_topics(orders, "lost")
     with bridge.transaction() as txn:

@@ -87,9 +87,7 @@ def hold_a_commit(proxy: faults.Proxy, how: str, commit: Callable[[], object]) -
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_late_commit_half_commits_the_next_transaction_of_the_plain_client(
-    proxy: faults.Proxy, bridge: Bridge, topic: str, owner: str, how: str
-) -> None:
+def test_a_late_commit_half_commits_the_next_transaction_of_the_plain_client(proxy, bridge, topic, owner, how):
     producer = plain_producer(proxy, owner)
     commit_plainly(producer, topic, b"0")
     hold = hold_a_commit(proxy, how, lambda: commit_plainly(producer, topic, b"1"))
@@ -104,9 +102,7 @@ def test_a_late_commit_half_commits_the_next_transaction_of_the_plain_client(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_late_commit_does_nothing_to_our_next_transaction(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, how: str
-) -> None:
+def test_a_late_commit_does_nothing_to_our_next_transaction(proxy, through, bridge, topic, how):
     send(through, topic, b"0")
     hold = hold_a_commit(proxy, how, lambda: send(through, topic, b"1"))
     with through.transaction() as txn:
@@ -120,9 +116,7 @@ def test_a_late_commit_does_nothing_to_our_next_transaction(
 
 
 @pytest.mark.parametrize("settings", [{"log_level": 3}, {"log_level": 5}, {}], ids=str)
-def test_no_wish_about_logs_blinds_the_shield(
-    proxy: faults.Proxy, bridge: Bridge, topic: str, settings: dict[str, int]
-) -> None:
+def test_no_wish_about_logs_blinds_the_shield(proxy, bridge, topic, settings):
     with txnbridge.connect(proxy.url, writers=1, kafka=settings) as through:
         send(through, topic, b"0")
         hold = hold_a_commit(proxy, "the connection drops", lambda: send(through, topic, b"1"))
@@ -135,9 +129,7 @@ def test_no_wish_about_logs_blinds_the_shield(
     assert values(seen(bridge, topic)) == [b"0", b"1"]
 
 
-def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client(
-    proxy: faults.Proxy, bridge: Bridge, topic: str, owner: str
-) -> None:
+def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client(proxy, bridge, topic, owner):
     producer = plain_producer(proxy, owner)
     commit_plainly(producer, topic, b"0")
     producer.begin_transaction()
@@ -182,9 +174,7 @@ def test_a_late_message_is_unseen_and_replaces_none(proxy: faults.Proxy, through
     assert values(seen(bridge, topic)) == [b"0", b"2"]
 
 
-def test_a_late_acknowledgement_does_not_move_a_group_of_ours(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, group: str
-) -> None:
+def test_a_late_acknowledgement_does_not_move_a_group_of_ours(proxy, through, bridge, topic, group):
     send(bridge, topic, b"1", b"2", b"3")
     with through.consumer(topic, group) as consumer:
         (first,) = take(consumer, 1)
@@ -208,9 +198,7 @@ def test_a_late_acknowledgement_does_not_move_a_group_of_ours(
         assert values(take(consumer, 1)) == [b"3"]
 
 
-def test_a_transaction_is_prepared_while_a_late_request_of_the_one_before_is_held(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
-) -> None:
+def test_a_transaction_is_prepared_while_a_late_request_of_the_one_before_is_held(proxy, through, bridge, topic):
     send(through, topic, b"0")
     hold = hold_a_commit(proxy, "the connection drops", lambda: send(through, topic, b"1"))
     with through.transaction(prepare=True) as txn:
@@ -245,9 +233,7 @@ def connect_with_a_dead_address(url: str) -> Bridge:
 
 
 @pytest.mark.parametrize("hold", [None, 600.0], ids=["", "opened again for another hold"])
-def test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared(
-    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, hold: float | None
-) -> None:
+def test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared(proxy, through, bridge, topic, hold):
     if hold is not None:  # one is opened ahead, for another time
         with through.transaction(prepare=True) as txn:
             txn.send(topic, b"before")

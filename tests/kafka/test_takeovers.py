@@ -71,9 +71,7 @@ TRUE = {(Outcome.COMMITTED, 2), (Outcome.ABORTED, 0)}
 
 
 @pytest.mark.parametrize("times", [12, pytest.param(50, marks=pytest.mark.full)])
-def test_the_outcomes_that_an_owner_reports_are_true_whenever_it_is_taken_over(
-    connect: Connect, bridge: Bridge, halves: str, owner: str, times: int
-) -> None:
+def test_the_outcomes_that_an_owner_reports_are_true_whenever_it_is_taken_over(connect, bridge, halves, owner, times):
     check(bridge, halves, take_over(connect, halves, owner, times))
 
 
@@ -118,9 +116,7 @@ def again(bridge: Bridge, topic: str) -> Outcome | None:
     return txn.outcome
 
 
-def test_an_administrators_abort_leaves_nothing_of_a_living_writer_half_visible(
-    connect: Connect, bridge: Bridge, halves: str, owner: str
-) -> None:
+def test_an_administrators_abort_leaves_nothing_of_a_living_writer_half_visible(connect, bridge, halves, owner):
     own = connect(transactional_id=owner, writers=1)
     send(own, halves, b"before")
     with pytest.raises(TransactionAborted, match="an administrator ended the transaction; run it again"):
@@ -134,9 +130,7 @@ def test_an_administrators_abort_leaves_nothing_of_a_living_writer_half_visible(
     assert sorted(m.value for m in seen(bridge, halves)) == [b"again", b"again", b"before"]
 
 
-def test_a_commit_that_an_administrators_abort_came_too_late_for_is_told_to_both(
-    connect: Connect, bridge: Bridge, halves: str, owner: str
-) -> None:
+def test_a_commit_that_an_administrators_abort_came_too_late_for_is_told_to_both(connect, bridge, halves, owner):
     own = connect(transactional_id=owner, writers=1)
     requests = requests_of(bridge)
     describe = requests.describe

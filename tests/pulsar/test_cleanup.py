@@ -4,7 +4,6 @@ import time
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers.plugin import StartPulsar
 from txnbridge_conformance.observing import eventually
 from txnbridge_pulsar.admin import cleanup
 from txnbridge_pulsar.client import PulsarClient
@@ -96,9 +95,7 @@ def wait_until_cleared(bridge: Bridge, token: str) -> None:
     eventually(is_gone, "the proof topic is deleted")
 
 
-def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_write(
-    open_bridge: writing_kit.Connect, client: PulsarClient
-) -> None:
+def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_write(open_bridge, client):
     bridge, other = open_bridge(), open_bridge()
     topic = writing_kit.new_topic(bridge)
     token = commit(bridge, topic, b"1")
@@ -108,9 +105,7 @@ def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_w
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1", b"2"]
 
 
-def test_a_bridge_whose_marker_topic_was_cleared_up_writes_on_with_evidence(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, client: PulsarClient
-) -> None:
+def test_a_bridge_whose_marker_topic_was_cleared_up_writes_on_with_evidence(pulsar_broker, open_bridge, client):
     bridge, other = open_bridge(), open_bridge()
     topic = writing_kit.new_topic(bridge)
     first = writing_kit.prepare(bridge, topic, b"1")
@@ -154,9 +149,7 @@ def test_cleanup_drops_the_records_of_an_id_that_no_living_token_needs_and_no_ot
     assert writing_kit.state_of(bridge, young) is TokenState.COMMITTED
 
 
-def test_a_cleanup_keeps_the_records_that_the_slot_of_an_unresolved_transaction_needs(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect
-) -> None:
+def test_a_cleanup_keeps_the_records_that_the_slot_of_an_unresolved_transaction_needs(pulsar_broker, open_bridge):
     bridge = open_bridge(transactional_id=writing_kit.unique("owner"), pulsar={"prepared_ids": 1})
     topic = writing_kit.new_topic(bridge)
     ended = [writing_kit.prepare(bridge, topic)]
@@ -188,9 +181,7 @@ def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
 # --- who does it ----------------------------------------------------------------------------------------------------
 
 
-def test_an_opening_bridge_cleans_up_after_dead_ones(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, with_timing: writing_kit.WithTiming
-) -> None:
+def test_an_opening_bridge_cleans_up_after_dead_ones(pulsar_broker, open_bridge, with_timing):
     namespace = writing_kit.unique("clear")  # of its own: here all is over at once
     admin(pulsar_broker, "PUT", f"namespaces/public/{namespace}")
     url = pulsar_broker.url.replace("/default", f"/{namespace}")
@@ -217,9 +208,7 @@ def test_clearing_up_stops_when_the_bridge_is_closed(open_bridge: writing_kit.Co
 
 
 @pytest.mark.full
-def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs(
-    start_pulsar: StartPulsar, with_timing: writing_kit.WithTiming
-) -> None:
+def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs(start_pulsar, with_timing):
     short = {
         "brokerDeleteInactiveTopicsFrequencySeconds": "1",
         "managedLedgerMaxEntriesPerLedger": "2",

@@ -99,9 +99,7 @@ def test_a_client_that_knows_one_broker_is_sent_on_to_the_one_that_serves_a_topi
 
 
 @BOTH_NODES
-def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(
-    cluster: Cluster, open_bridge: Callable[..., Bridge], node: int
-) -> None:
+def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(cluster, open_bridge, node):
     url = f"http://{cluster.broker.web_address(node)}"
     bridge = open_bridge(node, pulsar={"admin_url": url})
     topic = topic_on(cluster, bridge, 3 - node)
@@ -121,9 +119,7 @@ def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(
 
 
 @BOTH_ENDS
-def test_a_transaction_over_both_brokers_is_seen_whole_or_not_at_all(
-    cluster: Cluster, open_bridge: Callable[..., Bridge], commit: bool
-) -> None:
+def test_a_transaction_over_both_brokers_is_seen_whole_or_not_at_all(cluster, open_bridge, commit):
     bridge, other = open_bridge(1), open_bridge(2)
     orders = new_topic(bridge, partitions=6)
     assert nodes_of(cluster, orders, 6) == {1, 2}
@@ -154,9 +150,7 @@ def test_a_transaction_over_both_brokers_is_seen_whole_or_not_at_all(
     assert sorted(by_official) == sorted(expected)
 
 
-def test_open_transactions_of_coordinators_on_both_brokers_are_listed_and_ended(
-    cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge
-) -> None:
+def test_open_transactions_of_coordinators_on_both_brokers_are_listed_and_ended(cluster, open_bridge, bridge):
     writer = open_bridge(1, transactional_id=unique("owner"))
     topics = [topic_on(cluster, bridge, node) for node in (1, 2)]
     tokens = []
@@ -271,9 +265,7 @@ class Writing:
 
 
 @BOTH_NODES
-def test_each_transaction_during_which_a_broker_dies_ends_as_its_program_was_told(
-    cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge, node: int
-) -> None:
+def test_each_transaction_during_which_a_broker_dies_ends_as_its_program_was_told(cluster, open_bridge, bridge, node):
     topics = [topic_on(cluster, bridge, each) for each in (1, 2)]
     with Writing(open_bridge(transactional_id=unique("owner")), topics) as writing:
         eventually(lambda: writing.committed() > 20, "it writes")
@@ -320,9 +312,7 @@ def test_an_owner_keeps_its_id_when_the_broker_of_its_fence_topic_dies_and_loses
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def test_reading_processing_and_publishing_go_on_while_topics_move_and_brokers_die(
-    cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge
-) -> None:
+def test_reading_processing_and_publishing_go_on_while_topics_move_and_brokers_die(cluster, open_bridge, bridge):
     inputs, results = new_topic(bridge, partitions=4), new_topic(bridge, partitions=4)
     sent: list[bytes] = []
     stop = threading.Event()
@@ -376,9 +366,7 @@ def test_reading_processing_and_publishing_go_on_while_topics_move_and_brokers_d
 
 
 @BOTH_NODES
-def test_no_call_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
-    cluster: Cluster, open_bridge: Callable[..., Bridge], bridge: Bridge, node: int
-) -> None:
+def test_no_call_lasts_longer_than_its_deadline_while_a_broker_is_frozen(cluster, open_bridge, bridge, node):
     topic = topic_on(cluster, bridge, node)
     hurried = open_bridge(3 - node, timeout=3)
     send(hurried, topic, b"before")

@@ -88,9 +88,7 @@ def forgetting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = 
 # --- one after the other ----------------------------------------------------------------------------------------------
 
 
-def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(
-    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(bridge, unload, monkeypatch):
     inputs, results = movable(bridge), movable(bridge)
     send(bridge, inputs, b"1", b"2")
     with bridge.consumer(inputs, group="workers") as consumer:
@@ -112,9 +110,7 @@ def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(
         assert values(take(consumer, 1)) == [b"3"]
 
 
-def test_a_topic_unloaded_a_moment_after_a_commit_is_told_of_it_too(
-    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_topic_unloaded_a_moment_after_a_commit_is_told_of_it_too(bridge, unload, monkeypatch):
     topic = movable(bridge)
     with forgetting(monkeypatch), bridge.transaction() as txn:
         txn.send(topic, b"1")
@@ -166,9 +162,7 @@ def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(bridge: Bridge,
     assert not told
 
 
-def test_a_commit_by_token_of_another_bridge_is_told_to_every_topic_and_group(
-    open_bridge: writing_kit.Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_by_token_of_another_bridge_is_told_to_every_topic_and_group(open_bridge, bridge, monkeypatch):
     inputs, results = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge, partitions=3)
     send(bridge, inputs, b"1")
     with bridge.consumer(inputs, group="workers") as consumer:
@@ -185,9 +179,7 @@ def test_a_commit_by_token_of_another_bridge_is_told_to_every_topic_and_group(
         assert values(take(consumer, 1)) == [b"2"]
 
 
-def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(
-    open_bridge: writing_kit.Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(open_bridge, monkeypatch):
     name = writing_kit.unique("owned")
     dead = open_bridge(transactional_id=name)
     topic = writing_kit.new_topic(dead)
@@ -204,9 +196,7 @@ def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(
 
 
 @pytest.mark.parametrize("shows", [True, False], ids=["proven", "by hand"])
-def test_a_new_owner_does_not_take_back_a_commit_that_its_coordinator_forgot(
-    open_bridge: writing_kit.Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, shows: bool
-) -> None:
+def test_a_new_owner_does_not_take_back_a_commit_that_its_coordinator_forgot(open_bridge, bridge, monkeypatch, shows):
     name = writing_kit.unique("owned")
     dead = open_bridge(transactional_id=name)
     told, untold, other = writing_kit.new_topic(dead), writing_kit.new_topic(dead), writing_kit.new_topic(dead)
@@ -349,9 +339,7 @@ def test_commits_while_topics_unload_lose_and_double_nothing(bridge: Bridge, unl
 
 
 @pytest.mark.full
-def test_a_coordinator_forgets_topics_that_are_being_unloaded(
-    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_forgets_topics_that_are_being_unloaded(bridge, unload, monkeypatch):
     """A client that trusts the coordinator misses commits; an end sent to the partition itself is the cure."""
     monkeypatch.setattr(EndDelivery, "ended", lambda *_: None)
     topic = movable(bridge)

@@ -12,7 +12,7 @@ from txnbridge_pulsar.outcome.forgotten_transactions import oldest_open, release
 
 from tests.pulsar.client_kit import begin, everything
 from tests.pulsar.kit import SOON
-from tests.pulsar.writing_kit import Connect, WithTiming, cluster_of, concrete, connect_to, flush, new_topic, read_all
+from tests.pulsar.writing_kit import Connect, cluster_of, concrete, connect_to, flush, new_topic, read_all
 from txnbridge import Bridge
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
@@ -73,9 +73,7 @@ def held(pulsar_broker: brokers.Pulsar, open_bridge: Connect, die: Die) -> tuple
     return bridge, topic
 
 
-def test_a_reader_that_waits_gets_what_was_committed(
-    held: tuple[Bridge, str], die: Die, open_bridge: Connect, with_timing: WithTiming
-) -> None:
+def test_a_reader_that_waits_gets_what_was_committed(held, die, open_bridge, with_timing):
     bridge, topic = held
     with bridge.consumer(topic) as impatient:
         assert not impatient.poll(1, timeout=1)

@@ -58,9 +58,7 @@ def test_the_older_owner_is_told_which_host_fenced_it(open_bridge: writing_kit.C
 
 
 @pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])
-def test_a_message_that_the_older_owner_sends_after_the_takeover_is_refused(
-    open_bridge: writing_kit.Connect, client: PulsarClient, id: str, where: str
-) -> None:
+def test_a_message_that_the_older_owner_sends_after_the_takeover_is_refused(open_bridge, client, id, where):
     older = open_bridge(transactional_id=id)
     topic, named = writing_kit.new_topic(older), writing_kit.new_topic(older)
     txn, number = leave_open(older, topic)
@@ -75,9 +73,7 @@ def test_a_message_that_the_older_owner_sends_after_the_takeover_is_refused(
     ) == ([], [])
 
 
-def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
-    open_bridge: writing_kit.Connect, client: PulsarClient, id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(open_bridge, client, id, monkeypatch):
     """The broken variant of the test before: nothing says that the topic is blocked, and it is."""
     monkeypatch.setattr("txnbridge_pulsar.outcome.late_writes.refuse_late_writes", lambda *asked: True)
     older = open_bridge(transactional_id=id)
@@ -91,9 +87,7 @@ def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
     abandon(txn)
 
 
-def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_are_not(
-    open_bridge: writing_kit.Connect, client: PulsarClient, id: str
-) -> None:
+def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_are_not(open_bridge, client, id):
     coordinator = 0
     oldest = client.transactions.begin(60_000, SOON, coordinator)
     older = open_bridge(transactional_id=id)
@@ -111,9 +105,7 @@ def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_ar
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
-def test_an_owner_whose_connection_ended_goes_on(
-    open_bridge: writing_kit.Connect, client: PulsarClient, id: str
-) -> None:
+def test_an_owner_whose_connection_ended_goes_on(open_bridge, client, id):
     bridge = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(bridge)
     for value in (b"1", b"2"):
@@ -122,9 +114,7 @@ def test_an_owner_whose_connection_ended_goes_on(
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1", b"2"]
 
 
-def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connection_ends(
-    open_bridge: writing_kit.Connect, client: PulsarClient, id: str
-) -> None:
+def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connection_ends(open_bridge, client, id):
     older = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(older)
     cut_fence(older)
@@ -165,9 +155,7 @@ def test_an_owner_whose_fence_topic_was_recreated_is_fenced_by_the_record_of_the
         send(older, topic, b"zombie")
 
 
-def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, id: str
-) -> None:
+def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(pulsar_broker, open_bridge, id):
     owner = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(owner)
     admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.fence_of(owner).topic)}?force=true")
@@ -176,9 +164,7 @@ def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
             send(owner, topic, b"x")
 
 
-def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, client: PulsarClient, id: str
-) -> None:
+def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(pulsar_broker, open_bridge, client, id):
     older = open_bridge(transactional_id=id)
     topic = writing_kit.new_topic(older)
     txn, _ = leave_open(older, topic)  # nobody who opens the id would find it
@@ -196,9 +182,7 @@ def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
-def test_only_one_of_many_that_open_an_id_at_once_is_the_owner(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, client: PulsarClient, id: str
-) -> None:
+def test_only_one_of_many_that_open_an_id_at_once_is_the_owner(pulsar_broker, open_bridge, client, id):
     def race(number: int) -> Bridge | None:
         try:
             return writing_kit.connect_to(pulsar_broker.url, pulsar_broker.admin_url, transactional_id=id)

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import send
 from txnbridge_pulsar.client import PulsarClient, Single, TxnId
 from txnbridge_pulsar.outcome import outcome
@@ -87,9 +86,7 @@ def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> 
     return caught.value.token
 
 
-def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
-    open_bridge: writing_kit.Connect, client: PulsarClient
-) -> None:
+def test_a_transaction_that_hides_the_marker_makes_the_outcome_unknown_until_it_ends(open_bridge, client):
     """A naive look takes the hidden marker for an abort, of what was committed."""
     bridge = open_bridge(writers=1, timeout=5)
     topic = writing_kit.new_topic(bridge)
@@ -130,9 +127,7 @@ def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_brid
     assert [writing_kit.state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
 
 
-def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_one(
-    open_bridge: writing_kit.Connect,
-) -> None:
+def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_one(open_bridge):
     """The older owner writes its presence before it learns that it is fenced: in front of what the newer owner
     commits later.
     """
@@ -156,9 +151,7 @@ def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_on
 
 
 @pytest.mark.parametrize("ask", ["end", "status"])
-def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
-    monkeypatch: pytest.MonkeyPatch, bridge: Bridge, topic: str, ask: str
-) -> None:
+def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(monkeypatch, bridge, topic, ask):
     token = writing_kit.prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
     looks = []
@@ -177,9 +170,7 @@ def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
     assert len(looks) == 2
 
 
-def test_a_marker_topic_that_was_made_anew_proves_nothing(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, bridge: Bridge, topic: str
-) -> None:
+def test_a_marker_topic_that_was_made_anew_proves_nothing(pulsar_broker, open_bridge, bridge, topic):
     token = writing_kit.prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
     admin(pulsar_broker, "DELETE", f"{path_of(writing_kit.evidence_of(token)[1].topic)}?force=true")
@@ -191,9 +182,7 @@ def test_a_marker_topic_that_was_made_anew_proves_nothing(
     assert bridge.abort(later) is Outcome.ABORTED
 
 
-def test_an_open_transaction_is_neither_committed_nor_aborted(
-    open_bridge: writing_kit.Connect, bridge: Bridge, topic: str
-) -> None:
+def test_an_open_transaction_is_neither_committed_nor_aborted(open_bridge, bridge, topic):
     with bridge.transaction() as txn:
         txn.send(topic, b"x")
         writing_kit.flush(txn)

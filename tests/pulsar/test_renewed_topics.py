@@ -69,9 +69,7 @@ def test_a_position_in_the_older_topic_cannot_be_gone_to(open_bridge: Connect, t
 
 
 @pytest.mark.parametrize("contents", [NEW, []], ids=["written", "empty"])
-def test_a_group_does_not_read_on_in_a_topic_that_was_made_anew(
-    open_bridge: Connect, topic: str, renew: Renew, contents: list[bytes]
-) -> None:
+def test_a_group_does_not_read_on_in_a_topic_that_was_made_anew(open_bridge, topic, renew, contents):
     group = unique("group")
     with open_bridge().consumer(topic, group) as consumer:
         take(consumer, 5)
@@ -94,9 +92,7 @@ def test_without_rest_a_group_reads_a_topic_that_was_made_anew_from_its_beginnin
         assert values(take(consumer, len(NEW))) == NEW
 
 
-def test_topics_that_are_made_anew_have_another_id(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, bridge: Bridge, topic: str, renew: Renew
-) -> None:
+def test_topics_that_are_made_anew_have_another_id(pulsar_broker, open_bridge, bridge, topic, renew):
     other = new_topic(bridge)
     first = bridge.admin.topic_ids([topic, other, "missing"])
     assert set(first) == {topic, other}

@@ -40,9 +40,7 @@ def delete(broker: brokers.Pulsar, topic: str) -> None:
     admin(broker, "DELETE", f"{path_of(writing_kit.concrete(topic))}?force=true")
 
 
-def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
-    open_bridge: writing_kit.Connect, client: PulsarClient, terminate: Terminate
-) -> None:
+def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(open_bridge, client, terminate):
     id, group = writing_kit.unique("owner"), writing_kit.unique("group")
     older = open_bridge(transactional_id=id, timeout=20)
     source, topic, other = (writing_kit.new_topic(older) for _ in range(3))
@@ -64,9 +62,7 @@ def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
             again.ack(take(consumer, 1))  # what the aborted transaction had acknowledged has come again
 
 
-def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(
-    open_bridge: writing_kit.Connect, client: PulsarClient, terminate: Terminate
-) -> None:
+def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(open_bridge, client, terminate):
     bridge = open_bridge(timeout=20)
     topic, other = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
     txn, _ = leave_open(bridge, topic)
@@ -76,9 +72,7 @@ def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(
     assert writing_kit.read_all(client, writing_kit.concrete(other)) == [b"1"]
 
 
-def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the_second(
-    open_bridge: writing_kit.Connect, client: PulsarClient, terminate: Terminate
-) -> None:
+def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the_second(open_bridge, client, terminate):
     """A writer guesses that a transaction writes where the last one did."""
     bridge = open_bridge(timeout=20)
     topic, other = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
@@ -94,9 +88,7 @@ def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the
     assert writing_kit.read_all(client, writing_kit.concrete(other)) == [b"1", b"2"]
 
 
-def test_a_prepared_transaction_over_a_topic_that_was_terminated_is_aborted_and_said_to_be(
-    open_bridge: writing_kit.Connect, terminate: Terminate
-) -> None:
+def test_a_prepared_transaction_over_a_topic_that_was_terminated_is_aborted_and_said_to_be(open_bridge, terminate):
     bridge = open_bridge(timeout=20)
     topic = writing_kit.new_topic(bridge)
     with bridge.transaction(prepare=True) as txn:

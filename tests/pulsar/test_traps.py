@@ -79,9 +79,7 @@ def test_naive_a_late_message_takes_the_committed_ones_away(client: wire.PulsarC
     assert writing_kit.read_all(client, name) == [b"next"]
 
 
-def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
-    open_bridge: writing_kit.Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
-) -> None:
+def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(open_bridge, client, pulsar_broker):
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(writing_kit.proxied(proxy), timeout=4)
         topic = writing_kit.new_topic(bridge)
@@ -160,9 +158,7 @@ def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: wire.Pul
     unblock(client, txn, name)
 
 
-def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(
-    open_bridge: writing_kit.Connect, client: wire.PulsarClient, pulsar_broker: brokers.Pulsar
-) -> None:
+def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(open_bridge, client, pulsar_broker):
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(writing_kit.proxied(proxy))
         topic = writing_kit.new_topic(bridge)
@@ -302,9 +298,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: writing_kit.
 # --- open transactions: what they hide, for how long, and what their ends look like -----------------------------------
 
 
-def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
-    bridge: Bridge, client: wire.PulsarClient, topic: str
-) -> None:
+def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(bridge, client, topic):
     shared = f"persistent://public/default/{writing_kit.unique('fence')}"
     txn = begin(client, shared)
     send_in(client, shared, txn, b"marker")
@@ -318,9 +312,7 @@ def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_
         assert writing_kit.read_all(client, writing_kit.proof_topic_of(open_one), patience=1) is None
 
 
-def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit(
-    pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect
-) -> None:
+def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit(pulsar_broker, open_bridge):
     bridge = open_bridge(timeout=7, pulsar={"longest_transaction": 10.0})
     topic = writing_kit.new_topic(bridge)
     for seconds, most in ((5, 5_000), (600, 10_000)):

@@ -88,9 +88,7 @@ def test_messages_with_more_than_values_keep_their_place(bridge: Bridge, client:
 
 
 @pytest.mark.parametrize(("mixed", "entries"), [(False, [2, 1, 1, 2, 1]), (True, [7])], ids=["apart", "mixed"])
-def test_messages_of_different_keys_share_an_entry_only_where_that_was_asked_for(
-    open_bridge: Connect, client: PulsarClient, mixed: bool, entries: list[int]
-) -> None:
+def test_messages_of_different_keys_share_an_entry_only_where_that_was_asked_for(open_bridge, client, mixed, entries):
     bridge = open_bridge(pulsar={"mix_keys": mixed})
     topic = new_topic(bridge)
     sent = [(b"0", b"a"), (b"1", b"a"), (b"2", b"b"), (b"3", b"a"), b"4", b"5", (b"6", b"a")]
@@ -163,9 +161,7 @@ def test_the_partitions_of_the_last_transaction_are_named_together_with_the_next
 # --- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(
-    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
-) -> None:
+def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(open_bridge, client, proxy):
     with recorded() as events:
         bridge = open_bridge(proxied(proxy))
     topic = new_topic(bridge)
@@ -185,9 +181,7 @@ def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(
 
 
 @pytest.mark.parametrize("lost", ["requests", "answers"])
-def test_a_commit_that_was_lost_or_answered_in_vain_is_asked_again_and_told_truly(
-    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy, lost: str
-) -> None:
+def test_a_commit_that_was_lost_or_answered_in_vain_is_asked_again_and_told_truly(open_bridge, client, proxy, lost):
     bridge = open_bridge(proxied(proxy), timeout=12)
     topic = new_topic(bridge)
     send(bridge, topic, b"1")
@@ -201,9 +195,7 @@ def test_a_commit_that_was_lost_or_answered_in_vain_is_asked_again_and_told_trul
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
 
-def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(
-    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
-) -> None:
+def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(open_bridge, client, proxy):
     bridge, other = open_bridge(proxied(proxy), timeout=3), open_bridge()
     topic = new_topic(other)
     with bridge.transaction(timeout=30) as first:
@@ -234,9 +226,7 @@ def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Conne
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["its partition left", "it kept its partition"])
-def test_a_writer_that_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile(
-    open_bridge: Connect, client: PulsarClient, left: bool
-) -> None:
+def test_a_writer_that_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile(open_bridge, client, left):
     bridge = open_bridge()
     source, target = new_topic(bridge), new_topic(bridge)
     send(bridge, source, b"1")
@@ -282,9 +272,7 @@ def test_a_producer_whose_connection_is_lost_between_entries_goes_on(bridge: Bri
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
 
-def test_entries_whose_receipts_were_lost_are_sent_again_where_the_broker_drops_repetitions(
-    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
-) -> None:
+def test_entries_whose_receipts_were_lost_are_sent_again_where_the_broker_drops_repetitions(open_bridge, client, proxy):
     bridge = open_bridge(proxied(proxy))
     topic = new_topic(bridge)
     with bridge.transaction() as txn:
@@ -319,9 +307,7 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_a_topic_that_moves_does_not_end_a_transaction(
-    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: PulsarClient, topic: str
-) -> None:
+def test_a_topic_that_moves_does_not_end_a_transaction(pulsar_broker, bridge, client, topic):
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)

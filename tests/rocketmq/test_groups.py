@@ -67,9 +67,7 @@ def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(join: Jo
         assert stands(reader) == {(topic, 0): 1, (topic, 1): 0}
 
 
-def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(
-    join: Join, client: RemotingClient, group: str, topic: str
-) -> None:
+def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(join, client, group, topic):
     publish(client, topic, b"0")
     readers = [join(topic, group, start=start) for start in ("earliest", "latest")]
     both = [reader.group for reader in readers]
@@ -91,9 +89,7 @@ def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(
     assert found[0] == found[1] == stands(readers[0])
 
 
-def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginning(
-    join: Join, bridge: Bridge, client: RemotingClient, group: str, topic: str
-) -> None:
+def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginning(join, bridge, client, group, topic):
     reader = join(topic, group, start="latest")
     reader.has(1)
     bridge.admin.grow_topic(topic, 2)
@@ -126,18 +122,14 @@ def test_a_group_that_only_the_broker_knows_does_not_begin_again(join: Join, cli
     assert {number: found[topic, number] for number in range(2)} == {0: 1, 1: 0}
 
 
-def test_a_group_whose_log_is_gone_does_not_begin_again(
-    join: Join, group: str, monkeypatch: pytest.MonkeyPatch, topic: str
-) -> None:
+def test_a_group_whose_log_is_gone_does_not_begin_again(join, group, monkeypatch, topic):
     reader = join(topic, group)
     monkeypatch.setattr(reader.group._ledger, "positions", raising(EvidenceLost("it was trimmed")))
     with pytest.raises(PositionLost, match="trimmed"):
         reader.until(lambda: False)
 
 
-def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
-    join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch, topic: str
-) -> None:
+def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(join, client, group, monkeypatch, topic):
     """Halves that are gone must be an error: a reader that returns no message for ever would hide it."""
     publish(client, topic, b"0", b"1")
     reader = join(topic, group)
@@ -178,9 +170,7 @@ def test_a_member_leaves_also_while_only_a_seek_tells_where_to_go_on(join: Join,
     assert len(two.positions()) == 2
 
 
-def test_members_leave_in_time_while_the_broker_is_silent(
-    join: Join, client: RemotingClient, rocketmq_broker: brokers.RocketMQ, group: str
-) -> None:
+def test_members_leave_in_time_while_the_broker_is_silent(join, client, rocketmq_broker, group):
     """A bridge closes its consumers one after another, so slow ones would leave no time for the last."""
     topic = new_topic(client, 4)
     publish(client, topic, b"0")
@@ -267,9 +257,7 @@ def test_messages_of_a_partition_that_left_cannot_be_acknowledged(join: Join, cl
         join(topic).ack_context()
 
 
-def test_consume_transform_produce_of_two_members_at_once_happens_once(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
-) -> None:
+def test_consume_transform_produce_of_two_members_at_once_happens_once(rocketmq_broker, join, client, group):
     source, target = new_topic(client), new_topic(client)
     publish(client, source, *(b"%d" % number for number in range(30)))
     done: list[bytes] = []
@@ -373,9 +361,7 @@ def test_members_of_other_topics_in_the_same_group_share_nothing(join: Join, cli
     two.has(1)
 
 
-def test_another_application_in_the_same_group_is_refused(
-    rocketmq_broker: brokers.RocketMQ, join: Join, group: str, topic: str
-) -> None:
+def test_another_application_in_the_same_group_is_refused(rocketmq_broker, join, group, topic):
     join(topic, group).has(1)
     with connect_to(rocketmq_broker.url, application="another") as bridge:
         with pytest.raises(InvalidOption, match="application="):
@@ -390,9 +376,7 @@ def hold(url: str, topic: str, group: str) -> None:
         reader.until(lambda: False, 600)
 
 
-def test_a_new_member_does_not_wait_for_the_locks_of_dead_ones(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
-) -> None:
+def test_a_new_member_does_not_wait_for_the_locks_of_dead_ones(rocketmq_broker, join, client, group):
     topic = new_topic(client, 2)
     with Child(hold, rocketmq_broker.url, topic, group) as other:
         assert len(other.told()) == 2
@@ -403,9 +387,7 @@ def test_a_new_member_does_not_wait_for_the_locks_of_dead_ones(
     assert client.call(BROKER, groups.lock(group, reader.sharing.client.client_id, queues), LONG) == set()
 
 
-def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
-    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, group: str, with_timing: Callable[..., None]
-) -> None:
+def test_the_partitions_of_a_killed_member_are_taken_over_at_once(rocketmq_broker, client, group, with_timing):
     with_timing(lock_timeout=600.0)
     topic = new_topic(client, 2)
     with connect_to(rocketmq_broker.url) as bridge, member(bridge, topic, group) as reader:
@@ -426,9 +408,7 @@ def pass_one_on(url: str, source: str, target: str, group: str, application: str
             txn.ack(message)
 
 
-def test_a_killed_members_decision_is_published_before_the_next_member_reads_on(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
-) -> None:
+def test_a_killed_members_decision_is_published_before_the_next_member_reads_on(rocketmq_broker, join, client, group):
     source, target = new_topic(client), new_topic(client)
     publish(client, source, b"1", b"2")
     url, application = rocketmq_broker.url, unique("own")  # an application of its own gets no other tests' check-backs
@@ -453,9 +433,7 @@ def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(join: Jo
 
 
 @pytest.mark.full
-def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
-) -> None:
+def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(rocketmq_broker, join, client, group):
     topic = new_topic(client, 2)
     with Child(hold, rocketmq_broker.url, topic, group) as other:
         other.told()

@@ -97,9 +97,7 @@ def test_a_bridge_that_has_closed_its_resolver_is_asked_no_more(open_bridge: Ope
     assert not any(name.endswith(group) for name in joined.groups)
 
 
-def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_other(
-    open_bridge: OpenBridge, client: Any, topic: str
-) -> None:
+def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_other(open_bridge, client, topic):
     group = unique("halves")
     undecided, asked = says(Decision.UNDECIDED), count()
 
@@ -114,9 +112,7 @@ def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_ot
         assert another.stats.checks == 0
 
 
-def test_an_undecided_half_message_survives_a_kill_of_the_broker(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
-) -> None:
+def test_an_undecided_half_message_survives_a_kill_of_the_broker(rocketmq_broker, open_bridge, client, topic):
     group, bridge = unique("halves"), open_bridge()
 
     def execute(*_: Any) -> Decision:

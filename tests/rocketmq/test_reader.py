@@ -113,9 +113,7 @@ def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge
     assert len(read_all(client, topic)) == 16
 
 
-def test_a_reader_that_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(
-    bridge: Bridge, client: RemotingClient, topic: str
-) -> None:
+def test_a_reader_that_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(bridge, client, topic):
     half, late = store_half(client, topic, b"early"), store_half(client, topic, b"late")
     commit(client, half)
     publish(client, topic, b"between")
@@ -142,9 +140,7 @@ def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: Remot
         assert reader.up_to(b"end") == [b"once", b"the next"]
 
 
-def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_message(
-    bridge: Bridge, rocketmq_broker: brokers.RocketMQ
-) -> None:
+def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_message(bridge, rocketmq_broker):
     checked: list[send_requests.CheckBack] = []
     group = unique("producers")
 

@@ -69,9 +69,7 @@ def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there
         is_told(consumer)
 
 
-def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(
-    bridge: Bridge, topic: str, group: str, renew: Renew
-) -> None:
+def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(bridge, topic, group, renew):
     send(bridge, topic, *FEW)
     with bridge.consumer(topic, group) as consumer, bridge.transaction() as txn:
         txn.ack(take(consumer, 5))
@@ -85,9 +83,7 @@ def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(
         assert values(take(consumer, 55)) == MORE[5:]
 
 
-def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_the_next_one(
-    bridge: Bridge, topic: str, group: str, renew: Renew
-) -> None:
+def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_the_next_one(bridge, topic, group, renew):
     send(bridge, topic, *FEW)
     with bridge.consumer(topic, group, start="latest") as consumer:
         assert not consumer.poll(timeout=1)
@@ -97,9 +93,7 @@ def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_th
         is_told(consumer)
 
 
-def test_messages_read_before_a_topic_was_recreated_move_no_position_in_the_new_one(
-    bridge: Bridge, topic: str, group: str, renew: Renew
-) -> None:
+def test_messages_read_before_a_topic_was_recreated_move_no_position_in_the_new_one(bridge, topic, group, renew):
     send(bridge, topic, *FEW)
     with bridge.consumer(topic, group) as consumer:
         old = take(consumer, 10)

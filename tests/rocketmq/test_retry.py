@@ -2,7 +2,6 @@
 
 import pytest
 from txnbridge_conformance.plugin import NewTopic
-from txnbridge_rocketmq.client.client import RemotingClient
 
 from tests.retry_live import assert_a_missing_dead_letter_topic_is_told_at_the_start, assert_each_has_its_effect_once
 from tests.rocketmq.kit import bodies
@@ -11,9 +10,7 @@ from txnbridge import Bridge
 
 @pytest.mark.parametrize("keep_order", [False, True])
 @pytest.mark.timeout(300)
-def test_each_message_has_its_effect_once_though_processors_are_killed(
-    txnbridge_url: str, bridge: Bridge, client: RemotingClient, keep_order: bool
-) -> None:
+def test_each_message_has_its_effect_once_though_processors_are_killed(txnbridge_url, bridge, client, keep_order):
     assert_each_has_its_effect_once(txnbridge_url, bridge, lambda topic: bodies(client, topic), keep_order)
 
 

@@ -244,9 +244,7 @@ def test_a_resolver_without_a_right_says_so_and_one_with_all_rights_finishes_its
         eventually(lambda: bodies(client, topic) == [b"half"], "it is published")
 
 
-def test_the_doctor_tells_a_user_without_rights_what_it_could_not_look_at(
-    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, root: Bridge
-) -> None:
+def test_the_doctor_tells_a_user_without_rights_what_it_could_not_look_at(rocketmq_broker, client, root):
     with bridge_of(rocketmq_broker, new_user(client, NOTHING)) as bridge:
         advice = {each.subject: each for each in bridge.admin.doctor()}
     assert "no permission" in advice["transactions"].text

@@ -41,9 +41,7 @@ def halves(client: RemotingClient, topic: str) -> int:
     return client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
 
 
-def test_half_messages_wait_in_rocksdb_and_the_capabilities_say_what_is_missing(
-    open_bridge: Open, client: RemotingClient, one: str
-) -> None:
+def test_half_messages_wait_in_rocksdb_and_the_capabilities_say_what_is_missing(open_bridge, client, one):
     bridge = open_bridge()
     with bridge.transaction() as txn:
         txn.send_many(one, numbered(3))

@@ -72,12 +72,8 @@ def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
 # --- plain transactions ---------------------------------------------------------------------------------------------
 
 
-def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
-    open_bridge: Open, proxy: faults.Proxy, client: RemotingClient, one: str
-) -> None:
-    bridge = open_bridge(
-        proxy.url, application=unique("alone")
-    )  # so that no other bridge gets the check-backs and publishes the others
+def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(open_bridge, proxy, client, one):
+    bridge: Bridge = open_bridge(proxy.url, application=unique("alone"))  # no other bridge gets its check-backs
 
     def write() -> Outcome | None:
         with bridge.transaction() as txn:
@@ -98,9 +94,7 @@ def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
     assert not bridge.capabilities[Capability.ISOLATION]
 
 
-def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_and_once(
-    bridge: Bridge, client: RemotingClient, one: str
-) -> None:
+def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_and_once(bridge, client, one):
     with bridge.transaction() as txn:
         for value in numbered(5):
             txn.send(one, value)
@@ -112,9 +106,7 @@ def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_a
     assert bodies(client, one) == numbered(6)
 
 
-def test_a_large_half_is_published_however_often_the_broker_has_copied_it(
-    open_bridge: Open, bridge: Bridge, client: RemotingClient, one: str, two: str
-) -> None:
+def test_a_large_half_is_published_however_often_the_broker_has_copied_it(open_bridge, bridge, client, one, two):
     large = bytes(4 << 20)
     with bridge.transaction(prepare=True, hold=60) as prepared:
         prepared.send(one, large)
@@ -157,9 +149,7 @@ class Neighbours:
             return self._outcomes.result()
 
 
-def test_a_process_that_publishes_a_transaction_answers_no_check_back_about_it(
-    open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_publishes_a_transaction_answers_no_check_back_about_it(open_bridge, client, one, monkeypatch):
     bridge = open_bridge(application=unique("alone"))  # so that no other bridge gets its check-backs
     answered: list[bool] = []
     settles = CheckBackHandler._settle_quietly
@@ -193,9 +183,7 @@ def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_co
     assert bodies(client, one) == numbered(3)
 
 
-def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit(
-    bridge: Bridge, client: RemotingClient, one: str
-) -> None:
+def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit(bridge, client, one):
     with bridge.transaction() as txn:
         txn.send(one, b"1")
         with pytest.raises(errors.InvalidOption, match="bytes"):
@@ -208,9 +196,7 @@ def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
-    open_bridge: Open, client: RemotingClient, one: str
-) -> None:
+def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(open_bridge, client, one):
     rivals = [open_bridge() for _ in range(3)]
     tokens = [prepare(rivals[0], one, value) for value in numbered(8)]
     with ThreadPoolExecutor(6) as pool:
@@ -222,9 +208,7 @@ def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
 # --- the failure table ----------------------------------------------------------------------------------------------
 
 
-def test_a_message_whose_answer_is_lost_aborts_all(
-    open_bridge: Open, proxy: faults.Proxy, bridge: Bridge, client: RemotingClient, one: str, two: str
-) -> None:
+def test_a_message_whose_answer_is_lost_aborts_all(open_bridge, proxy, bridge, client, one, two):
     by_proxy = open_bridge(proxy.url)
     with by_proxy.transaction() as txn:
         txn.send(one, b"first")
@@ -240,9 +224,7 @@ def test_a_message_whose_answer_is_lost_aborts_all(
     assert (bodies(client, one), bodies(client, two)) == ([b"first"], [])
 
 
-def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
-) -> None:
+def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(rocketmq_broker, bridge, client, one):
     with bridge.transaction() as txn:
         txn.send(one, b"first")
     try:
@@ -302,9 +284,7 @@ def test_unpublished_messages_of_a_dead_owners_commit_are_published_once_and_in_
 
 
 @pytest.mark.parametrize("what", ["requests", "answers"])
-def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
-    open_bridge: Open, proxy: faults.Proxy, client: RemotingClient, one: str, what: str
-) -> None:
+def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(open_bridge, proxy, client, one, what):
     by_proxy = open_bridge(proxy.url)
     with by_proxy.transaction() as txn:
         txn.send(one, b"0")
@@ -314,9 +294,7 @@ def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
     assert bodies(client, one) == numbered(3)
 
 
-def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
-) -> None:
+def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(rocketmq_broker, bridge, client, one):
     with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, pause="step:publish/before") as sleeper:
         sleeper.told()
         sleeper.stopped()

@@ -22,16 +22,7 @@ from txnbridge_conformance.run.plan import Plan
 import txnbridge
 from tests import chaos
 from tests.core import half_topic_backend
-from tests.sql.chaos_programs import (
-    SOLD,
-    STEPS,
-    TOPICS,
-    WAYS,
-    Place,
-    create_tables,
-    work_until_killed,
-    write_until_killed,
-)
+from tests.sql import chaos_programs
 from txnbridge import Outcome, TxnBridgeError, plugins
 from txnbridge.testing import Child, Unvisited
 
@@ -73,14 +64,14 @@ class Attack:
         name, ahead = f"{chaos.SEED}-{next(self._starts)}", self.chance.choice((0, 0, -5, 5))
         stops = {self.chance.choice(("kill", "pause")): self._point()}
         if number < WRITERS:
-            return Child(write_until_killed, self.place, name, ahead, **stops)
-        return Child(work_until_killed, self.place, ahead, **stops)
+            return Child(chaos_programs.write_until_killed, self.place, name, ahead, **stops)
+        return Child(chaos_programs.work_until_killed, self.place, ahead, **stops)
 
     def _point(self):
         """Return an event at which a new process is killed or paused: of a step that counts, or any."""
         if self.chance.random() < 0.3:
             return Unvisited(frozenset(), int(2000 ** self.chance.random()))
-        step, phase = self.chance.choice(STEPS[self.place.way]), self.chance.choice(("before", "after"))
+        step, phase = self.chance.choice(chaos_programs.STEPS[self.place.way]), self.chance.choice(("before", "after"))
         return f"{step}/{phase}/{int(30 ** self.chance.random())}"
 
     def do_one(self):
@@ -115,7 +106,7 @@ class Attack:
             return False  # an administrator who ends a half message overrides the row
         with suppress(TxnBridgeError):
             for each in self.bridge.admin.transactions() if deed == "abort" else ():
-                if any(topic in TOPICS for topic, _ in each.partitions):
+                if any(topic in chaos_programs.TOPICS for topic, _ in each.partitions):
                     self.bridge.admin.abort(each.transaction, reason="test")
         return True
 
@@ -165,7 +156,7 @@ def is_stopped(child):
     return False
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", chaos_programs.WAYS)
 @pytest.mark.parametrize(
     ("name", "new_database"),
     [("embedded", "sqlite"), *((name, "postgresql") for name in OPTIONS)],
@@ -176,12 +167,12 @@ def test_each_committed_row_has_its_message_once(way, name, new_database, tmp_pa
     database = new_database()
     server = request.getfixturevalue("postgres") if database.startswith("postgresql") else None
     engine = sa.create_engine(database, pool_pre_ping=True)
-    create_tables(engine)
+    chaos_programs.create_tables(engine)
     with plugins.registered(half_topic_backend), started(name, tmp_path) as (address, broker):
         url = f"{address}{'&' if '?' in address else '?'}{OPTIONS[name]}"
-        place = Place(way, url, database, str(tmp_path / "outcomes"))
+        place = chaos_programs.Place(way, url, database, str(tmp_path / "outcomes"))
         with txnbridge.connect(url, timeout=60, application="judge") as bridge:
-            for topic, partitions in TOPICS.items():
+            for topic, partitions in chaos_programs.TOPICS.items():
                 bridge.admin.create_topic(topic, partitions)
             attack = Attack(place, broker, server, chance, bridge)
             try:
@@ -190,12 +181,14 @@ def test_each_committed_row_has_its_message_once(way, name, new_database, tmp_pa
                     attack.do_one()
                     time.sleep(chance.uniform(0, 1))
                 attack.stop()
-                attack.children = [Child(work_until_killed, place, 0) for _ in range(WORKERS)]  # end what is left
+                attack.children = [
+                    Child(chaos_programs.work_until_killed, place, 0) for _ in range(WORKERS)
+                ]  # end what is left
                 sold = settled(bridge, engine)
             finally:
                 attack.stop()
             chaos.say(f"{way} on {name}: {len(sold)} rows, {dict(attack.deeds)}")
-            read = [message for topic in TOPICS for message in bridge.read(topic, 10_000_000)]
+            read = [message for topic in chaos_programs.TOPICS for message in bridge.read(topic, 10_000_000)]
         assert len(sold) > 50, "too little was sold to prove anything"
         judge(sold, [(m.topic, m.partition, text_of(m)) for m in read], ordered=way == "outbox")
         for message in read:
@@ -216,14 +209,14 @@ def test_each_committed_row_has_its_message_once(way, name, new_database, tmp_pa
 def settled(bridge, engine):
     """Read until each row has its message and nothing comes any more; return the rows by their names."""
     found, last, until = set(), time.monotonic(), time.monotonic() + chaos.SETTLING
-    with bridge.consumer(list(TOPICS)) as consumer:
+    with bridge.consumer(list(chaos_programs.TOPICS)) as consumer:
         while True:
             if batch := consumer.poll(5_000, timeout=1):
                 found |= {text_of(message) for message in batch}
                 last = time.monotonic()
             elif time.monotonic() > last + QUIET_SECONDS:
                 with engine.connect() as connection:
-                    sold = {row.name: row for row in connection.execute(sa.select(SOLD))}
+                    sold = {row.name: row for row in connection.execute(sa.select(chaos_programs.SOLD))}
                 if not (missing := sorted(sold.keys() - found)):
                     return sold
                 if time.monotonic() > until:
@@ -237,7 +230,7 @@ def officially(address, broker):
     plan = Plan(address, "chaos", 0, 0, "", grpc=broker.grpc_address() if isinstance(broker, RocketMQ) else "")
     if official.name_of(plan) is None:
         pytest.skip("the broker's own client is not installed; our reader has found nothing wrong")
-    command = [sys.executable, "-m", official.__name__, *TOPICS]
+    command = [sys.executable, "-m", official.__name__, *chaos_programs.TOPICS]
     done = subprocess.run(command, input=plan.to_json().encode(), capture_output=True, timeout=300, check=True)
     return [(topic, partition, name) for topic, partition, _, name in map(json.loads, done.stdout.splitlines())]
 

@@ -19,17 +19,6 @@ from tests.core.processor_kit import LEASE_SECONDS, numbers, values
 from tests.failing import fail_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
-from txnbridge import (
-    Abort,
-    AccessDenied,
-    InvalidOption,
-    InvalidState,
-    Message,
-    Outcome,
-    Poison,
-    Transaction,
-    TransactionAborted,
-)
 from txnbridge.sql import Outbox
 from txnbridge.sql._database import is_failure, refuses_commit
 from txnbridge.sql.processing import DatabaseTransactions, _positions
@@ -52,15 +41,15 @@ def is_poison(value: bytes) -> bool:
     return int(value) % 3 == 2
 
 
-def record(message: Message, db: sa.Connection) -> None:
+def record(message: txnbridge.Message, db: sa.Connection) -> None:
     db.execute(DONE.insert().values(value=message.value.decode()))
 
 
-def record_and_send(message: Message, db: sa.Connection) -> None:
+def record_and_send(message: txnbridge.Message, db: sa.Connection) -> None:
     record(message, db)
     BOX.send(db, "out", message.value)
     if is_poison(message.value):
-        raise Poison("a test says so")
+        raise txnbridge.Poison("a test says so")
 
 
 def process(shop: Shop):
@@ -79,7 +68,7 @@ def process(shop: Shop):
     return processor.stats
 
 
-def fail_a_third(message: Message, db: sa.Connection) -> None:
+def fail_a_third(message: txnbridge.Message, db: sa.Connection) -> None:
     record(message, db)
     if is_poison(message.value):
         raise ValueError
@@ -245,7 +234,7 @@ def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run
     assert sorted(done(shop.database)) == numbers(6)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.UNKNOWN])
+@pytest.mark.parametrize("outcome", [txnbridge.Outcome.ABORTED, txnbridge.Outcome.UNKNOWN])
 def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, shop, run, outcome):
     feed(bridge, *numbers(6))
     with next_commit(bridge, outcome, happened=False):
@@ -260,7 +249,7 @@ def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, sh
 def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then(bridge, shop, run, monkeypatch):
     monkeypatch.setattr("txnbridge.sql.processing._ACKNOWLEDGE_SECONDS", SOON)
     acknowledged, failed = [], set()
-    acknowledge = Transaction.ack
+    acknowledge = txnbridge.Transaction.ack
 
     def each(message, db):
         record(message, db)
@@ -272,7 +261,7 @@ def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then
         acknowledged.append(len(messages))
         return acknowledge(self, messages)
 
-    monkeypatch.setattr(Transaction, "ack", ack)
+    monkeypatch.setattr(txnbridge.Transaction, "ack", ack)
     feed(bridge, *numbers(9))
     assert run(each, max_messages=1).transactions == 9
     assert sorted(done(shop.database)) == numbers(9)
@@ -320,7 +309,7 @@ def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_
 
     with bridge.transaction() as txn:
         txn.send_many("in", [(value, b"key") for value in numbers(4)])
-    with pytest.raises(TransactionAborted, match="recreated"):
+    with pytest.raises(txnbridge.TransactionAborted, match="recreated"):
         run(each, max_messages=2, retry_for=0.3)
     assert done(shop.database) == numbers(2)
     bridge.admin.reset_group("g", "earliest")
@@ -358,7 +347,7 @@ def test_without_the_right_to_make_tables_the_error_has_the_statements_that_help
     url = postgres.new_database()
     guest = postgres.guest(url)
     feed(bridge, *numbers(4))
-    with pytest.raises(AccessDenied, match="CREATE TABLE") as refused:
+    with pytest.raises(txnbridge.AccessDenied, match="CREATE TABLE") as refused:
         run(record, db=guest)
     DONE.create(open_engine(url))
     postgres.run(url, *str(refused.value).partition("delete on them:")[2].split(";"))
@@ -402,7 +391,7 @@ def test_an_error_of_the_handler_rolls_its_writes_back(bridge, shop, run):
             session.commit()
         failed[message.value] += 1
         if message.value == b"2" and failed[b"2"] < 4:
-            raise (RuntimeError, Abort, sa.exc.OperationalError("", {}, OSError()))[failed[b"2"] - 1]
+            raise (RuntimeError, txnbridge.Abort, sa.exc.OperationalError("", {}, OSError()))[failed[b"2"] - 1]
 
     feed(bridge, b"1", b"1", b"2", b"3")
     assert run(each, max_attempts=2).retries == 2  # neither the first one, behind others, nor that of the database
@@ -433,7 +422,7 @@ def test_a_message_behind_poison_is_not_judged_by_what_the_poison_has_written(br
     def each(message, db):
         db.execute(DONE.insert().values(id=7, value=message.value.decode()))
         if message.value == b"1":
-            raise Poison("a test says so")
+            raise txnbridge.Poison("a test says so")
 
     with bridge.transaction() as txn:
         txn.send_many("in", [(b"1", b"key"), (b"2", b"key")])
@@ -456,7 +445,7 @@ def customers(shop, open_engine):
     return engine
 
 
-def buy(message: Message, db: sa.Connection) -> None:
+def buy(message: txnbridge.Message, db: sa.Connection) -> None:
     record(message, db)
     db.execute(BOUGHT.insert().values(by=int(message.value)))
 
@@ -483,7 +472,7 @@ def test_a_message_whose_commit_the_database_refuses_is_found_and_the_others_are
 
 def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(bridge, shop, customers, run):
     feed(bridge, b"3")
-    with pytest.raises(Poison, match=r"IntegrityError .*3 attempts"):
+    with pytest.raises(txnbridge.Poison, match=r"IntegrityError .*3 attempts"):
         run(buy, db=customers, max_attempts=3)
     tried: Counter[bytes] = Counter()
 
@@ -499,7 +488,7 @@ def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(
 
 def test_a_database_that_fails_while_a_message_is_set_aside_is_asked_again(bridge, run, monkeypatch):
     def each(message, db):
-        raise Poison("a test says so")
+        raise txnbridge.Poison("a test says so")
 
     fail_call(monkeypatch, Outbox, "send", sa.exc.OperationalError("INSERT", {}, ValueError("database is locked")))
     feed(bridge, b"1")
@@ -512,7 +501,7 @@ def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, 
         monkeypatch.setattr(
             sa.Connection, "commit", raising(sa.exc.IntegrityError("COMMIT", {}, ValueError("refused")))
         )
-        raise Poison("a test says so")
+        raise txnbridge.Poison("a test says so")
 
     feed(bridge, b"1")
     with pytest.raises(sa.exc.IntegrityError, match="refused"):
@@ -545,7 +534,7 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run
         end(db)
 
     feed(bridge, b"1")
-    with pytest.raises(InvalidState, match="the handler"):
+    with pytest.raises(txnbridge.InvalidState, match="the handler"):
         run(each)
     assert done(shop.database) == []
 
@@ -577,7 +566,7 @@ def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_proce
 
     with bridge.transaction() as txn:
         txn.send_many("in", [(value, b"key") for value in numbers(3)])
-    with pytest.raises(InvalidState, match="has ended the database transaction"):
+    with pytest.raises(txnbridge.InvalidState, match="has ended the database transaction"):
         run(each)
     assert done(shop.database) == ([b"0", b"1"] if end is end_by_definition else [])
     with bridge.consumer("in", group="g") as consumer:
@@ -597,7 +586,7 @@ def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
     if shop.database.startswith("postgresql"):
         pytest.skip("PostgreSQL compares exactly")
     confuse_names(shop.database, _positions)
-    with pytest.raises(InvalidOption, match="exactly"):
+    with pytest.raises(txnbridge.InvalidOption, match="exactly"):
         run(record)
 
 
@@ -699,12 +688,12 @@ def test_an_answer_of_mariadb_by_a_driver_that_tells_no_sqlstate_says_whose_faul
     ],
 )
 def test_a_wrong_setting_is_refused(bridge, shop, run, settings, match):
-    with pytest.raises(InvalidOption, match=match):
+    with pytest.raises(txnbridge.InvalidOption, match=match):
         run(record, **settings)
 
 
 def test_an_engine_that_commits_each_statement_or_waits_for_no_disk_is_refused(shop, run, open_engine, careless):
-    with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
+    with pytest.raises(txnbridge.InvalidOption, match="AUTOCOMMIT"):
         run(record, db=open_engine(shop.database, isolation_level="AUTOCOMMIT"))
-    with pytest.raises(InvalidOption, match="synchronous"):
+    with pytest.raises(txnbridge.InvalidOption, match="synchronous"):
         run(record, db=careless)

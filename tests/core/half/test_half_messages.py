@@ -169,9 +169,7 @@ def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happen
 
 
 @pytest.mark.parametrize("error", [errors.BrokerUnavailable, errors.NotFound, errors.AccessDenied])
-def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(
-    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, error: type[errors.TxnBridgeError]
-) -> None:
+def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(bridge, monkeypatch, error):
     end, away = EmbeddedHalves.end, threading.Event()
     away.set()
 

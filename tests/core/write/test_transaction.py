@@ -278,9 +278,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
 
 
 @pytest.mark.parametrize("group_commit", [False, True])
-def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one_within_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, group_commit: bool
-) -> None:
+def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one_within_its_deadline(monkeypatch, group_commit):
     monkeypatch.setattr(ToyBroker, "group_commit", group_commit)
     monkeypatch.setattr(ToyWriter, "abort", lambda writer, deadline: writer.calls.append(deadline.seconds))
     bridge, broker = connect_toy(writers=1)

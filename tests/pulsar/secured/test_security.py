@@ -82,9 +82,7 @@ WAYS = ("token", "token file", "password", "certificate")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bridge_does_all_that_it_is_for_and_shows_no_secret(
-    secured: Secured, connect: Connect, topic: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
-) -> None:
+def test_a_bridge_does_all_that_it_is_for_and_shows_no_secret(secured, connect, topic, tmp_path, caplog, way):
     caplog.set_level(logging.DEBUG)
     told = credentials(way, secured, tmp_path)
     bridge = connect(id=unique("owner"), **told)
@@ -209,9 +207,7 @@ def test_a_user_who_is_no_administrator_is_told_that_an_administrator_is_needed(
 # --- transactions of others -----------------------------------------------------------------------------------------
 
 
-def test_a_prepared_transaction_is_for_the_user_who_began_it_and_for_superusers(
-    user: Bridge, superuser: Bridge, connect: Connect, topic: str
-) -> None:
+def test_a_prepared_transaction_is_for_the_user_who_began_it_and_for_superusers(user, superuser, connect, topic):
     """A naive look takes the coordinator's answer to others for that of an end: it has the same code."""
     other = connect(token=token("other"))
     prepared = prepare(user, topic)
@@ -223,9 +219,7 @@ def test_a_prepared_transaction_is_for_the_user_who_began_it_and_for_superusers(
     assert other.status(prepared).state is TokenState.COMMITTED
 
 
-def test_an_id_is_not_opened_by_a_user_who_cannot_end_what_its_older_owner_has_open(
-    connect: Connect, superuser: Bridge, topic: str
-) -> None:
+def test_an_id_is_not_opened_by_a_user_who_cannot_end_what_its_older_owner_has_open(connect, superuser, topic):
     id = unique("owner")
     older = connect(id=id, token=token("user"))
     txn = older.transaction()
