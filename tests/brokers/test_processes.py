@@ -69,7 +69,7 @@ def test_an_orderly_end_of_the_supervisor_leaves_nothing_either(broker):
     pids = broker.every_pid()
     os.kill(supervisor_of(broker), signal.SIGTERM)
     assert all_end(pids)
-    with pytest.raises(BrokerUnavailable, match="is gone"):
+    with pytest.raises(BrokerUnavailable, match="supervisor of this broker has ended"):
         broker.pid(1)
 
 
