@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from txnbridge import Bridge, Consumer, Transaction
+from txnbridge import Bridge, Transaction
 from txnbridge._base.connection import Connection
 from txnbridge._decisions.logs import DecisionLogs
 from txnbridge._read.open_consumers import Consumers
 from txnbridge._write.group_commit import GroupCommit
 from txnbridge._write.writers import Writers
-from txnbridge.spi import Deadline
 
 
 def connection_of(bridge: Bridge) -> Connection:
@@ -42,18 +41,9 @@ def writer_of(txn: Transaction) -> Any:
     return txn._writer
 
 
-def deadline_of(txn: Transaction) -> Deadline:
-    return txn._begin.deadline
-
-
 def reader_of(consumer: Any) -> Any:
     """Return the backend's reader behind a consumer."""
     return consumer._reader
-
-
-def is_calling(consumer: Consumer) -> bool:
-    """Return whether a call of the consumer runs."""
-    return "<locked" in repr(consumer._guard)
 
 
 def queued(semaphore: Any) -> int:

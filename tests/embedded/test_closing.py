@@ -18,12 +18,13 @@ from txnbridge_embedded.client.store import FileConnection, Store
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.embedded.test_store import hold
-from tests.inside import broker_of, is_calling, logs_of
+from tests.in_time import wait_until
+from tests.inside import broker_of, logs_of
 from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._bridge import open_bridges
 from txnbridge._write.writers import Writers
 from txnbridge.spi import Deadline
-from txnbridge.testing import Child
+from txnbridge.testing import Child, recorded
 
 # What the programs have in common: threads that commit until they are told that the bridge is closed.
 COMMITTING = """
@@ -108,13 +109,12 @@ def test_a_program_may_exit_while_its_daemon_threads_commit(path):
 
 
 def test_closing_waits_for_a_poll_of_another_thread(path):
-    with txnbridge.connect(f"embedded:{path}") as bridge:
+    with recorded() as events, txnbridge.connect(f"embedded:{path}") as bridge:
         consumer = bridge.consumer("orders", "shipping")
         found = []
         polling = threading.Thread(target=lambda: found.append(consumer.poll(timeout=0.5)))
         polling.start()
-        while not (is_calling(consumer) or found):
-            time.sleep(0.001)
+        wait_until(lambda: "reader.poll" in {event.name for event in [*events]})
     polling.join()
     assert [len(batch) for batch in found] == [0]
     with pytest.raises(txnbridge.InvalidState, match="closed"):

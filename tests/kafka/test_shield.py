@@ -16,9 +16,10 @@ from txnbridge_conformance.observing import seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 
 import txnbridge
-from tests.inside import broker_of, deadline_of
+from tests.inside import broker_of
 from tests.kafka.kit import flush, opened_ahead, producer_of, writer_of
 from txnbridge import Bridge, Outcome
+from txnbridge.spi import Deadline
 
 # What the plain client and ours wait for an answer before they send a request again.
 PATIENCE_MS = 1500
@@ -191,7 +192,7 @@ def test_a_late_acknowledgement_does_not_move_a_group_of_ours(proxy, through, br
         with through.transaction() as txn:
             (second,) = take(consumer, 1)
             txn.ack(second)
-            writer_of(txn)._send_acks(deadline_of(txn))
+            writer_of(txn)._send_acks(Deadline(txn.deadline))
             hold.release()
             hold.answered()
     with bridge.consumer(topic, group) as consumer:

@@ -263,11 +263,15 @@ def test_an_acknowledgement_after_the_end_does_not_hold_its_message_back(open_br
 # --- connections that end ------------------------------------------------------------------------------------------
 
 
-def test_a_producer_whose_connection_is_lost_between_entries_goes_on(bridge: Bridge, client: PulsarClient, topic: str):
+@pytest.mark.parametrize("lost", ["connection", "topic"])
+def test_a_producer_whose_connection_is_lost_or_topic_moves_goes_on(pulsar_broker, bridge, client, topic, lost):
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)
-        cut(producer_of(txn, topic))
+        if lost == "connection":
+            cut(producer_of(txn, topic))
+        else:
+            admin(pulsar_broker, "PUT", f"{path_of(concrete(topic))}/unload")
         txn.send(topic, b"2")
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
@@ -305,15 +309,6 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
     dropping.join()
     assert txn.outcome is Outcome.ABORTED
     assert read_all(client, concrete(topic)) == [b"1"]
-
-
-def test_a_topic_that_moves_does_not_end_a_transaction(pulsar_broker, bridge, client, topic):
-    with bridge.transaction() as txn:
-        txn.send(topic, b"1")
-        flush(txn)
-        admin(pulsar_broker, "PUT", f"{path_of(concrete(topic))}/unload")
-        txn.send(topic, b"2")
-    assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
 
 # --- what is left behind -------------------------------------------------------------------------------------------

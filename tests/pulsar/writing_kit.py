@@ -81,7 +81,7 @@ def register(txn: Transaction, topic: str) -> None:
 def flush(txn: Transaction) -> wire.TxnId:
     """Let the broker have all of it, and the transaction stay open; its number."""
     writer = writer_of(txn)
-    writer.flush(inside.deadline_of(txn))
+    writer.flush(Deadline(txn.deadline))
     number = writer._txn
     assert number is not None
     return number

@@ -8,10 +8,11 @@ from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
-from tests.inside import deadline_of, writer_of
+from tests.inside import writer_of
 from tests.rocketmq.kit import BROKER, LONG
 from tests.rocketmq.reading_kit import connect_to
 from txnbridge import Bridge, Transaction
+from txnbridge.spi import Deadline
 from txnbridge.testing import tell
 
 APPLICATION = "writing-tests"
@@ -35,7 +36,7 @@ def prepare(bridge: Bridge, topic: str, *values: bytes, hold: float | None = 60)
 
 def flush(txn: Transaction) -> None:
     """Wait until the broker has stored all messages, and leave the transaction open."""
-    writer_of(txn).flush(deadline_of(txn))
+    writer_of(txn).flush(Deadline(txn.deadline))
 
 
 def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:

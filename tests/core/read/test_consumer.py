@@ -10,7 +10,6 @@ import pytest
 from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
 from tests.failing import fail_call, raising
 from tests.in_time import Hold, wait_until
-from tests.inside import is_calling
 from txnbridge import Capability, Consumer, Message, Outcome, State, Status, TokenState, Topic, codecs, errors
 from txnbridge.spi import NO_HEADERS, absent
 
@@ -460,16 +459,17 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
     room: Room, monkeypatch: pytest.MonkeyPatch, with_timing: Callable[..., None]
 ) -> None:
     with_timing(closing_polls=0.0)
-    original, closing = room.reader.poll, threading.Event()
+    original, asked, closing = room.reader.poll, threading.Event(), threading.Event()
 
     def poll(count: int, deadline: object) -> list[Message]:
+        asked.set()
         closing.wait(60)
         return original(count, deadline)  # type: ignore[arg-type]
 
     monkeypatch.setattr(room.reader, "poll", poll)
     with ThreadPoolExecutor() as pool:
         polled = pool.submit(room.consumer.poll)
-        wait_until(lambda: is_calling(room.consumer))
+        assert asked.wait(60)
         room.bridge.close()
         closing.set()
         polled.result(60)

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import txnbridge
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter, connect_toy
-from tests.inside import deadline_of, reader_of, writer_of
+from tests.inside import reader_of, writer_of
 from txnbridge import Capability, Message, State, Status, TokenState, Topic, Transaction, codecs, errors
 from txnbridge.spi import NO_HEADERS, Deadline, Partition, Position, Subscription, absent
 
@@ -339,7 +339,7 @@ class Program(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.transaction = self.bridge.transaction()
-        deadline_of(self.transaction).at = 0  # so that only the consumer asks for lost outcomes
+        self.transaction._begin.deadline.at = 0  # so that only the consumer asks for lost outcomes
 
     @precondition(lambda self: self.transaction is not None)
     @rule(how=st.sampled_from(["commit", "commit", "abort"]))
