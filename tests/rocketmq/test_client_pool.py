@@ -55,15 +55,6 @@ def counts(pool: BlockingPool) -> tuple[int, int, int]:
     return pool._slots.left, len(pool._connections), len(pool._idle)
 
 
-def all_end(broker: FakeBroker) -> bool:
-    """Return whether every connection to the broker ends."""
-    for peer in broker.peers:
-        with suppress(EOFError):
-            while peer.next():
-                pass
-    return True
-
-
 def client_of(broker: FakeBroker) -> RemotingClient:
     """Return a client that knows the broker by the name `b`."""
     client = RemotingClient([broker.address])
@@ -143,8 +134,10 @@ def test_a_connection_that_its_server_has_closed_is_closed_before_it_is_needed_a
     with FakeBroker(reply) as broker, RemotingClient([broker.address], heartbeat_seconds=600) as client:
         client._threads = [start_thread(client._send_heartbeats)]  # as of a client that has joined groups
         client.call_address(broker.address, echo(), LONG)
-        connection = idle_connection(pool_of(client, broker))
-        assert becomes_true(lambda: connection._socket.fileno() == -1)
+        pool = pool_of(client, broker)
+        connection = idle_connection(pool)
+        assert becomes_true(lambda: counts(pool)[1:] == (0, 0))
+        assert connection._socket.fileno() == -1
         closing[0].join()
 
 
@@ -177,7 +170,7 @@ def test_a_connection_that_fails_takes_the_idle_ones_with_it(pool, broker):
     assert [exchange.results() for exchange in exchanges] == [[""], [""]]
     (failed,) = ask(pool, timeout=SHORT)
     assert isinstance(failed, errors.ResponseTimeout)
-    assert all_end(broker)
+    assert counts(pool)[1:] == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +243,7 @@ def test_closing_a_pool_ends_waiting_requests_and_idle_connections(pool, broker)
     with within(SHORT):
         (closed,) = first.results()
     assert isinstance(closed, errors.Disconnected) and "was closed" in str(closed) and closed.may_have_had_effect
-    assert all_end(broker)
+    assert counts(pool)[1:] == (0, 0)
     with pytest.raises(errors.Unreachable, match="closed"):
         ask(pool)
 
