@@ -326,13 +326,13 @@ def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_other
             for table, rows in contents.items():
                 connection.execute(table.delete())
                 if rows:
-                    connection.execute(table.insert(), [dict(row._mapping) for row in rows])
+                    connection.execute(table.insert(), [dict(row) for row in rows])
         bridge.admin.reset_group("g", "earliest")
 
     feed(bridge, *numbers(4))
     run(record)
     with engine.connect() as connection:
-        backup = {table: connection.execute(table.select()).all() for table in (DONE, _positions)}
+        backup = {table: connection.execute(table.select()).mappings().all() for table in (DONE, _positions)}
     feed(bridge, b"4", b"5")
     run(record)
     restore(backup)
