@@ -173,7 +173,7 @@ class _HeadersGetter:
     """Reads a span's context from the headers of a message, in OpenTelemetry's way."""
 
     def get(self, carrier: Headers, key: str) -> list[str] | None:
-        return list(carrier.all(key)) or None
+        return [value for value in carrier.all(key) if value.isascii()] or None  # any stranger may have set it
 
     def keys(self, carrier: Headers) -> list[str]:
         return list(carrier)

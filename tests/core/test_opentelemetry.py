@@ -104,7 +104,7 @@ def test_the_span_of_a_batch_has_a_link_to_each_message(traced):
 
 def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keeps_its_trace(traced):
     with traced.bridge.transaction() as txn:
-        txn.send("orders", b"1", headers={"kind": "new"})
+        txn.send("orders", b"1", headers={"kind": "new", "baggage": b"of a stranger: \xff"})
 
     def refuse(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
         raise txnbridge.Poison("so it is")
