@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from functools import partial
@@ -39,9 +40,8 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
             txn.send("orders", b"", key="k2")
     copied = invoke("copy", urls[1], "--topics", "ord*", "--until-idle", "--json", "--url", urls[0])
     assert json.loads(copied.stdout) == {"copied": 102}
-    assert json.loads(
-        invoke("copy", urls[1], "--topics", "ord*", "--until-idle", "--json", "--url", urls[0]).stdout
-    ) == {"copied": 0}
+    again = invoke("copy", urls[1], "--topics", "ord*", "--until-idle", "--json", "--url", urls[0])
+    assert json.loads(again.stdout) == {"copied": 0}
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         assert everything(target, "orders") == everything(source, "orders")
         assert [topic.name for topic in target.admin.topics()] == ["orders"]
@@ -68,8 +68,7 @@ def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(
         assert invoke(*copy).exit_code != 0
         monkeypatch.undo()
         assert len(source.admin.transactions()) == 1
-        assert invoke(*copy).exit_code == 0
-        assert source.admin.transactions() == []
+        assert invoke(*copy).exit_code == 0 and source.admin.transactions() == []
 
 
 def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(invoke: Invoke, urls: tuple[str, str]):
@@ -78,12 +77,13 @@ def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(inv
         source.ensure_topics("orders", "dead")
         with source.transaction() as txn:
             txn.send_many("orders", [b"1", bytes(2000), b"3"])
+    with sqlite3.connect(urls[0].removeprefix("embedded:")) as file:
+        file.execute("UPDATE messages SET timestamp = -1")  # "no time", as Kafka has it, which no target takes
     copy = "copy", target, "--topics", "orders", "--until-idle", "--url", urls[0]
     refused = invoke(*copy)
     assert refused.exit_code != 0
     told = " ".join(refused.stderr.split())
-    assert "<Message orders[0] at (" in told
-    assert "has 2000 bytes with its key and headers; this broker" in told
+    assert "<Message orders[0] at (" in told and "has 2000 bytes with its key and headers; this broker" in told
     assert "--dead-letter" in told
     assert invoke(*copy, "--dead-letter", "dead").exit_code == 0
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as other:

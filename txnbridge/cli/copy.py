@@ -36,10 +36,10 @@ def command(
 ) -> None:
     """Copy topics from the broker of --url to the broker of TARGET-URL, each message exactly once.
 
-    Keys, values, headers, timestamps, tombstones and partitions stay as they are, and so does the order in a partition.
-    Missing topics are created with as many partitions. Where the target has another number, a message's key chooses the
-    partition. Several copies with one --group share the work and take over from each other; one that was killed goes on
-    where it stood. Do not copy in a circle.
+    Keys, values, headers, timestamps, tombstones and partitions stay as they are, and so does the order in a partition;
+    a message with no time above 0 gets the present one. Missing topics are created with as many partitions. Where the
+    target has another number, a message's key chooses the partition. Several copies with one --group share the work and
+    take over from each other; one that was killed goes on where it stood. Do not copy in a circle.
     """
     application = f"copy-{group}"
     with (
@@ -59,7 +59,7 @@ def command(
                     key=message.key,
                     headers=message.headers.items_all() or None,  # without headers it is sent the quick way
                     partition=message.partition if alike[message.topic] else None,
-                    timestamp=message.timestamp,
+                    timestamp=message.timestamp if message.timestamp > 0 else None,
                 )
 
         processor = source.processor(
