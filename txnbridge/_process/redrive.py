@@ -146,7 +146,7 @@ class Redrive:
         can = self._bridge.capabilities
         # A message with a key goes to the partition that the key has now, which differs if partitions were added.
         there = 0 <= letter.partition < self._partitions_of(letter.topic)
-        has_time = 0 <= letter.timestamp < 1 << 63  # on Kafka a message may have none, which is -1
+        has_time = 0 < letter.timestamp < 1 << 63  # on Kafka a message may have none (-1), or 0, which it refuses
         by_number = message.key is None and there and can[Capability.CHOOSE_PARTITION]
         txn.send(
             letter.topic,

@@ -59,7 +59,7 @@ def command(
                     key=message.key,
                     headers=message.headers.items_all() or None,  # without headers it is sent the quick way
                     partition=message.partition if alike[message.topic] else None,
-                    timestamp=message.timestamp if message.timestamp > 0 else None,
+                    timestamp=message.timestamp if 0 < message.timestamp < 1 << 63 else None,
                 )
 
         processor = source.processor(

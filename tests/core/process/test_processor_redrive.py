@@ -109,14 +109,14 @@ def test_a_message_without_our_headers_stays(bridge, url):
     assert values(bridge, "dead") == [b"from elsewhere", b"damaged", b"0"]
 
 
-@pytest.mark.parametrize("header", ["timestamp", "partition"])
-def test_a_message_without_a_time_or_a_place_of_its_own_comes_back_with_the_brokers(bridge, url, header):
+@pytest.mark.parametrize(("header", "number"), [("timestamp", "-1"), ("timestamp", "0"), ("partition", "-1")])
+def test_a_message_without_a_time_or_a_place_of_its_own_comes_back_with_the_brokers(bridge, url, header, number):
     make_dead_letters(url, 1)
     (dead,) = bridge.read("dead", limit=10)
     with bridge.transaction() as txn:  # a message of Kafka may have no timestamp, which is -1
-        txn.send("dead", b"1", headers={**dead.headers, f"txnbridge-dead-{header}": "-1"})
+        txn.send("dead", b"1", headers={**dead.headers, f"txnbridge-dead-{header}": number})
     assert Redrive(bridge, "dead").run() == (2, 0, 0, 0)
-    assert values(bridge, "in0") == [b"0", b"0", b"1"]
+    assert [m.value for m in bridge.read("in0", 9) if m.timestamp] == [b"0", b"0", b"1"]
 
 
 @pytest.mark.parametrize("like", ["", "&like=kafka"])
