@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -332,7 +333,7 @@ def test_an_error_of_a_background_function_ends_the_app_or_is_followed_by_a_rest
         raise ValueError("a test says so")
 
     async def opening(app: App) -> AsyncIterator[None]:
-        app.background(refresh, "rates", restart=restart)
+        app.background(partial(refresh, "rates"), restart=restart)
         yield
 
     app = App(lifespan=opening)

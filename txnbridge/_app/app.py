@@ -198,11 +198,11 @@ class App(Router):
                         self._failure = self._failure or error
                         self._stop_all()
                         return
-                    _log.exception("%s of the app has failed, and is called again", function.__name__)
+                    name = getattr(function, "__name__", "a function")  # a `partial` has no name
+                    _log.exception("%s of the app has failed, and is called again", name)
                     await asyncio.sleep(_RESTART_SECONDS)
 
-        task = asyncio.get_running_loop().create_task(work())
-        self._tasks.add(task)  # the loop has weak references only
+        self._tasks.add(task := asyncio.get_running_loop().create_task(work()))  # the loop has weak references only
         task.add_done_callback(self._tasks.discard)
 
     def pause(self, name: str) -> None:
