@@ -321,10 +321,10 @@ def serve(port: int, host: str = "0.0.0.0", registry: CollectorRegistry | None =
     """
     client = require_prometheus_client()
     found = Metrics()
-    plugins.register(found)
     registry = client.CollectorRegistry() if registry is None else registry
+    client.start_http_server(port, addr=host, registry=registry)  # raises an error if the port is taken
     registry.register(PrometheusCollector(found.families))
-    client.start_http_server(port, addr=host, registry=registry)
+    plugins.register(found)
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
@@ -120,16 +121,21 @@ def test_prometheus_reads_the_metrics_by_http(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    found = metrics.serve(port, "127.0.0.1")
+        free.listen()
+        with pytest.raises(OSError, match="in use"):
+            metrics.serve(port, "127.0.0.1", registry := CollectorRegistry())
+    found = metrics.serve(port, "127.0.0.1", registry)
     try:
         with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge:
             bridge.ensure_topics("orders")
             with bridge.transaction() as txn:
                 txn.send("orders", b"1")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+            read = [*text_string_to_metric_families(answer.read().decode())]
     finally:
         txnbridge.plugins.unregister(found)
+    families = {family.name: family for family in read}
+    assert len(families) == len(read)  # twice one name is no answer to Prometheus
     (sample,) = families["txnbridge_transactions"].samples
     assert sample.labels == {"backend": "embedded", "state": "committed"} and sample.value == 1
     buckets = [s.value for s in families["txnbridge_transaction_seconds"].samples if s.name.endswith("_bucket")]
