@@ -299,7 +299,7 @@ def _pipe(opened: ExitStack) -> tuple[int, int]:
 
 
 def _cause(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else f"signal {next((s.name for s in signal.Signals if s == -code), -code)}"
 
 
 def _mtimes() -> dict[str, int]:
