@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -368,15 +370,19 @@ def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkey
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_health_checks_are_answered_only_at_the_given_address(host):
+def test_health_checks_are_answered_only_at_the_given_address(host, capsys):
     if host == "::1" and not has_ipv6():
         pytest.skip("no IPv6 here")
     with serving(host, 0, {"/": lambda: health(True, {})}) as port:
+        with socket.create_connection((host, port)) as gone:  # a probe of the port only, which resets the connection
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with socket.create_connection((host, port)) as client:
             client.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert client.recv(1000).startswith(b"HTTP/1.0 200")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2" if host != "::1" else "127.0.0.1", port)).close()
+        wait_until(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))
+    assert capsys.readouterr().err == ""
 
 
 def has_ipv6() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, NamedTuple
@@ -32,6 +32,10 @@ def serving(host: str, port: int, pages: dict[str, Callable[[], Answer]]) -> Ite
 
     class RequestHandler(BaseHTTPRequestHandler):
         timeout = 10  # a client that sends nothing would hold its thread for ever
+
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # a check of the port alone resets the connection
+                super().handle()
 
         def do_GET(self) -> None:  # the name of the method that http.server calls
             page = pages.get(self.path.partition("?")[0])

@@ -138,9 +138,5 @@ def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> None:
 
 
 def _summary(stats: ProcessorStats) -> str:
-    return (
-        f"{stats.messages} messages in {stats.transactions} transactions,"
-        f" {stats.dead_letters} dead letters, {stats.retries} retries"
-        + f", {stats.delayed} sent to retry topics"
-        * bool(stats.delayed)
-    )
+    text = f"{stats.messages} messages in {stats.transactions} transactions, {stats.dead_letters} dead letters"
+    return f"{text}, {stats.retries} retries" + f", {stats.delayed} sent to retry topics" * bool(stats.delayed)
