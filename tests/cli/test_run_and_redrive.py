@@ -219,12 +219,12 @@ def test_a_dry_run_shows_dead_letters_and_changes_nothing(invoke, bridge, dead_l
     assert values(bridge, "orders") == [b"0", b"1", b"2", b"3"] * 2
 
 
-def test_a_reason_cannot_steer_the_terminal(invoke, bridge):
+def test_a_strange_dead_letter_neither_steers_the_terminal_nor_ends_the_list(invoke, bridge):
     headers = {f"txnbridge-dead-{name}": "1" for name in ("partition", "timestamp", "attempts")}
     headers |= {"txnbridge-dead-topic": "orders", "txnbridge-dead-position": "[1]", "txnbridge-dead-reason": "\x1b[2J"}
     headers |= {"txnbridge-dead-group": "shipping"}
     with bridge.transaction() as txn:
-        txn.send("orders-dead", b"", headers=headers)
+        txn.send("orders-dead", b"", headers=headers, timestamp=1 << 62)
     shown = invoke("redrive", "orders-dead", "--dry-run").stdout
     assert "[2J" in shown
     assert "\x1b" not in shown

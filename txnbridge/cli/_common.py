@@ -93,9 +93,9 @@ def printable(text: str) -> str:
 
 
 def when(milliseconds: int | None) -> str:
-    """Return a time (milliseconds since 1970) as text in the local time zone; "-" for None."""
-    if milliseconds is None:
-        return "-"
+    """Return a time (milliseconds since 1970) as text in the local zone; "-" for None, a strange number as it is."""
+    if milliseconds is None or not 0 <= milliseconds < 1 << 47:  # any stranger may send a number that is no time
+        return dash(milliseconds)
     return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
 
 
