@@ -360,6 +360,12 @@ def test_a_reader_who_goes_away_is_no_error(args):
     assert (run.returncode, run.stderr) == (ExitCode.BROKEN_PIPE, b"")
 
 
+def test_a_program_that_has_closed_the_standard_streams_can_call_every_command(url):
+    for command in ("topics create orders", "send orders 1", "topics list", "send orders", "read orders"):
+        ran = subprocess.run(f"{sys.executable} -m txnbridge.cli {command} <&- >&- 2>&-", shell=True)
+        assert ran.returncode == 0, command
+
+
 def test_a_progress_bar_is_for_terminals_only(capsys):
     with Cli(None, json=False, timeout=1).progress("sending") as advance:
         advance(1)

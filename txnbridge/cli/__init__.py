@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import os
 import sys
 
 import click
@@ -81,6 +82,9 @@ def main() -> None:
 
     New here? `txnbridge demo` needs nothing and takes seconds.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # the caller has closed it, and the next file or socket would get its number
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Characters that the terminal's encoding does not have are written as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -45,9 +45,8 @@ def run(cli: Cli, group: str, check: str | None, database: str | None, parallel:
     found = None if check is None else load(check, callable, "not a function")
     with ExitStack() as stack:
         stack.enter_context(telling())
-        bridge = stack.enter_context(
-            cli.look(application=application)
-        )  # the published half messages are stored already, so no topic is missing
+        # The published half messages are stored already, so no topic is missing.
+        bridge = stack.enter_context(cli.look(application=application))
         resolver = bridge.resolver(group, check=found, db=database, parallel=parallel)
         resolver.run()
     stats = resolver.stats
@@ -104,13 +103,8 @@ def _add_ending(decision: Decision, help: str) -> None:
             return cli.would({"transaction": transaction, "would": decision.value}, text)
         with cli.look(application=application) as bridge:
             outcome = bridge.admin.end_parked(group, transaction, decision, reason=reason)
-        _log.warning(
-            "half-message transaction %s: %s by hand, it is %s; reason: %s",
-            transaction,
-            decision.value,
-            outcome.value,
-            reason,
-        )
+        text = "half-message transaction %s: %s by hand, it is %s; reason: %s"
+        _log.warning(text, transaction, decision.value, outcome.value, reason)
         cli.answer({"transaction": transaction, "outcome": outcome.value, "reason": reason}, outcome.value)
         return outcome_code(outcome, decision)
 
