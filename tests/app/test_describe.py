@@ -70,7 +70,7 @@ async def note(value): ...
 def note_again(value: bytes) -> None: ...
 
 
-note_again.__name__ = "note"
+note_again.__name__ = "ship"
 router.process("audit", group="again")(note_again)
 
 
@@ -122,13 +122,13 @@ def test_each_function_receives_and_sends(document):
         for name, each in document["operations"].items()
     } == {
         "ship": ("receive", "shipping", "#/channels/orders", 1),
-        "ship-2": ("receive", "shipping", "#/channels/other~1orders", 1),
+        "ship-input-2": ("receive", "shipping", "#/channels/other~1orders", 1),
         "ship-result": ("send", None, "#/channels/shipments", 2),
         "bill": ("receive", "billing", "#/channels/shipments", 1),
         "bill-result": ("send", None, "#/channels/bills", 1),
         "note": ("receive", "audit", "#/channels/orders", 1),
         "note-result": ("send", None, "#/channels/audit", 1),
-        "note-2": ("receive", "again", "#/channels/audit", 1),
+        "ship-2": ("receive", "again", "#/channels/audit", 1),
     }
     assert document["operations"]["ship"]["summary"] == "Ship an order."
     channels = {name: set(channel["messages"]) for name, channel in document["channels"].items()}

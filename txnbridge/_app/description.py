@@ -56,7 +56,7 @@ def describe(title: str, version: str, urls: Mapping[str, str | None], handlers:
 
     for name, handler in handlers.items():
         for number, topic in enumerate(handler.inputs):
-            add(f"{name}-{number + 1}" if number else name, "receive", topic, [_content(topic.codec)], handler)
+            add(f"{name}-input-{number + 1}" if number else name, "receive", topic, [_content(topic.codec)], handler)
         if handler.to is not None:
             add(f"{name}-result", "send", handler.to, _results(handler.to, handler.output_types), handler, handler.on)
     document: Document = {"asyncapi": "3.0.0", "info": {"title": title, "version": version or "0"}}
