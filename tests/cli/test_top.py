@@ -38,9 +38,15 @@ def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monke
     assert "this broker does not list: groups, open transactions" in invoke("top", "--once").stdout
 
 
-def test_a_broker_that_does_not_answer_is_an_error_on_the_screen(invoke, bridge, monkeypatch):
+def test_a_missing_right_or_answer_is_an_error_on_the_screen_and_hides_no_other_part(invoke, bridge, monkeypatch):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send("orders", b"1")
+    monkeypatch.setattr(txnbridge.Admin, "groups", raising(txnbridge.errors.AccessDenied("not yours")))
+    shown = invoke("top", "--once")
+    assert "not yours" in shown.stdout and "oldest first: 1" in shown.stdout and shown.exit_code == 1
     monkeypatch.setattr(txnbridge.Admin, "transactions", raising(txnbridge.BrokerUnavailable("the broker is away")))
-    assert "the broker is away" in invoke("top", "--once").stdout
+    shown = invoke("top", "--once")
+    assert "not yours; the broker is away" in shown.stdout and shown.exit_code == 3
 
 
 def test_top_takes_json_only_with_once(invoke, bridge):

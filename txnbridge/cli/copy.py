@@ -89,9 +89,8 @@ def _made_ready(
     there = {topic.name: topic.partitions for topic in target.admin.topics()}
     chosen = [t for t in source.admin.topics() if any(fnmatchcase(t.name, pattern) for pattern in patterns)]
     if not chosen:
-        raise txnbridge.NotFound(
-            f"no topic of {source.url} fits {', '.join(patterns)}; `txnbridge topics list` shows all"
-        )
+        text = f"no topic of {source.url} fits {', '.join(patterns)}; `txnbridge topics list` shows all"
+        raise txnbridge.NotFound(text)
     for topic in chosen:
         if topic.name not in there:
             target.admin.create_topic(topic.name, topic.partitions)

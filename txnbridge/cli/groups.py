@@ -36,19 +36,15 @@ def show(cli: Cli, group: str) -> None:
         cli.document(_as_json(found))
         return
     if found.members:
-        rows = [(m.host, _named(m.partitions), when(m.until)) for m in found.members]
-        cli.table(["member", "has", "gone unless heard of by"], rows)
+        members = [(m.host, _named(m.partitions), when(m.until)) for m in found.members]
+        cli.table(["member", "has", "gone unless heard of by"], members)
     else:
         cli.say("no members")
     cli.say("")
     holder = {partition: member.host for member in found.members for partition in member.partitions}
-    cli.table(
-        ["partition", "stands at", "lag", "is with"],
-        [
-            (_named([p]), ":".join(map(str, found.positions[p])), found.lag[p], holder.get(p, "-"))
-            for p in sorted(found.positions)
-        ],
-    )
+    positions = {p: ":".join(map(str, at)) for p, at in sorted(found.positions.items())}
+    rows = [(_named([p]), at, found.lag[p], holder.get(p, "-")) for p, at in positions.items()]
+    cli.table(["partition", "stands at", "lag", "is with"], rows)
 
 
 @_common.command("reset", command, help="Set the positions of a group without members.")

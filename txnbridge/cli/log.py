@@ -30,9 +30,8 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
         try:
             lost = decisions.lost()
             if lost is None:
-                raise InvalidState(
-                    f"the decision log of {application} has all of its evidence: there is nothing to renew"
-                )
+                text = f"the decision log of {application} has all of its evidence: there is nothing to renew"
+                raise InvalidState(text)
             position = decisions.renew() if yes else None
         finally:
             decisions.close()

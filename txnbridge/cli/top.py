@@ -12,7 +12,8 @@ import click
 
 from txnbridge import Bridge, NotSupported, TxnBridgeError
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli, dash, printable
+from txnbridge.cli._common import Cli, ExitCode, dash, exit_code, printable
+from txnbridge.errors import AccessDenied
 from txnbridge.spi import Advice, GroupInfo, OpenTransaction
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MOST_ROWS = 12
 @click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds per update.")
 @click.option("--halves", metavar="GROUP", multiple=True, help="Also count this group's parked half messages.")
 @click.option("--once", is_flag=True, help="Print once and end; with --json for scripts.")
-def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None:
+def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> ExitCode:
     """Show groups with their lag, open and prepared transactions, and the doctor's findings, until Ctrl-C.
 
     The last line names the parts of this view that the broker cannot give.
@@ -38,10 +39,13 @@ def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None
         watch = Watch(bridge, halves)
         if not once:
             _show_live(watch, every)
-        elif cli.json:
-            cli.document(_as_json(watch.look()))
+            return ExitCode.OK
+        state = watch.look()
+        if cli.json:
+            cli.document(_as_json(state))
         else:
-            _common.console().print(_screen(bridge.url, watch.look()))
+            _common.console().print(_screen(bridge.url, state))
+    return state.code
 
 
 @dataclass
@@ -56,6 +60,11 @@ class BrokerState:
     findings: list[Advice] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # names of the parts that this broker does not list
     error: str | None = None
+    code: ExitCode = ExitCode.OK
+
+    def fail(self, error: TxnBridgeError) -> None:
+        self.error = f"{self.error}; {error}" if self.error else str(error)
+        self.code = exit_code(error)
 
 
 class Watch:
@@ -75,12 +84,12 @@ class Watch:
         try:
             self._part(now, "groups", lambda: now.groups.extend(admin.describe_groups(admin.groups()).values()))
             self._part(now, "open transactions", lambda: now.transactions.extend(admin.transactions()))
-            for group in self._halves:
-                now.parked[group] = len(admin.parked(group))
             if self._examined_at is None or now.at - self._examined_at >= _DOCTOR_SECONDS:
                 self._findings, self._examined_at = admin.doctor(), now.at
+            for group in self._halves:
+                now.parked[group] = len(admin.parked(group))
         except TxnBridgeError as error:
-            now.error = str(error)
+            now.fail(error)
         now.findings = [advice for advice in self._findings if advice.level != "ok"]
         if self._last is not None:
             now.rates = _rates(self._last, now)
@@ -92,6 +101,8 @@ class Watch:
             look()
         except NotSupported:
             now.missing.append(name)
+        except AccessDenied as error:  # the other parts may be allowed
+            now.fail(error)
 
 
 def _rates(before: BrokerState, now: BrokerState) -> dict[str, float]:
@@ -108,10 +119,7 @@ def _rates(before: BrokerState, now: BrokerState) -> dict[str, float]:
 
 def _as_json(state: BrokerState) -> dict[str, Any]:
     return {
-        "groups": [
-            {"group": group.name, "members": len(group.members), "lag": sum(group.lag.values())}
-            for group in state.groups
-        ],
+        "groups": [{"group": g.name, "members": len(g.members), "lag": sum(g.lag.values())} for g in state.groups],
         "transactions": [
             {"transaction": t.transaction, "state": t.state, "owner": t.owner, "age": _age(t), "messages": t.messages}
             for t in state.transactions
