@@ -426,9 +426,10 @@ def test_run_until_idle_stays_in_its_own_process_and_tells_what_each_function_di
         (["shop:app", "--workers", "2", "--until-idle"], "not with --until-idle"),
         (["shop:hang", "--reload"], "are for an App"),
         (["shop:app", "--health-host", "::1"], "--health-host is for --health-port"),
+        (["shop:app", "--health-port", "0", "--health-host", "a" * 64], "--health-host is no name of a host"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(folder, monkeypatch, arguments, sentence):
+def test_wrong_options_are_refused(folder, monkeypatch, arguments, sentence):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     result = CliRunner().invoke(main, ["run", *arguments])

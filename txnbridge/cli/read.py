@@ -24,7 +24,7 @@ def place(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
     """Parse the option for where to start reading: earliest, latest or a time."""
     if given in ("earliest", "latest"):
         return given
-    if given.isdecimal():
+    if given.isdecimal() and len(given) < 20:
         return int(given)
     raise click.BadParameter("it is earliest, latest or milliseconds since 1970")
 

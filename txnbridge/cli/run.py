@@ -104,9 +104,7 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_host: s
         raise click.UsageError("workers with one transactional_id would fence each other; an App needs none")
     ctx = click.get_current_context()
     command = [sys.executable, "-m", "txnbridge.cli", "run", target]
-    for name in ("url", "timeout"):
-        if (value := _given(name)) is not None:
-            command += [f"--{name}", str(value)]
+    command += [f"--{name}={value}" for name in ("url", "timeout") if (value := _given(name)) is not None]
     command += ["--json"] * asked_for(ctx, "json") + ["--debug"] * asked_for(ctx, "debug")
     measure = health_port is not None
     supervisor = WorkerSupervisor([*command, "--worker"], workers, app.stop_timeout, reload, measure)
@@ -119,6 +117,8 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_host: s
                 where = f"--health-port {health_port} on {health_host or 'all addresses'}"
                 report(ctx, OSError(error.errno, error.strerror, where))
                 return ExitCode.UNAVAILABLE
+            except UnicodeError:
+                raise click.UsageError("--health-host is no name of a host") from None
             click.echo(f"health checks on port {port}", err=True)
         return supervisor.run()
 
