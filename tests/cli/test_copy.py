@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,24 @@ def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(inv
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as other:
         assert [message.value for message in other.read("orders", 9)] == [b"1", b"3"]
         assert [message.value for message in source.read("dead", 9)] == [bytes(2000)]
+
+
+def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(
+    invoke: Invoke, urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    make = txnbridge.Bridge.processor
+
+    def grown(self: txnbridge.Bridge, *args: Any, **options: Any) -> txnbridge.Processor:
+        self.admin.grow_topic("orders", 2)
+        with self.transaction() as txn:
+            txn.send("orders", b"1", partition=1)
+        return make(self, *args, **options)
+
+    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
+        source.ensure_topics("orders")
+        monkeypatch.setattr(txnbridge.Bridge, "processor", grown)
+        assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]).exit_code == 0
+        assert [message.value for message in target.read("orders", 9)] == [b"1"]
 
 
 def has(bridge: txnbridge.Bridge, count: int) -> bool:

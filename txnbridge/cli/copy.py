@@ -58,7 +58,7 @@ def command(
                     message.value,
                     key=message.key,
                     headers=message.headers.items_all() or None,  # without headers it is sent the quick way
-                    partition=message.partition if alike[message.topic] else None,
+                    partition=message.partition if message.partition < alike[message.topic] else None,
                     timestamp=message.timestamp if 0 < message.timestamp < 1 << 63 else None,
                 )
 
@@ -84,8 +84,8 @@ def command(
 
 def _made_ready(
     cli: Cli, source: txnbridge.Bridge, target: txnbridge.Bridge, patterns: Sequence[str]
-) -> dict[str, bool]:
-    """Create missing topics; return for each topic to copy whether it has as many partitions on the target."""
+) -> dict[str, int]:
+    """Create missing topics; return the partitions of each topic to copy, 0 if it has another number on the target."""
     there = {topic.name: topic.partitions for topic in target.admin.topics()}
     chosen = [t for t in source.admin.topics() if any(fnmatchcase(t.name, pattern) for pattern in patterns)]
     if not chosen:
@@ -97,7 +97,7 @@ def _made_ready(
         elif there[topic.name] != topic.partitions:
             text = f"{topic.name}: {topic.partitions} partitions become {there[topic.name]}, chosen by key"
             click.echo(text, err=True)
-    return {topic.name: there.get(topic.name, topic.partitions) == topic.partitions for topic in chosen}
+    return {t.name: t.partitions if there.get(t.name, t.partitions) == t.partitions else 0 for t in chosen}
 
 
 def _wait_for_earlier(source: txnbridge.Bridge, group: str) -> None:
