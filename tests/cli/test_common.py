@@ -104,6 +104,7 @@ def test_a_foreign_error_shows_its_place_and_not_its_text(fail_with):
 def test_a_failing_system_call_names_the_file(fail_with):
     result = fail_with(FileNotFoundError(2, "No such file or directory", "certificate.pem"))
     assert (result.exit_code, result.stderr) == (1, "txnbridge: certificate.pem: No such file or directory\n")
+    assert fail_with(TimeoutError("secret")).stderr == "txnbridge: the operating system: TimeoutError\n"
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), click.Abort()], ids=["ctrl-c", "prompt"])

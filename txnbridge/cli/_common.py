@@ -300,7 +300,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         help_ = f"; see `{context.command_path} --help`" if context else ""
         return f"{error.format_message().rstrip('.')}{help_}", error.exit_code
     if isinstance(error, OSError):
-        return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
+        return f"{error.filename or 'the operating system'}: {error.strerror or type(error).__name__}", ExitCode.FAILED
     # The text of an error that is not txnbridge's may contain any data, such as a message's body.
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {frame.filename}:{frame.lineno}; --debug shows all", ExitCode.FAILED
