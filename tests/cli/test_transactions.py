@@ -1,5 +1,6 @@
 """`status`, and `transactions list|describe|commit|abort`."""
 
+import dataclasses
 import json
 import logging
 
@@ -88,11 +89,12 @@ def test_transactions_as_json(invoke, prepared):
     assert txnbridge.Token.parse(found["token"]).transaction == prepared.id
 
 
-def test_describe_shows_the_fields_of_a_transaction(invoke, prepared):
+def test_describe_shows_the_fields_of_a_transaction(invoke, bridge, prepared, monkeypatch):
+    (strange,) = bridge.admin.transactions()
+    monkeypatch.setattr(txnbridge.Admin, "transaction", lambda *_: dataclasses.replace(strange, owner="\x1b[2J"))
     shown = dict(line.split(maxsplit=1) for line in invoke("transactions", "describe", prepared.id).stdout.splitlines())
     assert shown["transaction"] == prepared.id
-    assert shown["state"] == "prepared"
-    assert shown["partitions"] == "orders[0]"
+    assert (shown["state"], shown["partitions"], shown["owner"]) == ("prepared", "orders[0]", "\\x1b[2J")
     assert txnbridge.Token.parse(shown["token"]).transaction == prepared.id
 
 

@@ -137,7 +137,7 @@ class Cli:
         if self.json:
             self.document(document)
         for line in lines:
-            self.say(line)
+            self.say(printable(line))  # strangers choose names
 
     def would(self, document: Any, text: str, needed: str = "--yes and --reason TEXT") -> ExitCode:
         """Say what a command would do with the options `needed`, without which it was called; return its exit code."""
@@ -287,7 +287,7 @@ def report(ctx: click.Context, error: Exception) -> int:
         told = {"error": type(error).__name__, "message": text, "exit_code": int(code), "token": token}
         click.echo(json.dumps({k: v for k, v in told.items() if v is not None}), err=True)
     else:
-        line = " ".join(text.split()) + (f" (token: {token})" if token else "")
+        line = printable(" ".join(text.split())) + (f" (token: {token})" if token else "")
         click.echo(f"txnbridge: {line}", err=True)
     return int(code)
 

@@ -23,4 +23,4 @@ def describe(cli: Cli, target: str) -> None:
     the values as far as they are known: those of dataclasses and pydantic models. Nothing is sent to a broker.
     """
     app = load(target, lambda found: isinstance(found, App), "not an App")
-    cli.answer(app.describe(), json.dumps(app.describe(), indent=2))
+    cli.answer(app.describe(), *json.dumps(app.describe(), indent=2).splitlines())
