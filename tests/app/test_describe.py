@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
@@ -156,6 +156,23 @@ def test_schemas_are_those_of_dataclasses_and_models(document):
     }
     assert schemas["Shipment"]["properties"]["delivery"] == {"$ref": "#/components/schemas/Delivery"}
     assert schemas["Delivery"]["properties"]["day"]["format"] == "date"
+
+
+class Callback(pydantic.BaseModel):
+    call: Callable[[], int]
+
+
+def test_a_type_without_a_name_or_a_schema_harms_no_other():
+    several = App()
+    for topic, kind in (("ints", list[int]), ("texts", list[str]), ("calls", Callback)):
+
+        def take(value): ...
+
+        take.__annotations__["value"] = kind
+        several.process(topic, group="g")(take)
+    messages = [m for channel in several.describe()["channels"].values() for m in channel["messages"].values()]
+    items = [m.get("payload", {}).get("items") for m in messages]
+    assert items == [{"type": "integer"}, {"type": "string"}, None]
 
 
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -90,20 +91,23 @@ def _content(codec: Codec) -> _Content:
         name, content_type, payload = _PLAIN[id(codec)]
         message: Document = {"contentType": content_type}
         return _Content(name, message if payload is None else message | {"payload": payload}, {})
-    if isinstance(codec, codecs.dataclass_json):
-        import msgspec
+    with suppress(Exception):  # neither msgspec nor pydantic has a schema of every type
+        if isinstance(codec, codecs.dataclass_json):
+            import msgspec
 
-        kind: Any = codec._cls
-        [schema], inner = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-        name = kind.__name__
-        return _of_schema(name, inner.pop(name, schema), inner)
-    if isinstance(codec, codecs.pydantic):
-        schema = codec._adapter.json_schema(ref_template="#/components/schemas/{model}")
-        inner = schema.pop("$defs", {})
-        return _of_schema(schema.get("title", "value"), schema, inner)
+            kind: Any = codec._cls
+            [schema], inner = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+            name = kind.__name__
+            return _of_schema(name, inner.pop(name, schema), inner)
+        if isinstance(codec, codecs.pydantic):
+            schema = codec._adapter.json_schema(ref_template="#/components/schemas/{model}")
+            inner = schema.pop("$defs", {})
+            return _of_schema(schema.get("title", "value"), schema, inner)
     return _Content(type(codec).__name__.lower(), {}, {})
 
 
 def _of_schema(name: str, schema: Document, inner: Document) -> _Content:
-    message = {"name": name, "contentType": "application/json", "payload": _reference("components", "schemas", name)}
-    return _Content(name, message, {**inner, name: schema})
+    message: Document = {"name": name, "contentType": "application/json", "payload": schema}
+    if name in ("list", "dict", "value"):  # types of other elements have the same name
+        return _Content(name, message, inner)
+    return _Content(name, message | {"payload": _reference("components", "schemas", name)}, {**inner, name: schema})

@@ -70,14 +70,8 @@ def _topics(half: Half) -> list[str]:
 
 
 def _as_json(half: Half) -> dict[str, object]:
-    return {
-        "transaction": half.transaction,
-        "group": half.group,
-        "messages": len(half.messages),
-        "topics": _topics(half),
-        "checks": half.checks,
-        "deadline_at": half.deadline_at,
-    }
+    told = {name: getattr(half, name) for name in ("transaction", "group", "checks", "deadline_at")}
+    return {**told, "messages": len(half.messages), "topics": _topics(half)}
 
 
 @_common.command("resume", command, help="Start the check-backs of a parked half message again.")
