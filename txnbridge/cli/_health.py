@@ -6,7 +6,8 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -52,15 +53,15 @@ def serving(host: str, port: int, pages: dict[str, Callable[[], Answer]]) -> Ite
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: a check comes every few seconds."""
 
-    class Server(ThreadingHTTPServer):
+    class Server(ThreadingTCPServer):  # an HTTPServer would ask the DNS for this machine's name, at length
         address_family = found[0][0]
-        daemon_threads = True
+        daemon_threads = allow_reuse_address = True
 
     server = Server((host, port), RequestHandler)
     thread = Thread(target=server.serve_forever, args=(0.1,), name="txnbridge health", daemon=True)
     thread.start()
     try:
-        yield server.server_port
+        yield server.server_address[1]
     finally:
         server.shutdown()
         thread.join()
