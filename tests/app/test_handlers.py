@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Any, List  # noqa: UP035
 
 import pydantic
 import pytest
@@ -534,10 +534,12 @@ def test_a_batch_function_that_takes_no_list_or_one_message_is_refused():
     app = App()
 
     def one(order: Order) -> None: ...
+    def bare(orders: List) -> None: ...  # type: ignore[type-arg]  # noqa: UP006
 
     def both(orders: list[Order], message: Message) -> None: ...
 
-    for function, sentence in ((one, "is a list, such as list"), (both, "with batch=True it gets many")):
+    refused = "is a list, such as list"
+    for function, sentence in ((one, refused), (bare, refused), (both, "with batch=True it gets many")):
         with pytest.raises(errors.InvalidOption, match=sentence):
             app.process("in", group="g", batch=True)(function)
 

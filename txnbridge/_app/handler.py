@@ -96,7 +96,7 @@ class Handler:
         """Note, from the first parameter, the type of the value, and whether it may be a `Message` or None."""
         kind = self._type(parameter.annotation, needed=True)
         if self.batch:
-            if get_origin(kind) is not list:
+            if get_origin(kind) is not list or not get_args(kind):  # `typing.List` has an origin alone
                 raise InvalidOption(
                     f"with batch=True the first parameter of {self.name} is a list, such as list[Order]"
                 )
