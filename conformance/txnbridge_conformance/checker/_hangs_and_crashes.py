@@ -42,8 +42,8 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
             findings.add("crash", text, [operation.order])
         elif operation.what == "read" and operation.result != "ok" and operation.end is not None:
             findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
-        elif "deadline" in operation.fields:
-            deadline = operation.fields["deadline"]
+        elif "deadline" in (fields := operation.fields):
+            deadline = fields["deadline"]
             taken = spent[operation.order] if spent[operation.order] <= deadline else _taken(tables, pauses, operation)
             if operation.end is None and taken > deadline and _name(tables, operation) not in stopped:
                 taken = _taken(tables, pauses, operation, latest[tables.clock[operation.order]])
@@ -51,7 +51,7 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
                 ended = "took" if operation.end is not None else "has not returned after"
                 text = f"{tables.name(operation.order)} {ended} {taken:.1f} s, its deadline is {deadline:g} s"
                 findings.add("hang", text, [operation.order])
-            elif operation.result == "ok" and _asked_after(operation) > deadline:
+            elif operation.result == "ok" and fields.get("ending", 0) - fields.get("begun", 0) > 1e9 * deadline:
                 text = f"{tables.name(operation.order)} took effect, although its end was requested after its deadline"
                 findings.add("hang", f"{text} of {deadline:g} s", [operation.order])
 
@@ -70,12 +70,6 @@ def _taken(
     if clock in found:
         paused += found[clock].between(operation.start, end)
     return (end - operation.start - paused) / 1e9
-
-
-def _asked_after(operation: Operation) -> float:
-    """Return the seconds between the begin of a transaction and the request for its end; 0 if they are not known."""
-    begun, ending = operation.fields.get("begun", 0), operation.fields.get("ending", 0)
-    return float(ending - begun) / 1e9
 
 
 @dataclass

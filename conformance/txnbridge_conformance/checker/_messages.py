@@ -28,7 +28,8 @@ def check_positions(tables: Tables, findings: Findings) -> None:
     by_place = np.unique(np.stack([key, place, value], axis=1)[known], axis=0)
     for rows in _repeated(by_place[:, :2]):
         values = [tables.value(number) for number in by_place[rows, 2]]
-        text = f"one position of {tables.key(by_place[rows[0], 0])} holds {_list(values)}"
+        text = f"one position of {tables.key(by_place[rows[0], 0])} holds {', '.join(values[:5])}"
+        text += " and others" * (len(values) > 5)
         writers = sorted({int(tables.writer[number]) for number in by_place[rows, 2]} - {NONE})
         findings.add("inconsistent-offsets", text, writers, values)
     by_value = by_place[np.lexsort((by_place[:, 1], by_place[:, 0], by_place[:, 2]))]
@@ -100,10 +101,6 @@ def _repeated(rows: Numbers) -> Iterator[Numbers]:
     begins = np.flatnonzero(np.concatenate(([True], ~same, [True])))
     for at in np.flatnonzero(np.diff(begins) > 1):
         yield np.arange(begins[at], begins[at + 1])
-
-
-def _list(values: list[str]) -> str:
-    return ", ".join(values[:5]) + (" and others" if len(values) > 5 else "")
 
 
 def check_acks(tables: Tables, fate: Numbers, absent: Numbers, time: RealTime, findings: Findings) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from txnbridge_conformance.checker import MEANINGS, Finding, Findings
-from txnbridge_conformance.history import CHANGED, History, Key, Operation, Position
+from txnbridge_conformance.history import CHANGED, History, Key, Position
 from txnbridge_conformance.report.promises import Row, rows
 from txnbridge_conformance.run.verdict import Judgement, Verdict, declared_absent
 
@@ -226,7 +226,7 @@ class Report:
                 operation.process,
                 (operation.start - zero) // 10**5 / 10,
                 ((operation.end or end) - zero) // 10**5 / 10,
-                _COLOURS[_colour(operation)],
+                _COLOURS.get(operation.outcome or _RESULTS[operation.result], _COLOURS["unknown"]),
                 operation.order,
             ]
             for operation in operations
@@ -251,11 +251,6 @@ class Report:
             "bands": bands,
             "end": (end - zero) / 1e6,
         }
-
-
-def _colour(operation: Operation) -> str:
-    outcome = operation.outcome or _RESULTS[operation.result]
-    return outcome if outcome in _COLOURS else "unknown"
 
 
 def _digest(path: str) -> str:

@@ -29,7 +29,6 @@ from txnbridge import (
     Message,
     Outcome,
     Publisher,
-    TokenState,
     Transaction,
     errors,
     hookimpl,
@@ -53,12 +52,7 @@ _SPAN_TIMEOUTS, _SPAN_HOLDS = (2.0, 5.0), (0.0, 5.0)
 # The share of spans that pause before their end, some of them beyond their deadline.
 _SPAN_PAUSE_SHARE = 0.05
 
-# How long some prepared transactions are held, in seconds: they are aborted while the run goes on.
-_SHORT_HOLD = 5.0
-
 _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fail", Outcome.UNKNOWN: "unknown"}
-
-_FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
 # Up to so many events a process opens its bridge; and for how many more it waits for one at which its kill is aimed.
 _LONGEST_OPENING, _LONGEST_WAIT = 3, 300
@@ -255,8 +249,8 @@ class Client:
         `ack` is a group, and the messages to acknowledge for the group. The transaction pauses for `pause` seconds
         before one of its steps or before its end. `thread` is the number of the calling thread, if there are several.
         """
-        # A group's position waits for the outcome of what its members prepare, so that these are held for long.
-        hold = self.random.choice((_SHORT_HOLD, self.plan.hold)) if prepare and ack is None else self.plan.hold
+        # Some are aborted while the run goes on. A group's position waits for what its members prepare.
+        hold = self.random.choice((5.0, self.plan.hold)) if prepare and ack is None else self.plan.hold
         more = {"deadline": timeout, "hold": hold, "thread": thread, "prepare": prepare}
         call = self.start_transaction(**{name: value for name, value in more.items() if value})
         if ack is not None:
@@ -373,7 +367,8 @@ class Client:
             with self.recorded(what, transaction=transaction, wish=wish) as call:
                 if wish == "status":
                     status = bridge.status(token)
-                    outcome, final = status.state.name, status.permanent or status.state in _FINAL
+                    outcome = status.state.name
+                    final = status.permanent or outcome in ("COMMITTED", "ABORTED")
                 else:
                     outcome, final = (bridge.commit if wish == "commit" else bridge.abort)(token).name, True
                 call.note(outcome=outcome.lower())
