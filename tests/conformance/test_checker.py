@@ -380,6 +380,8 @@ def test_an_excuse_covers_only_what_it_explains():
         assert verdict_without("deadline", story) is verdict
     assert verdict_without("atomic-topics", Story().txn("a", "1", p1="2", result=None).read("1")) is Verdict.KEPT
     assert verdict_without("atomic-topics", Story().txn("a", "1", "2", result=None).read("1")) is Verdict.BROKEN
+    within = Story().txn("a", "1", "2", p1="3", result=None).read("1", p1="3")
+    assert verdict_without("atomic-topics", within) is Verdict.BROKEN
 
 
 def test_one_cause_is_named_once_and_its_consequences_are_told():
@@ -480,6 +482,14 @@ def test_a_promise_of_which_two_cases_were_tried_is_not_kept():
     verdicts = {row.promise.name: row for row in rows(findings, judge(story.history(), findings), ())}
     row = verdicts["exactly once"]
     assert (row.verdict, row.evidence) == ("too thin", "1 committed, 1 read, 2 acks with outputs, 1 taken again")
+
+
+def test_a_capability_that_a_broker_has_not_hides_no_other_finding_of_its_promise():
+    absent = ["atomic-ack", "survives-broker-kill"]
+    history = Story().txn("run", what="declares", absent=absent).txn("a", "1").read().history()
+    judgement = judge(history, findings := check(history))
+    verdicts = {row.promise.name: row.verdict for row in rows(findings, judgement, absent)}
+    assert (verdicts["exactly once"], verdicts["durable"]) == ("broken", "declared absent")
 
 
 def test_a_message_with_other_content_is_named_and_counts_as_read():

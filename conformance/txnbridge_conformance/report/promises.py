@@ -123,7 +123,7 @@ def _judged(promise: Promise, findings: Findings, judgement: Judgement, absent: 
     broken = [name for name in promise.findings if name in judgement.broken]
     missing = [name for name in promise.needs if not counts[name]]
     times = ", ".join(f"{findings.counts[name]:,} {name}" for name in broken)
-    if promise.capability in absent:
+    if promise.capability in absent and (promise.shares_findings or not broken):
         return "declared absent", times or f"the broker has no {promise.capability}"
     if broken and not (missing and promise.shares_findings):
         return "broken", times
