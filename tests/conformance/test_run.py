@@ -12,10 +12,12 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
+from txnbridge_conformance.brokers import CannotStart
 from txnbridge_conformance.checker import MEANINGS, check
 from txnbridge_conformance.commands import EXIT_CODES
 from txnbridge_conformance.contract_run import ContractResult
@@ -25,9 +27,10 @@ from txnbridge_conformance.report import Report
 from txnbridge_conformance.run import program
 from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
-from txnbridge_conformance.run.hunt import Hunt
+from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, Injected
+from txnbridge_conformance.run.hunt import Hunt, hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
-from txnbridge_conformance.run.processes import Process
+from txnbridge_conformance.run.processes import Process, RunFailed
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared, _one, finish, own
@@ -37,7 +40,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 import txnbridge
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
-from txnbridge import Event, Headers, Message, connect
+from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
 from txnbridge.spi import Advice, Status, Token, TokenState
@@ -459,6 +462,69 @@ def test_a_part_of_a_run_that_stands_still_is_a_hang_of_its_history(tmp_path):
     hunted.close()
     (case,) = check(read_history([tmp_path])).all
     assert (case.name, case.text.partition(",")[0]) == ("hang", "the wait has not ended")
+
+
+def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topics(tmp_path):
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path / "out"), workloads=["decisions"])
+    topics_at_the_heal = []
+
+    def heal() -> None:
+        with connect(plan.url) as bridge:
+            topics_at_the_heal.append(len(bridge.admin.topics()))
+        raise RunFailed("the hook failed, too")
+
+    class Cut(Faults):
+        def inject(self, chance: random.Random) -> Injected:
+            return Injected("cut", "the net", 600, heal)
+
+    def interrupt(progress: str) -> None:
+        if "1 cut" in progress:
+            raise KeyboardInterrupt
+
+    with pytest.raises(RunFailed):
+        hunt(plan, interrupt, None, (), [Cut()])
+    assert processes_of(tmp_path) == []
+    assert len(topics_at_the_heal) == 1 and topics_at_the_heal[0] >= len(plan.all_topics)
+    with connect(plan.url) as bridge:
+        assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []
+
+
+def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, monkeypatch):
+    create, left = EmbeddedAdmin.create_topic, iter((1, 1, 0))
+    monkeypatch.setattr(
+        EmbeddedAdmin, "create_topic", lambda *args, **more: create(*args, **more) if 1 / next(left) else None
+    )
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path))
+    with closing(Hunt(plan, print, None, None, clients=False)) as hunted:
+        with pytest.raises(ZeroDivisionError), hunted.topics():
+            pass
+    with connect(plan.url) as bridge:
+        assert bridge.admin.topics() == []
+
+
+def test_an_administrator_s_abort_without_an_answer_is_recorded_since_it_may_have_taken_effect():
+    def abort(transaction: str, reason: str) -> None:
+        raise BrokerUnavailable("no answer")
+
+    one = SimpleNamespace(transaction="T", partitions=[("t", 0)])
+    bridge: Any = SimpleNamespace(admin=SimpleNamespace(transactions=lambda: [one], abort=abort))
+    found = {AdminFaults(bridge, ["t"]).inject(random.Random(seed)) for seed in range(20)}
+    assert found == {None, Injected("administrator's abort", "T")}
+
+
+def test_a_node_that_does_not_start_has_a_second_chance_and_then_the_run_fails():
+    answers = [CannotStart("too slow"), None, CannotStart("too slow"), CannotStart("its disk is full")]
+
+    def start(node: int) -> None:
+        if answer := answers.pop(0):
+            raise answer
+
+    broker: Any = SimpleNamespace(nodes=[1], start=start, kill=print, stop=print, pause=print, resume=start)
+    injected = [BrokerFaults(broker).inject(random.Random(seed)) for seed in range(20)]
+    first, second, *_ = filter(None, injected)
+    first.heal()
+    with pytest.raises(CannotStart, match="disk"):
+        second.heal()
 
 
 def test_only_committed_transactions_acknowledge_messages(tmp_path):

@@ -85,11 +85,12 @@ class Hunt:
 
     @contextmanager
     def topics(self) -> Iterator[Bridge]:
-        """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
+        """Create the run's topics and yield a bridge. End faults and processes, and delete the topics, at the end."""
         with self._client.bridge() as bridge, ExitStack() as stack:
             self._roles = self._plan.roles(bridge.capabilities)
             for client, topics in self._places():
                 stack.enter_context(self._created(client, topics))
+            stack.callback(self._end)
             yield bridge
 
     def _places(self) -> list[tuple[Client, Sequence[str]]]:
@@ -100,9 +101,9 @@ class Hunt:
     @contextmanager
     def _created(self, client: Client, topics: Sequence[str]) -> Iterator[None]:
         with client.bridge() as bridge:
-            for topic in topics:
-                bridge.admin.create_topic(topic, self._plan.partitions(topic))
             try:
+                for topic in topics:
+                    bridge.admin.create_topic(topic, self._plan.partitions(topic))
                 yield
             finally:
                 with suppress(TxnBridgeError):
@@ -247,12 +248,16 @@ class Hunt:
                 call.end("ok")
         recorder.close()
 
+    def _end(self) -> None:
+        """Heal the faults that last after an error, and kill the processes."""
+        try:
+            self._heal(math.inf)
+        finally:
+            for process in self._processes:
+                process.kill()
+            self._processes.clear()  # a part that was left to itself starts none again
+
     def close(self) -> None:
-        """Heal the faults that last after an error, kill the processes, and close the history."""
-        self._heal(math.inf)
-        for process in self._processes:
-            process.kill()
-        self._processes.clear()  # a part that was left to itself starts none again
         self._recorder.close()
 
 
