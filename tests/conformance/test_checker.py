@@ -492,6 +492,14 @@ def test_a_capability_that_a_broker_has_not_hides_no_other_finding_of_its_promis
     assert (verdicts["exactly once"], verdicts["durable"]) == ("broken", "declared absent")
 
 
+def test_a_decision_that_nobody_claimed_is_found_where_every_claim_tells_its_wish():
+    for wishes, found in ((("commit", "commit"), 1), (("commit", "abort"), 0), (("commit", None), 0)):
+        story = Story()
+        for wish in wishes:
+            story.txn("a", what="claim", transaction="x", wish=wish, outcome="aborted")
+        assert check(story.history()).counts.get("split-decision", 0) == found
+
+
 def test_a_message_with_other_content_is_named_and_counts_as_read():
     story = Story().txn("a", "1", "2").read("1", "changed:2").txn("b", acks=["1", "changed:2"])
     assert story.drained().found() == ["changed"]

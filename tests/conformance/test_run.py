@@ -1,5 +1,6 @@
 """A run on a sound broker finds nothing, on broken ones it finds the right names, and it says when it was too thin."""
 
+import importlib.util
 import json
 import os
 import random
@@ -24,7 +25,7 @@ from txnbridge_conformance.contract_run import ContractResult
 from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
-from txnbridge_conformance.run import program
+from txnbridge_conformance.run import official_readers, program
 from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, Injected
@@ -33,7 +34,7 @@ from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process, RunFailed
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
-from txnbridge_conformance.run.workloads import _end_prepared, _one, finish, own
+from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, finish, own
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.broker import EmbeddedBroker
 
@@ -423,7 +424,20 @@ def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_p
                 client.publish_token(txn)
         threading.Timer(2, client.stop.set).start()
         finish(client)
-    assert check(read_history([tmp_path])).names == ["split-decision"]
+    history = read_history([tmp_path])
+    assert check(history).names == ["split-decision"]
+    calls = [each for each in history.operations if each.what in ("finish", "status")]
+    assert {each.fields.get("deadline") for each in calls} == {plan.timeout}
+
+
+def test_a_claim_tells_its_deadline_so_that_one_that_hangs_is_found(tmp_path):
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+    with closing(Recorder(tmp_path / "decide0-1.jsonl", "decide0-1", "c")) as recorder:
+        client = Client(plan, "decide0-1", recorder, random.Random(1))
+        threading.Timer(0.5, client.stop.set).start()
+        decide(client)
+    claims = [each for each in read_history([tmp_path]).operations if each.what == "claim"]
+    assert {each.fields.get("deadline") for each in claims} == {plan.timeout}
 
 
 def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_for_is_found_at_the_end(tmp_path):
@@ -525,6 +539,15 @@ def test_a_node_that_does_not_start_has_a_second_chance_and_then_the_run_fails()
     first.heal()
     with pytest.raises(CannotStart, match="disk"):
         second.heal()
+
+
+def test_the_official_client_reads_only_where_it_can_connect(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    names = [
+        official_readers.name_of(Plan(f"kafka://h:1{options}", "a", 1, 1, ""))
+        for options in ("?acks=all", "?security.protocol=ssl")
+    ]
+    assert names == ["confluent_kafka", None]
 
 
 def test_only_committed_transactions_acknowledge_messages(tmp_path):

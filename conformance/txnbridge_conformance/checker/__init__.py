@@ -30,6 +30,7 @@ def check(history: History) -> Findings:
     _full_reads.check_full_reads(tables, fate, time, findings)
     _call_order.check_owners(tables, refined, findings)
     _call_order.check_check_backs(tables, findings)
+    _call_order.check_claims(tables, findings)
     _call_order.check_prepared(tables, fate, time, findings)
     _hangs_and_crashes.check_hangs_and_crashes(tables, findings)
     _messages.check_acks(tables, refined, absent, time, findings)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from txnbridge_conformance.checker._clocks import RealTime
-from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Numbers, Tables
+from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Numbers, Tables, told_by
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 
@@ -74,6 +74,19 @@ def check_check_backs(tables: Tables, findings: Findings) -> None:
             shown = len(operation.fields["values"])
             text = f"{tables.name(operation.order)} showed {shown} messages, which are not the {len(sent[half])} sent"
             findings.add("checkback-lie", text, [half, operation.order])
+
+
+def check_claims(tables: Tables, findings: Findings) -> None:
+    """Find decisions of a decision log that none of the claims on their ids asked for."""
+    claims: dict[str, list[Operation]] = defaultdict(list)
+    for operation in tables.operations:
+        if operation.what == "claim" and operation.transaction:
+            claims[operation.transaction].append(operation)
+    for name, each in claims.items():
+        wishes = tuple(claim.fields.get("wish") or "" for claim in each)  # "commit" begins "committed"
+        for claim in [one for one in each if told_by(one) and not str(one.outcome).startswith(wishes)][:1]:
+            text = f"{name} was decided as {claim.outcome}, and all {len(each)} claims asked for the opposite"
+            findings.add("split-decision", text, [claim.order])
 
 
 def _sessions(tables: Tables, fate: Numbers) -> dict[tuple[str, int], list[_Session]]:

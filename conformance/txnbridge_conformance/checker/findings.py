@@ -42,7 +42,7 @@ MEANINGS = {
     "G1c": "transactions that each read from, or wrote after, the other",
     "G1c-realtime": "reads and writes that contradict the order in which transactions ended and began",
     # about outcomes
-    "split-decision": "two calls returned different outcomes of one transaction",
+    "split-decision": "two calls returned different outcomes, or a decision was returned that nobody claimed",
     "lost-prepare": "a prepared transaction was aborted before its hold had passed, and nobody asked for that",
     "outcome-lie": "a transaction's returned outcome is contradicted by what readers read",
     "orphan-half": "a half message whose local work succeeded was not published",

@@ -356,7 +356,7 @@ class Client:
         """Record a check-back: the messages that the broker showed of an undecided half-message transaction."""
         self.recorder.start("check", transaction=transaction, values=[text_of(each) for each in messages]).end("ok")
 
-    def finish(self, bridge: Bridge, transaction: str, token: str, wish: str) -> bool:
+    def finish(self, bridge: Bridge, transaction: str, token: str, wish: str, **fields: float) -> bool:
         """Commit or abort a prepared transaction by its token, or ask for its status, and record the call.
 
         `wish` is "commit", "abort" or "status". Return whether the outcome is final, so that a second call for the same
@@ -364,7 +364,7 @@ class Client:
         """
         what = "status" if wish == "status" else "finish"
         try:
-            with self.recorded(what, transaction=transaction, wish=wish) as call:
+            with self.recorded(what, transaction=transaction, wish=wish, **fields) as call:
                 if wish == "status":
                     status = bridge.status(token)
                     outcome = status.state.name

@@ -147,8 +147,7 @@ class Hunt:
             "txnbridge": txnbridge.__version__,
         }
         declared = {"absent": absent, "about": about, "settings": settings, "workloads": workloads}
-        kills = self._clients and not self._plan.raw
-        self._recorder.start("declares", **declared, kills=kills).end("ok")
+        self._recorder.start("declares", **declared, kills=self._clients and not self._plan.raw).end("ok")
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
         for role, count in self._roles.items():

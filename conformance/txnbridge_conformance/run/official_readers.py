@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -37,9 +38,10 @@ _WAIT_SECONDS, _HIDDEN_SECONDS, _STANDSTILL_SECONDS = 5, 3600, 60.0
 
 def name_of(plan: Plan) -> str | None:
     """Return the module name of the official client for the plan's broker; None if none is installed or can connect."""
-    scheme = urlsplit(plan.url).scheme
+    scheme, _, _, options, _ = urlsplit(plan.url)
     name = {"kafka": "confluent_kafka", "pulsar": "pulsar", "rocketmq": plan.grpc and "rocketmq"}.get(scheme)
-    return name if name and importlib.util.find_spec(name) else None
+    secured = re.search("sasl|ssl|tls|security|token|user|access_key|listener", options)  # unknown to the readers
+    return name if name and not secured and importlib.util.find_spec(name) else None
 
 
 def read_kafka(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:

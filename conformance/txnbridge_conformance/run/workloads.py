@@ -119,10 +119,10 @@ def decide(client: Client) -> None:
     with client.bridge(writers=1, application=client.plan.named("owner")) as bridge:
         decisions = bridge.decisions()
         while not client.stop.wait(client.random.uniform(0, 0.1)):
-            number = int(time.time() * 10) - client.random.choice((0, 0, 0, 1, 30))
+            name = f"{client.plan.prefix}-{int(time.time() * 10) - client.random.choice((0, 0, 0, 1, 30))}"
             wish = client.random.choice((Decision.COMMIT, Decision.ABORT))
-            name = f"{client.plan.prefix}-{number}"
-            with client.recorded("claim", transaction=name, wish=wish.value) as call:
+            fields = {"transaction": name, "wish": wish.value, "deadline": client.plan.timeout}
+            with client.recorded("claim", **fields) as call:
                 claim = decisions.claim(name, wish)
                 call.note(outcome="committed" if claim.decision is Decision.COMMIT else "aborted")
 
@@ -215,7 +215,7 @@ def _end_prepared(client: Client, bridge: Bridge, txn: Transaction) -> bool:
     """End a prepared transaction, unless the role "finish" has ended it before. Return whether it is committed."""
     client.stop.wait(client.random.uniform(0, 0.5))
     wish = "commit" if client.plan.closing.exists() else client.random.choice(("commit", "commit", "abort"))
-    client.finish(bridge, txn.id, str(txn.token), wish)
+    client.finish(bridge, txn.id, str(txn.token), wish, deadline=client.plan.timeout)
     return bridge.status(str(txn.token)).state is TokenState.COMMITTED
 
 
@@ -256,7 +256,7 @@ def finish(client: Client) -> None:
         for transaction, token in _tokens(client):
             for wish in client.random.choice(_WISHES):
                 if not client.stop.is_set():  # with a broker that is away each call takes its whole deadline
-                    client.finish(bridge, transaction, token, wish)
+                    client.finish(bridge, transaction, token, wish, deadline=client.plan.timeout)
 
 
 def _tokens(client: Client) -> Iterator[tuple[str, str]]:
