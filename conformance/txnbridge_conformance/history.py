@@ -218,10 +218,10 @@ def read_history(paths: Iterable[str | Path]) -> History:
 
 def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
     for path in map(Path, paths):
-        if path.is_dir():
-            yield from sorted(path.glob("*.jsonl"))
-        else:
-            yield path
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] * path.is_file()  # a pipe is read only once
+        if not found:
+            raise HistoryError(f"{path}: no history; give the files that a run has written, or their folder")
+        yield from found
 
 
 _DECODER = json.JSONDecoder(parse_float=functools.cache(float))

@@ -293,6 +293,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "nothing:here", "--out", "{tmp}/out"], 2, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 2, "No module named"),
         (["check", "{tmp}"], 3, "no history"),
+        (["check", "/dev/null"], 3, "/dev/null: no history"),  # as a pipe, which has ended when the report reads it
         (["compare", "{tmp}", "{tmp}"], 2, "no report.json"),
         (["check", __file__], 3, "line 1: one line holds one object"),
         (["contract", "embedded:{tmp}", "--only", "a b"], 3, "Wrong expression"),
