@@ -292,11 +292,7 @@ class Partitions:
     def around(self, value: str) -> list[PlacedMessage]:
         """Return the messages around each place of a value, in their order, with the value's own message."""
         return [
-            self._place(key, row)
+            PlacedMessage(f"{key[0]}[{key[1]}]", position, text, self._writers.get(text.removeprefix(CHANGED)))
             for key, row in self._rows.get(value, ())
-            for row in range(max(0, row - _SPAN), min(len(self._messages[key]), row + _SPAN + 1))
+            for position, text in self._messages[key][max(0, row - _SPAN) : row + _SPAN + 1]
         ]
-
-    def _place(self, key: Key, row: int) -> PlacedMessage:
-        position, value = self._messages[key][row]
-        return PlacedMessage(f"{key[0]}[{key[1]}]", position, value, self._writers.get(value.removeprefix(CHANGED)))

@@ -75,16 +75,12 @@ class Process:
         if code is None:
             return
         if code != -signal.SIGKILL:
-            if not self._has_connected():
+            history = Path(self._plan.folder) / f"{self.name}.jsonl"
+            if not history.exists() or b'"result":"ok"' not in history.read_bytes():
                 raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
             last = self._last_lines().splitlines()[-1]
             self._complain(self.name, f"it ended with {code}, and {self._errors.name} ends with: {last[:200]}")
         self.start()
-
-    def _has_connected(self) -> bool:
-        with suppress(OSError):
-            return b'"result":"ok"' in (Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes()
-        return False
 
     def _last_lines(self) -> str:
         return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"

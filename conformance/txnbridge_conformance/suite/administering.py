@@ -18,7 +18,7 @@ from txnbridge import (
     codecs,
 )
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.observing import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild, needs, proves
 
 
@@ -104,17 +104,21 @@ def test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag(bridge: B
 
 
 @proves(Capability.GROUP_ADMIN)
-def test_a_group_is_set_back_once_it_has_no_members(bridge: Bridge, topic: str, group: str) -> None:
-    send(bridge, topic, b"1", b"2")
-    with bridge.consumer(topic, group) as member:
+def test_a_group_is_set_back_once_it_has_no_members(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    topics = one, other = new_topic(), new_topic()
+    for topic in topics:
+        send(bridge, topic, b"1", b"2")
+    with bridge.consumer(topics, group) as member:
         with bridge.transaction() as txn:
-            txn.ack(take(member, 2))
+            txn.ack(take(member, 4))
         with pytest.raises(InvalidState):
             bridge.admin.reset_group(group)
-    eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
-    bridge.admin.reset_group(group)
-    with bridge.consumer(topic, group) as member:
-        assert values(take(member, 2)) == [b"1", b"2"]
+    for to, names, again in (("earliest", one, [b"1", b"2"]), ("latest", None, [])):
+        eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
+        bridge.admin.reset_group(group, to, names)
+        markers = mark(bridge, one) | mark(bridge, other)
+        with bridge.consumer(topics, group) as member:
+            assert values(up_to(member, markers)) == again
 
 
 def test_the_bounds_of_a_topic_are_what_can_be_read_of_it(bridge: Bridge, new_topic: NewTopic) -> None:

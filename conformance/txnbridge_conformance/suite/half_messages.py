@@ -35,7 +35,7 @@ def undecided(*_: Any) -> Decision:
 def test_half_messages_are_published_as_the_work_went_and_not_before(
     bridge: Bridge, new_topic: NewTopic, group: str, decision: Decision
 ) -> None:
-    one, other = new_topic(), new_topic()
+    one, other = new_topic(), new_topic(partitions=2)
     before: list[object] = []
 
     def execute(txn: HalfTransaction, arg: Any) -> Decision:
@@ -46,11 +46,13 @@ def test_half_messages_are_published_as_the_work_went_and_not_before(
         with halves.transaction("given") as txn:
             txn.send(one, b"1", key="key", headers={"name": "value"})
             txn.send(one, b"2", key="key")
-            txn.send(other, None)
+            for number in (0, 1):
+                txn.send(other, None, key="key", partition=number)
     assert before == ["given"]
     assert txn.outcome is (Outcome.COMMITTED if decision is COMMIT else Outcome.ABORTED)
     assert values(seen(bridge, one)) == ([b"1", b"2"] if decision is COMMIT else [])
-    assert values(seen(bridge, other)) == ([None] if decision is COMMIT else [])
+    there = sorted((m.partition, m.value) for m in seen(bridge, other))
+    assert there == ([(0, None), (1, None)] if decision is COMMIT else [])
     if decision is COMMIT:
         first = seen(bridge, one)[0]
         assert (first.key, first.headers["name"]) == (b"key", "value")
