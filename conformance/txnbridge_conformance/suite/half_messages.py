@@ -73,7 +73,8 @@ def test_half_messages_of_a_killed_process_end_as_their_application_says(
         asked.append((id, [(m.topic, m.value) for m in messages]))
         return decision
 
-    with bridge.resolver(group, check=check) as resolver:
+    opposite = ABORT if decision is COMMIT else COMMIT
+    with bridge.resolver(f"{group}-too", check=lambda *_: opposite), bridge.resolver(group, check=check) as resolver:
         eventually(lambda: resolver.stats.committed + resolver.stats.aborted, "somebody is asked")
     assert asked[-1] == (transaction, [(one, b"1"), (other, b"2")])
     assert values(seen(bridge, one)) == ([b"1"] if decision is COMMIT else [])
