@@ -18,18 +18,8 @@ from tests.conformance.simulated_processes import SECONDS, SESSION, Killed, Log,
 VARIANTS = ("", "machines", "jump", "pauses", "renewed", "cut")
 
 TRIES = 80  # runs of a seed until one has a chance for the defect
-ROLES = {
-    "write": 1,
-    "own": 2,
-    "feed": 1,
-    "copy": 2,
-    "process": 1,
-    "finish": 1,
-    "watch": 1,
-    "sell": 1,
-    "span": 1,
-    "decide": 2,
-}
+ROLES = dict.fromkeys(["write", "own", "feed", "copy", "process", "finish", "watch", "sell", "span", "decide"], 1)
+ROLES |= {"own": 2, "copy": 2, "decide": 2}
 SOURCES = ("write", "own", "feed", "sell", "decide", "finish", "span")
 
 

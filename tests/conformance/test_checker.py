@@ -462,18 +462,9 @@ def test_evidence_is_counted_by_what_could_have_been_broken():
     story.send("t", call, "14", to=("other", 0))
     story.end("t", call)
     history = story.read("2", "3", "4", "8").history()
-    assert evidence(history, check(history)) == {
-        "over topics": 1,
-        "acks with outputs": 6,
-        "killed and committed": 1,
-        "killed and aborted": 1,
-        "taken again": 1,
-        "takeovers": 1,
-        "finished by others": 1,
-        "overslept": 1,
-        "killed undecided": 1,
-        "spans": 1,
-    }
+    once: tuple[str, ...] = ("over topics", "killed and committed", "killed and aborted", "taken again", "takeovers")
+    once += ("finished by others", "overslept", "killed undecided", "spans")
+    assert evidence(history, check(history)) == {**dict.fromkeys(once, 1), "acks with outputs": 6}
 
 
 def test_a_promise_of_which_two_cases_were_tried_is_not_kept():
@@ -639,23 +630,7 @@ def test_a_value_that_two_calls_send_is_refused_with_both_calls():
 
 
 WRONG: tuple[Any, ...] = (
-    None,
-    0,
-    -1,
-    1 << 64,
-    1.5,
-    True,
-    "",
-    "a",
-    "ab",
-    [],
-    [0],
-    ["a"],
-    [[]],
-    [[0, 0]],
-    [["t", 0]],
-    {},
-    {"a": 1},
+    *(None, 0, -1, 1 << 64, 1.5, True, "", "a", "ab", [], [0], ["a"], [[]], [[0, 0]], [["t", 0]], {}, {"a": 1}),
 )
 
 

@@ -506,13 +506,10 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
 
 def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, monkeypatch):
     create, left = EmbeddedAdmin.create_topic, iter((1, 1, 0))
-    monkeypatch.setattr(
-        EmbeddedAdmin, "create_topic", lambda *args, **more: create(*args, **more) if 1 / next(left) else None
-    )
+    monkeypatch.setattr(EmbeddedAdmin, "create_topic", lambda *a, **more: 1 / next(left) and create(*a, **more))
     plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path))
-    with closing(Hunt(plan, print, None, None, clients=False)) as hunted:
-        with pytest.raises(ZeroDivisionError), hunted.topics():
-            pass
+    with closing(Hunt(plan, print, None, None, False)) as hunted, pytest.raises(ZeroDivisionError):
+        hunted.topics().__enter__()
     with connect(plan.url) as bridge:
         assert bridge.admin.topics() == []
 
@@ -544,11 +541,8 @@ def test_a_node_that_does_not_start_has_a_second_chance_and_then_the_run_fails()
 
 def test_the_official_client_reads_only_where_it_can_connect(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    names = [
-        official_readers.name_of(Plan(f"kafka://h:1{options}", "a", 1, 1, ""))
-        for options in ("?acks=all", "?security.protocol=ssl")
-    ]
-    assert names == ["confluent_kafka", None]
+    for options, name in ("acks=all", "confluent_kafka"), ("security.protocol=ssl", None):
+        assert official_readers.name_of(Plan(f"kafka://h:1?{options}", "a", 1, 1, "")) == name
 
 
 def test_only_committed_transactions_acknowledge_messages(tmp_path):
