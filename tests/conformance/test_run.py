@@ -146,6 +146,21 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
     time.sleep(600)
 
 
+def test_a_process_that_was_killed_by_neither_the_run_nor_itself_has_crashed(tmp_path):
+    plan, complaints = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path)), list[str]()
+    process = Process(plan, "decide", 0, lambda role: 0, lambda name, what: complaints.append(f"{name}: {what}"))
+    try:
+        for kill in (process.kill, lambda: os.kill(int(processes_of(tmp_path)[0].split()[0]), signal.SIGKILL)):
+            history = tmp_path / f"{process.name}.jsonl"
+            eventually(lambda: history.exists() and '"result":"ok"' in history.read_text(), "it works")  # noqa: B023
+            kill()
+            eventually(lambda: processes_of(tmp_path) == [], "it is dead")
+            process.replace_dead()
+    finally:
+        process.kill()
+    assert complaints == ["decide0-2: it ended with -9, and decide0-2.err ends with: it said nothing"]
+
+
 def test_a_password_is_neither_among_a_process_s_arguments_nor_in_a_file(tmp_path):
     url = f"{scheme_of(broken.Sound)}:{tmp_path / 'broker.db'}?sasl.password=hunter2"
     plan = Plan(url, "secret", 1, 60, str(tmp_path), plugins=["tests.conformance.broken"])
@@ -192,8 +207,8 @@ def test_a_process_that_waits_is_ended_by_sigterm(thread, tmp_path):
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Return the writers of the run with this folder, one line each."""
-    lines = [path.read_text().partition("\n") for path in folder.glob("write*.jsonl")]
+    """Return the processes of the run with this folder, one line each."""
+    lines = [path.read_text().partition("\n") for path in folder.glob("*.jsonl")]
     numbers = ",".join(str(json.loads(first)["pid"]) for first, complete, _ in lines if complete)
     listed = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "-p", numbers], capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if "run.program" in line]
@@ -493,12 +508,12 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
             return Injected("cut", "the net", 600, heal)
 
     def interrupt(progress: str) -> None:
-        if "1 cut" in progress:
+        if processes_of(tmp_path / "out") and "1 cut" in progress:
             raise KeyboardInterrupt
 
     with pytest.raises(RunFailed):
         hunt(plan, interrupt, None, (), [Cut()])
-    assert processes_of(tmp_path) == []
+    assert processes_of(tmp_path / "out") == []
     assert len(topics_at_the_heal) == 1 and topics_at_the_heal[0] >= len(plan.all_topics)
     with connect(plan.url) as bridge:
         assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []

@@ -58,7 +58,7 @@ class Process:
         return f"{self._name}-{self._starts}"
 
     def start(self) -> None:
-        self._starts += 1
+        self._starts, self._killed = self._starts + 1, False
         self._errors = Path(self._plan.folder) / f"{self.name}.err"
         command = [sys.executable, "-m", "txnbridge_conformance.run.program"]
         with open(self._errors, "wb") as errors:
@@ -71,12 +71,12 @@ class Process:
 
     def replace_dead(self) -> None:
         """Start the process again if it has ended. Raise `RunFailed` if it ended before it had connected."""
-        code = self._process.poll()
-        if code is None:
+        if (code := self._process.poll()) is None:
             return
-        if code != -signal.SIGKILL:
-            history = Path(self._plan.folder) / f"{self.name}.jsonl"
-            if not history.exists() or b'"result":"ok"' not in history.read_bytes():
+        history = Path(self._plan.folder) / f"{self.name}.jsonl"
+        told = history.read_bytes() if history.exists() else b""
+        if not self._killed and b'"fault":"kill at ' not in told:
+            if b'"result":"ok"' not in told:
                 raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
             last = self._last_lines().splitlines()[-1]
             self._complain(self.name, f"it ended with {code}, and {self._errors.name} ends with: {last[:200]}")
@@ -113,6 +113,7 @@ class Process:
             self.kill()
 
     def kill(self) -> None:
+        self._killed = True
         self._signal(signal.SIGKILL)
         self._process.wait()
         self.resume()
