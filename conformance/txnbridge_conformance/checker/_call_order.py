@@ -179,7 +179,7 @@ class _AdminAborts:
             return True
         assert prepared.transaction is not None and prepared.end is not None
         owner, clock = prepared.transaction.partition("/")[0], self._tables.clock[prepared.order]
-        listed = prepared.end + _LISTED_BEFORE
+        listed, known = prepared.end + _LISTED_BEFORE, known + _LISTED_BEFORE  # an abort is recorded after its answer
         first = bisect_right(self._unknown, (prepared.start, len(self._tables.clocks)))
         return any(
             at < (known if target.startswith(owner) else listed) and of == clock
