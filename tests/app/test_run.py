@@ -30,7 +30,7 @@ from txnbridge.cli._health import health, serving
 from txnbridge.cli._supervisor import Worker, WorkerSupervisor
 
 SHOP = """
-import asyncio, os, time
+import asyncio, os, sys, time
 import txnbridge
 
 app = txnbridge.App(stop_timeout=2)
@@ -76,10 +76,14 @@ def finish(order):
 def die(order):
     os.kill(os.getpid(), 35)  # a real-time signal, which has no name
 
+def leave(order):
+    sys.exit()
+
 def rest(order):
     resting.pause("rest")
 
-waiting, hanging, refusing, finishing, dying, resting = map(one, (wait, hang, refuse, finish, die, rest))
+waiting, hanging, refusing, finishing = map(one, (wait, hang, refuse, finish))
+dying, resting, leaving = map(one, (die, rest, leave))
 def finish_slowly(order):
     print("here", flush=True)
     time.sleep(0.4)
@@ -256,6 +260,7 @@ def test_signals_to_all_processes_of_a_service_let_the_service_finish_too(folder
         ("hanging", [signal.SIGINT, signal.SIGTERM], 143, ""),
         ("refusing", [], 1, "a test says so"),
         ("finishing", [], 0, "the application has stopped itself"),
+        ("leaving", [], 1, "a function has called sys.exit()"),
         ("nowhere", [], 3, "missing"),
         ("empty", [], 2, "no functions"),
         ("lifeless", [], 3, 'in without_database\n    raise ValueError("no database")\nValueError: no database\n'),

@@ -253,9 +253,7 @@ _BROKER_OPTIONS = (
 )
 
 
-reason_option = click.option(
-    "--reason", metavar="TEXT", help="The reason for overriding the application; it is logged."
-)
+reason_option = click.option("--reason", metavar="TEXT", help="Why the application is overridden; it is logged.")
 
 
 def guarded(
