@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from datetime import date
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -162,17 +162,18 @@ class Callback(pydantic.BaseModel):
     call: Callable[[], int]
 
 
-def test_a_type_without_a_name_or_a_schema_harms_no_other():
+def test_a_type_without_a_name_of_its_own_or_a_schema_harms_no_other():
     several = App()
-    for topic, kind in (("ints", list[int]), ("texts", list[str]), ("calls", Callback)):
+    kinds = [list[int], list[str], Callback, Order, make_dataclass("Order", [("total", int)])]
+    for topic, kind in zip("abcde", kinds, strict=True):
 
         def take(value): ...
 
         take.__annotations__["value"] = kind
         several.process(topic, group="g")(take)
     messages = [m for channel in several.describe()["channels"].values() for m in channel["messages"].values()]
-    items = [m.get("payload", {}).get("items") for m in messages]
-    assert items == [{"type": "integer"}, {"type": "string"}, None]
+    lists = [{"type": "array", "items": {"type": kind}} for kind in ("integer", "string")]
+    assert [m.get("payload") for m in messages] == [*lists, None, {"$ref": "#/components/schemas/Order"}, None]
 
 
 PROGRAM = """

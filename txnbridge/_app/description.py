@@ -47,12 +47,12 @@ def describe(title: str, version: str, urls: Mapping[str, str | None], handlers:
         operation: Document = {"action": action, "channel": _reference("channels", place), "messages": []}
         if summary := (handler.function.__doc__ or "").strip().partition("\n")[0]:
             operation["summary"] = summary
-        if action == "receive":
-            operation["x-group"] = handler.group
+        operation |= {"x-group": handler.group} if action == "receive" else {}
         for content in contents:
             channel["messages"][content.name] = content.message
             operation["messages"].append(_reference("channels", place, "messages", content.name))
-            schemas.update(content.schemas)
+            if any(schemas.setdefault(name, schema) != schema for name, schema in content.schemas.items()):
+                content.message.pop("payload")  # another class of the same name has this schema
         operations[name] = operation
 
     for name, handler in handlers.items():
