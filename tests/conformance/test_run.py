@@ -509,7 +509,9 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
 
     def interrupt(progress: str) -> None:
         if processes_of(tmp_path / "out") and "1 cut" in progress:
-            raise KeyboardInterrupt
+            with connect(plan.url) as bridge, bridge.transaction(prepare=True) as txn:
+                txn.send(plan.topics[0], b"of a process that was killed meanwhile")
+            signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(RunFailed):
         hunt(plan, interrupt, None, (), [Cut()])

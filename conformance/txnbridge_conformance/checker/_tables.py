@@ -256,15 +256,10 @@ def _places(keys: Numbers, positions: Sequence[Sequence[int] | None]) -> Numbers
     new = np.any(ranked[1:] != ranked[:-1], axis=1)
     ranks = np.concatenate(([0], np.cumsum(new)))
     found = np.empty(len(known), np.int64)
-    found[order] = ranks - _first_of_each(ranked[:, 0], ranks)
+    begins = np.concatenate(([True], ranked[1:, 0] != ranked[:-1, 0]))  # of the keys
+    found[order] = ranks - ranks[np.maximum.accumulate(np.where(begins, np.arange(len(ranks)), 0))]
     places[rows] = found
     return places
-
-
-def _first_of_each(keys: Numbers, ranks: Numbers) -> Numbers:
-    """Return, for each row, the rank in the first row with the same key. The rows are sorted by key."""
-    begins = np.concatenate(([True], keys[1:] != keys[:-1]))
-    return ranks[np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))]
 
 
 UNKNOWN, COMMITTED, ABORTED = 0, 1, 2

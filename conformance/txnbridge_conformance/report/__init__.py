@@ -162,7 +162,10 @@ class Report:
             "python": platform.python_version(),
             "senders": self._senders(),
             "clients": sorted({process.client for process in self.history.processes}),
-            "histories": {Path(p.file).name: _digest(p.file) for p in self.history.processes},
+            "histories": {
+                file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+                for file in [Path(process.file) for process in self.history.processes]
+            },
         }
 
     def _around(self, partitions: Partitions | None, values: Sequence[str]) -> list[dict[str, Any]]:
@@ -251,10 +254,6 @@ class Report:
             "bands": bands,
             "end": (end - zero) / 1e6,
         }
-
-
-def _digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 # How many messages are shown before and after the one of a finding.

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import WORKLOADS, Plan
 from txnbridge_conformance.run.processes import Process
-from txnbridge_conformance.run.settling import ALL, Settling
+from txnbridge_conformance.run.settling import ALL, Settling, open_on
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
@@ -106,6 +107,10 @@ class Hunt:
                     bridge.admin.create_topic(topic, self._plan.partitions(topic))
                 yield
             finally:
+                with suppress(TxnBridgeError):
+                    for transaction in open_on(bridge, topics):  # left by killed processes
+                        with suppress(TxnBridgeError):
+                            bridge.admin.abort(transaction, reason="conformance run")
                 with suppress(TxnBridgeError):
                     mine = [topic.name for topic in bridge.admin.topics() if self._plan.prefix in topic.name]
                     for topic in mine:
@@ -267,12 +272,13 @@ def hunt(
 
     `kinds` selects the faults. "client" attacks the run's processes and transactions. "network" puts a proxy between
     some processes and the broker. "broker" attacks the broker's nodes. The last two need `broker`, a broker that was
-    started for this run. `more` are further sources of faults.
+    started for this run. `more` are further sources of faults. SIGTERM interrupts the run as Ctrl-C does.
     """
     os.makedirs(plan.folder, exist_ok=True)
     if broker:
         plan = replace(plan, version=f"{broker.version}, nodes: {len(broker.nodes)}")
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         proxy = stack.enter_context(faults.proxy(broker)) if broker and "network" in kinds else None
         running = Hunt(plan, progress, broker if "broker" in kinds else None, proxy, "client" in kinds, more)
         stack.callback(running.close)

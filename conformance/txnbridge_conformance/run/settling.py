@@ -153,7 +153,7 @@ class Settling:
 
         def ended() -> bool:
             nonlocal left
-            now = _open_on(self._bridge, self._topics)
+            now = open_on(self._bridge, self._topics)
             left = now if left is None else left & now
             return not left
 
@@ -180,7 +180,7 @@ class Settling:
         with self._client.at_second().bridge() as second:
             bridges, topics = (self._bridge, second), frozenset(self._plan.spanned)
             txnbridge.spanning(*bridges)  # this process is a resolver as long as both bridges are open
-            self._await(lambda: not any(_open_on(each, topics) for each in bridges), "parts of spans are still open")
+            self._await(lambda: not any(open_on(each, topics) for each in bridges), "parts of spans are still open")
 
     # --- half messages ------------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Settling:
         return not left
 
 
-def _open_on(bridge: Bridge, topics: Collection[str]) -> set[str]:
+def open_on(bridge: Bridge, topics: Collection[str]) -> set[str]:
     """Return the transactions that a broker lists as open or prepared on these topics."""
     if not bridge.capabilities[Capability.LIST_OPEN]:
         return set()
