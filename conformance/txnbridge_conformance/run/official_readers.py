@@ -47,12 +47,8 @@ def name_of(plan: Plan) -> str | None:
 def read_kafka(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     from confluent_kafka import Consumer, KafkaError, TopicPartition
 
-    settings = {
-        "bootstrap.servers": urlsplit(plan.url).netloc,
-        "group.id": "official",
-        "isolation.level": "read_committed",
-    }
-    consumer = Consumer({**settings, "enable.auto.commit": False, "enable.partition.eof": True, "log_level": 0})
+    settings = {"bootstrap.servers": urlsplit(plan.url).netloc, "isolation.level": "read_committed", "log_level": 0}
+    consumer = Consumer({**settings, "group.id": "official", "enable.auto.commit": False, "enable.partition.eof": True})
     partitions = {topic: consumer.list_topics(topic, _ANSWER_SECONDS).topics[topic].partitions for topic in topics}
     left = {(topic, number) for topic in topics for number in partitions[topic]}
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in left])

@@ -542,14 +542,15 @@ def test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking(
 
 @proves(Capability.START_BY_TIME, Capability.REPLAY)
 @needs(Capability.TIMESTAMPS)
-def test_reading_goes_on_from_a_point_in_time(bridge: Bridge, topic: str) -> None:
+def test_reading_goes_on_from_a_point_in_time(bridge: Bridge, topic: str, group: str) -> None:
     with bridge.transaction() as txn:
         for number in (1, 2, 3):
             txn.send(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
-    with bridge.consumer(topic) as consumer:
-        take(consumer, 3)
-        consumer.seek(1_600_000_000_002)
-        assert values(take(consumer, 2)) == [b"2", b"3"]
+    for name in (None, group):
+        with bridge.consumer(topic, name) as consumer:
+            take(consumer, 3)
+            consumer.seek(1_600_000_000_002)
+            assert values(take(consumer, 2)) == [b"2", b"3"]
 
 
 def test_a_paused_partition_delivers_nothing_until_it_is_resumed(bridge: Bridge, new_topic: NewTopic) -> None:

@@ -54,7 +54,7 @@ def test_a_publisher_knows_its_last_sequence(connect: Connect, bridge: Bridge, t
         assert publisher.last_sequence(topic) is None
         for number in (3, 4, 8):
             publisher.send(topic, b"%d" % number, sequence=number)
-        publisher.flush()
+            publisher.flush()
         assert publisher.last_sequence(topic) == 8
     with connect().publisher(owner) as publisher:
         assert publisher.last_sequence(topic) == 8
