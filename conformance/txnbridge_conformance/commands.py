@@ -216,7 +216,7 @@ def run(
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
     with _started(url, raw, seconds, {"version": version} if version else {}) if starts else nullcontext() as broker:
-        address = _url_of(broker) if broker else url
+        address = broker.url + (f"?admin_url={broker.admin_url}" if broker.admin_url else "") if broker else url
         grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
         known = SETTINGS.get("embedded" if url.startswith("embedded:") else url, {})
         settings = {
@@ -261,10 +261,6 @@ def _started(name: str, raw: bool, seconds: float, options: dict[str, Any]) -> A
         options |= {"settings": {"transactionCheckInterval": "5000"}}
     broker: AbstractContextManager[Broker] = getattr(brokers, name)(**options)
     return broker
-
-
-def _url_of(broker: Broker) -> str:
-    return f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
 
 
 @command.command("check")

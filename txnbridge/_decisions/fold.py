@@ -185,7 +185,8 @@ class LogState:
         elif isinstance(record, Done):
             self.ids.mark_done(record.id, record.up_to)
         elif isinstance(record, Claimed) and record.begin is not None and claim is not None:
-            if _leaves_work(record):
+            # The broker may still have to carry out what such a claim decides.
+            if record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None):
                 self.ids.commit(record, self._unfinished(record.id, record.begin, claim))
             self.ids.release(record.id, record.begin)
             return  # `_take_claim` has reported it: whether it counts does not depend on the log's beginning
@@ -378,8 +379,3 @@ class LogState:
         self._unjudged = [late for late in self._unjudged if late[0] >= before]
         if not self.completeness.complete:
             self._ack_windows = [window for window in self._ack_windows if window[0] >= before]
-
-
-def _leaves_work(record: Claimed) -> bool:
-    """Return whether the broker may still have to carry out what a claim on a transaction with a token decides."""
-    return record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None)

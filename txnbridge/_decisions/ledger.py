@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
-from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit
+from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
 from txnbridge._decisions.engine import Engine
 from txnbridge._decisions.queries import (
     Query,
@@ -179,7 +179,9 @@ class LogLedger(Ledger):
             for (of, partition), holds in state.ids.holds.items():
                 living = [hold for hold in holds if oldest is not None and hold.begin.at >= oldest]
                 if of == group and living:
-                    found[partition] = _held(living[0])
+                    hold = living[0]
+                    begin = {"at": list(hold.begin.at), "id": hold.begin.id}
+                    found[partition] = Held(str(hold.id[0]), begin, hold.expires_at)
         return found
 
 
@@ -189,10 +191,6 @@ def _entry(record: EntryRecord) -> LedgerEntry:
 
 def _decided(commit: UnfinishedCommit) -> tuple[str, LedgerClaim]:
     return str(commit.id[0]), _public(commit.claim)
-
-
-def _held(hold: PartitionHold) -> Held:
-    return Held(str(hold.id[0]), {"at": list(hold.begin.at), "id": hold.begin.id}, hold.expires_at)
 
 
 def _public(claim: CountingClaim) -> LedgerClaim:

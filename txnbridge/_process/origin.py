@@ -46,7 +46,8 @@ def origin_headers(
     """
     ours = {
         # The reason may contain data of the message, because readers of this topic get the message anyway.
-        "reason": _encodable(reason_of(error)[:_MAX_REASON]),
+        # An error may quote broken input, with halves of characters (lone surrogates).
+        "reason": reason_of(error)[:_MAX_REASON].encode("utf-8", "backslashreplace").decode(),
         "topic": message.topic,
         "partition": str(message.partition),
         "position": json.dumps(message.position, separators=(",", ":")),
@@ -59,11 +60,6 @@ def origin_headers(
         *without_prefix(message.headers, prefix),
         *((prefix + name, value.encode("utf-8", "surrogateescape")) for name, value in ours.items()),
     ]
-
-
-def _encodable(text: str) -> str:
-    """Return a text with halves of characters (lone surrogates) escaped: an error may quote broken input."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def without_prefix(headers: Headers, prefix: str) -> list[tuple[str, bytes | None]]:

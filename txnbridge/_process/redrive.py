@@ -159,7 +159,9 @@ class Redrive:
 
     def _batches(self) -> Iterator[list[Message]]:
         """Yield batches of the dead letters that no redrive has sent back, up to the topic's present end."""
-        ends = self._ends()
+        with self._bridge.consumer(self._topic, start="latest") as tail:
+            tail.poll(1, timeout=0)  # assigns the consumer's partitions
+            ends = tail.positions()
         with self._bridge.consumer(self._topic, f"txnbridge-redrive-{self._topic}") as consumer:
             while not _is_through(consumer, ends):
                 batch = consumer.poll(_BATCH, _POLL_SECONDS)
@@ -167,11 +169,6 @@ class Redrive:
                 # end.
                 if before_end := [m for m in batch if m.position < ends.get((m.topic, m.partition), ())]:
                     yield before_end
-
-    def _ends(self) -> dict[Partition, Position]:
-        with self._bridge.consumer(self._topic, start="latest") as tail:
-            tail.poll(1, timeout=0)  # assigns the consumer's partitions
-            return tail.positions()
 
 
 def _send_to_retry(txn: Transaction, retry_topic: str, message: Message, letter: DeadLetter) -> None:

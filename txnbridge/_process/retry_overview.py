@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from txnbridge._base.messages import Message, Position
 from txnbridge._process.retries import WaitingMessage, parse_retry_topic, retry_group
-from txnbridge._read.consumer import Consumer
 from txnbridge.capabilities import Capability
 from txnbridge.errors import NotFound
 from txnbridge.spi import Partition
@@ -108,12 +107,5 @@ def _unread(
         if positions:
             here = consumer.assignment
             consumer.seek({partition: at for partition, at in positions.items() if partition in here})
-        yield from _to_the_end(consumer)
-
-
-def _to_the_end(consumer: Consumer) -> Iterator[Message]:
-    while True:
-        batch = consumer.poll(_POLL, _POLL_SECONDS)
-        yield from batch
-        if not batch and not any(consumer.lag().values()):
-            return
+        while (batch := consumer.poll(_POLL, _POLL_SECONDS)) or any(consumer.lag().values()):
+            yield from batch

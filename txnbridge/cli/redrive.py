@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 import txnbridge
@@ -46,14 +44,11 @@ def _show(cli: Cli, redrive: Redrive) -> None:
     found = redrive.preview()
     if cli.json:
         for message, letter in found:
-            cli.document(_as_json(message, letter))
+            place = {"partition": message.partition, "position": message.position}
+            cli.document({"dead_letter": place, **vars(letter)})
         return
     columns = ["dead letter", "comes from", "group", "attempts", "since", "reason"]
     cli.table(columns, [_as_row(message, letter) for message, letter in found])
-
-
-def _as_json(message: txnbridge.Message, letter: DeadLetter) -> dict[str, Any]:
-    return {"dead_letter": {"partition": message.partition, "position": message.position}, **vars(letter)}
 
 
 def _as_row(message: txnbridge.Message, letter: DeadLetter) -> tuple[str, ...]:

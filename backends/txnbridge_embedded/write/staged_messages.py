@@ -133,7 +133,10 @@ class StagedMessages:
         packed = pack(headers) if headers else None
         size = (len(value) if value else 0) + (len(key) if key else 0) + (len(packed) if packed else 0)
         if size > self._max_bytes:
-            raise self._too_large(topic, size)
+            raise InvalidOption(
+                f"a message for {topic} has {size} bytes with its key and headers; this broker accepts"
+                f" {self._max_bytes} (option max_message_bytes)"
+            )
         rows.add(value, key, packed, timestamp)
         rows.size += size
         self.count += 1
@@ -172,12 +175,6 @@ class StagedMessages:
     def _call_overflow(self) -> None:
         self._emptied += 1
         self._overflow()
-
-    def _too_large(self, topic: str, size: int) -> InvalidOption:
-        return InvalidOption(
-            f"a message for {topic} has {size} bytes with its key and headers; this broker accepts {self._max_bytes} "
-            "(option max_message_bytes)"
-        )
 
     def _topic(self, name: str) -> StoredTopic:
         topic = self._topics.get(name)

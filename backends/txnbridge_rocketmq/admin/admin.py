@@ -59,7 +59,8 @@ class RocketMQAdmin(Admin):
         names = self._topics.all(deadline)
         clusters = {name.removesuffix(_REPLY_SUFFIX) for name in names if name.endswith(_REPLY_SUFFIX)}
         systems = {*clusters, *(name + _REPLY_SUFFIX for name in clusters), *self._cluster.brokers.names(deadline)}
-        return [name for name in names if name not in systems and not self._is_internal(name)]
+        own = self._cluster.settings.prefix
+        return [n for n in names if n not in systems and not n.startswith(own) and not is_system_topic(n)]
 
     def unreadable(self, topics: Sequence[str], deadline: Deadline) -> list[str]:
         """Return the topics in which a broker refuses to look for a message. A broker that is away refuses nothing."""
@@ -80,9 +81,6 @@ class RocketMQAdmin(Admin):
             if route is not None:  # the topic may have been deleted meanwhile
                 infos.append(TopicInfo(name, len(route.readable), name not in users, kept))
         return infos
-
-    def _is_internal(self, name: str) -> bool:
-        return name.startswith(self._cluster.settings.prefix) or is_system_topic(name)
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         for listed in open_halves.list_open(self._cluster, deadline):

@@ -241,8 +241,8 @@ class HalfEnder:
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
         """Stop committing a sequence after a failed request, unless the request had no effect and may be repeated."""
-        passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
-        passing = passing and type(translate(error, "")) is BrokerUnavailable
+        illegal = isinstance(error, ErrorResponse) and error.code == ResponseCode.ILLEGAL_OPERATION
+        passing = not error.may_have_had_effect and not illegal and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:
             sequence.stopped = error
 
@@ -474,7 +474,3 @@ def address_of_copy(record: MessageExt) -> HalfAddress:
         record.log_offset,
         record.unique_key or "",
     )
-
-
-def _code(error: RemotingError) -> int | None:
-    return error.code if isinstance(error, ErrorResponse) else None

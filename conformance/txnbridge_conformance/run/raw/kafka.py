@@ -56,7 +56,8 @@ class _RawConsumer:
             if error := each.error():
                 raise BrokerUnavailable(str(error))
             place = str(each.topic()), int(each.partition() or 0), (int(each.offset() or 0),)
-            found.append(_RawMessage(*place, each.value(), _bytes(each.key())))
+            key: Any = each.key()
+            found.append(_RawMessage(*place, each.value(), key.encode() if isinstance(key, str) else key))
         return found
 
     def _back_to_committed(self) -> None:
@@ -184,7 +185,3 @@ class _RawBridge:
 def connect(url: str, *, timeout: float, transactional_id: str | None = None, **_: Any) -> Iterator[Any]:
     """Yield an object with the methods of `txnbridge.Bridge` that a raw run uses, made of Kafka's plain client."""
     yield _RawBridge(urlsplit(url).netloc, timeout, transactional_id)
-
-
-def _bytes(key: Any) -> bytes | None:
-    return key.encode() if isinstance(key, str) else key
