@@ -151,7 +151,7 @@ def check_place(partition: Any, timestamp: Any) -> int | None:
 def milliseconds(time: Any, what: str) -> int:
     """Return a time in milliseconds since 1970. Raise `InvalidOption`, whose text names `what`, for an invalid time."""
     if isinstance(time, datetime):
-        if time.tzinfo is None:
+        if time.utcoffset() is None:
             raise InvalidOption(f"{what} needs a time zone: {time!r} may be any place's time")
         time = (time - _EPOCH) // _MILLISECOND
     if not isinstance(time, int) or isinstance(time, bool):
