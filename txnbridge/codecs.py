@@ -107,6 +107,8 @@ class pydantic(Generic[_T]):
         return encoded
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
+        if self._refuses_nan and _SUSPECT.search(data):
+            json.decode(data, context)
         return self._checked(self._adapter.validate_json, data)
 
     def to_builtins(self, obj: _T) -> Any:

@@ -100,10 +100,11 @@ def test_bytes_that_cannot_be_decoded_are_poison_and_keep_the_raw_message(codec:
     assert kept is raw
 
 
+@pytest.mark.parametrize("codec", [codecs.json, codecs.pydantic(float)])
 @pytest.mark.parametrize("data", [b"NaN", b"-1e400", b"9" * 400 + b".5", b"9" * 300 + b"e99", b'"\\ud800"'])
-def test_json_that_could_not_be_sent_on_is_poison(data: bytes) -> None:
+def test_json_that_could_not_be_sent_on_is_poison(codec: codecs.Codec, data: bytes) -> None:
     with pytest.raises(Poison):
-        Topic("t", codecs.json).decode(Message("t", 0, (3,), None, data, NO_HEADERS, 0, 1, None))
+        Topic("t", codec).decode(Message("t", 0, (3,), None, data, NO_HEADERS, 0, 1, None))
 
 
 def test_the_reason_of_poison_holds_nothing_of_the_body() -> None:
