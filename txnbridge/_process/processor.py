@@ -223,6 +223,8 @@ class Processor(ConnectionUser):
         if retry is not None and max_attempts is None:
             max_attempts = 1
         self._policy = FailurePolicy(poison, fatal, max_attempts)
+        if type(max_messages) is not int or max_messages < 1:
+            raise errors.InvalidOption(f"max_messages is a whole number from 1, not {max_messages!r}")
         self._max_messages = min(max_messages, connection.timing.unacked_messages)
         self._max_wait = max_wait
         self._timeout = connection.timeout if timeout is None else timeout
@@ -283,8 +285,6 @@ class Processor(ConnectionUser):
         check_seconds("timeout", self._timeout, above_0=True)
         check_seconds("stop_timeout", self._stop_timeout, above_0=True)
         check_seconds("max_wait", self._max_wait)
-        if self._max_messages < 1:
-            raise errors.InvalidOption(f"max_messages must be at least 1, not {self._max_messages}")
         if self._retry_for is not None:
             check_seconds("retry_for", self._retry_for)
         if self._dead_letters.topic in {topic.name for topic in self._topics}:

@@ -878,6 +878,7 @@ def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
         {"each": copy, "max_attempts": 1.5},
         {"each": copy, "max_attempts": True},
         {"each": copy, "max_messages": 0},
+        {"each": copy, "max_messages": "3"},
         {"each": copy, "max_wait": -1},
         {"each": copy, "timeout": 0},
         {"each": copy, "stop_timeout": 0},
