@@ -18,7 +18,7 @@ from txnbridge._bridge import Bridge, open_bridges
 from txnbridge._half.common import half_store
 from txnbridge._half.resolver import Resolver
 from txnbridge.capabilities import Capability
-from txnbridge.errors import InvalidOption, TxnBridgeError
+from txnbridge.errors import InvalidOption
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -216,7 +216,7 @@ class BrokerWatch(Service):
             found: dict[str, Family] = {}
             backend = ("backend", self._bridge.backend)
             for ask in (self._ask_transactions, self._ask_services):
-                with suppress(TxnBridgeError):  # a metric that cannot be asked for is missing until it can
+                with suppress(Exception):  # a metric that cannot be asked for is missing until it can
                     for name, label, value in ask():
                         _family(found, name).add((backend, label), value)
             self.families = list(found.values())
