@@ -158,8 +158,9 @@ class Tracing:
             if event.transaction is not None:
                 attributes["txnbridge.transaction"] = event.transaction
             links = self._running.__dict__.pop("sources", ()) if event.name in _ENDS else ()
+            stack.append(trace.INVALID_SPAN)  # for the step's end, if no span can be started
             name = _STEPS[event.name]
-            stack.append(self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes, links=links))
+            stack[-1] = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes, links=links)
         elif stack:
             span = stack.pop()
             if event.phase == "failed":

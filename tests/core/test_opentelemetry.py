@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
@@ -15,6 +16,7 @@ from opentelemetry.trace import StatusCode
 import txnbridge
 from tests.inside import writer_of
 from txnbridge import Bridge, opentelemetry
+from txnbridge._base.events import Emitter
 
 
 class Traced:
@@ -128,6 +130,15 @@ def test_a_step_that_fails_has_a_span_with_the_class_of_its_error(traced, monkey
         txn.commit()
     status = traced.span("commit").status
     assert (status.status_code, status.description) == (StatusCode.ERROR, "TransactionAborted")
+
+
+def test_a_span_that_cannot_be_started_leaves_the_span_around_it_open():
+    tracing = opentelemetry.Tracing(Mock(start_span=Mock(side_effect=[outer := Mock(), ZeroDivisionError])), True)
+    events = Emitter("embedded-1", (tracing.txnbridge_event,))
+    with events.step("commit"):
+        with events.step("resolve"):
+            pass
+        outer.end.assert_not_called()
 
 
 def test_a_plug_in_that_fails_around_a_handler_is_not_felt(traced, caplog):
