@@ -114,12 +114,12 @@ class Handler:
         role = self._role_of_type(self._type(parameter.annotation))
         if role is None and parameter.name in _NAMES:
             role = parameter.name
-        if role is None or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            variable = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            if variable or parameter.default is not inspect.Parameter.empty:
+        variable = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if role is None or variable or parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            if (variable and role is None) or parameter.default is not inspect.Parameter.empty:
                 return None
             raise InvalidOption(
-                f"{self.name} has an unknown parameter {parameter.name!r}: besides the message's value it may ask for"
+                f"{self.name} has an unknown parameter {str(parameter)!r}: besides the message's value it may ask for"
                 f" {', '.join(_NAMES)}"
             )
         if role == "message" and self.batch:
