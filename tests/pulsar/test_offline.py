@@ -728,11 +728,12 @@ def test_a_new_partition_that_cannot_be_opened_keeps_no_other_one_from_being_ass
     with member_of(partitions, {1}, "group") as (member, broker, ((peer, id),)):
         member.reader._timeout = 1.0
         member.has(1)
-        partitions[0] = 2
+        partitions[0] = 3
         member.until(lambda: len(broker.wait_for("subscribe")) > 1)
         for active in (False, True):
             peer.say("active_consumer_change", consumer_id=id, is_active=active)
         member.until(lambda: member.listener.told.count(("assigned", ("t", 0))) == 2, SOON / 4)
+        member.until(lambda: ("assigned", ("t", 2)) in member.listener.told, SOON / 4)
 
 
 @pytest.mark.parametrize("call", ["append", "end"])

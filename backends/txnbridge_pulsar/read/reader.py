@@ -130,7 +130,6 @@ class PulsarReader(Reader):
             if (topic, number) not in self._partitions
         ]
         begun = {topic: self._registry.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
-
         opened: list[PulsarPartition] = []
 
         def open_one(key: Partition, concrete: str) -> None:
@@ -145,7 +144,10 @@ class PulsarReader(Reader):
             in_parallel(lambda each: open_one(*each), missing, _PARALLEL_OPENINGS)
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
-        except BaseException:
+        except BaseException as error:
+            if opened and not first:  # the next check opens the other ones
+                _log.warning("not every new partition can be read yet: %s", error)
+                return opened
             # A retry opens new consumers, and the broker could assign a partition to one of these.
             for partition in opened:
                 partition.consumer.close(deadline.left())
