@@ -13,6 +13,7 @@ from pyspark_txnbridge._write import transaction_cleanup as _transaction_cleanup
 from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
 
+import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Admin, BrokerUnavailable, Fenced, TransactionAborted
 from txnbridge.testing import Child, recorded, tell
@@ -98,6 +99,16 @@ def test_a_transaction_that_begins_while_another_task_checks_the_log_is_known(si
     written: list[Written] = []
     _driver.commit(sink, [*write(sink, identity, [ROWS]), *written])
     assert published(sink) == [*ROWS, 5]
+
+
+@mostly_embedded
+def test_the_task_of_partition_0_ends_older_runs_also_if_another_task_came_first_in_its_process(sink, identity):
+    (older,) = write(sink, identity, [ROWS])
+    newer, columns = BatchId(identity.query, "sink", 0, new_run()), Columns(frozenset({"value"}), sink.topic)
+    for partition in (1, 0):
+        _task.write_partition(newer, sink, columns, rows([5]), partition, f"task {partition}")
+    with txnbridge.connect(sink.url) as bridge:
+        assert bridge.status(older.parts[0].token).state is txnbridge.TokenState.ABORTED
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["ours", "naive"])

@@ -113,19 +113,21 @@ def _small(
 def _begin(identity: BatchId, partition: int, session: SinkSession, writers: SlotWriters) -> int | None:
     """Read the decision log; return the number of the batch's present attempt (see `_attempt`).
 
-    The first task of a run in a process checks the log. That of partition 0 ends what older runs left open.
+    The first task of a run in a process checks the log. The first one of partition 0 ends what older runs left open.
     """
     opening, attempt = _look(identity, session)
-    if writers.belong_to(opening):
+    if not writers.belong_to(opening):
+        check_log(session, identity)
+        check_number(session, identity)
+    elif partition or writers.ended_older:
         return attempt
-    check_log(session, identity)
-    check_number(session, identity)
     if partition == 0 and opening.number > 1:
         # The decisions of older runs are finished first. Their other open transactions would hold readers back.
         finish_decided(session, identity.path)
         fence_older(session, identity.path, opening.number - 1)
         abort_open(session, identity.path, opening.number - 1)
     writers.renew(opening)
+    writers.ended_older = partition == 0
     return _attempt(identity, session)
 
 
@@ -248,6 +250,7 @@ class SlotWriters:
 
     options: SinkOptions
     opening: Opening = None  # the run's opening in the decision log
+    ended_older: bool = False  # whether a task of this run has ended here what older runs left open
     slots: list[_Slot] = field(default_factory=list)
 
     def belong_to(self, opening: Opening) -> bool:
