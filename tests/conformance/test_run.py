@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -28,7 +29,7 @@ from txnbridge_conformance.report import Report
 from txnbridge_conformance.run import official_readers, program
 from txnbridge_conformance.run.bodies import Bodies, text_of
 from txnbridge_conformance.run.client import Client, KillAt, ProcessorRecording
-from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, Injected
+from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.hunt import Hunt, hunt
 from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process, RunFailed
@@ -41,6 +42,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 import txnbridge
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
+from tests.failing import raising
 from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
@@ -521,6 +523,14 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
         assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []
 
 
+def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(EmbeddedAdmin, "delete_topic", raising(BrokerUnavailable("away")))
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path), workloads=["decisions"])
+    with closing(Hunt(plan, print, None, None, False)) as hunted, hunted.topics():
+        pass
+    assert {f"the topic {topic} is left: away" for topic in plan.all_topics} <= set(caplog.messages)
+
+
 def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, monkeypatch):
     create, left = EmbeddedAdmin.create_topic, iter((1, 1, 0))
     monkeypatch.setattr(EmbeddedAdmin, "create_topic", lambda *a, **more: 1 / next(left) and create(*a, **more))
@@ -529,6 +539,16 @@ def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, monkeypatch):
         hunted.topics().__enter__()
     with connect(plan.url) as bridge:
         assert bridge.admin.topics() == []
+
+
+def test_a_network_fault_that_is_healed_early_cuts_nothing_later():
+    proxy = Mock()
+    for seed in range(60):
+        NetworkFaults(proxy, "kafka").inject(random.Random(seed)).heal()
+    healed = proxy.cut.call_count
+    for timer in [each for each in threading.enumerate() if isinstance(each, threading.Timer)]:
+        timer.join()
+    assert proxy.cut.call_count == healed
 
 
 def test_an_administrator_s_abort_without_an_answer_is_recorded_since_it_may_have_taken_effect():

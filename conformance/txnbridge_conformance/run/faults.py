@@ -111,6 +111,7 @@ class NetworkFaults(Faults):
         kind = chance.choice(self._requests)
         name = chance.choice(("cut", "cut after", "delay", "hold requests", "hold answers", "hold and cut"))
         seconds = chance.uniform(0, 5)
+        later = threading.Timer(seconds / 3, self._proxy.cut)
         match name:
             case "cut":
                 self._proxy.cut()
@@ -123,14 +124,15 @@ class NetworkFaults(Faults):
             case "hold and cut":
                 # The client connects again and continues; the request arrives at the end, in a later transaction.
                 self._proxy.hold(requests=kind)
-                threading.Timer(seconds / 3, self._proxy.cut).start()
+                later.start()
             case _:
                 self._proxy.hold(answers=kind)
         late = chance.random() < 0.5
         label = f"{name} {kind}" if name.startswith("hold") else name
-        return Injected(label, "network", seconds, lambda: self._heal(late))
+        return Injected(label, "network", seconds, lambda: self._heal(late, later))
 
-    def _heal(self, late: bool) -> None:
+    def _heal(self, late: bool, later: threading.Timer) -> None:
+        later.cancel()
         if late:
             self._proxy.cut()  # held frames then arrive after their client has disconnected
         self._proxy.delay(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
@@ -34,6 +35,8 @@ from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFa
 from txnbridge_conformance.run.plan import WORKLOADS, Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.settling import ALL, Settling, open_on
+
+_log = logging.getLogger("txnbridge")
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
@@ -112,10 +115,11 @@ class Hunt:
                         with suppress(TxnBridgeError):
                             bridge.admin.abort(transaction, reason="conformance run")
                 with suppress(TxnBridgeError):
-                    mine = [topic.name for topic in bridge.admin.topics() if self._plan.prefix in topic.name]
-                    for topic in mine:
-                        with suppress(TxnBridgeError):
+                    for topic in [each.name for each in bridge.admin.topics() if self._plan.prefix in each.name]:
+                        try:
                             bridge.admin.delete_topic(topic)
+                        except TxnBridgeError as error:
+                            _log.warning("the topic %s is left: %s", topic, error)
 
     def work(self, bridge: Bridge) -> None:
         """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""
