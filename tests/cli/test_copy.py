@@ -69,7 +69,9 @@ def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(
         assert invoke(*copy).exit_code != 0
         monkeypatch.undo()
         assert len(source.admin.transactions()) == 1
-        assert invoke(*copy).exit_code == 0 and source.admin.transactions() == []
+        again = invoke(*copy)
+        assert again.exit_code == 0 and source.admin.transactions() == []
+        assert "waiting for the end of an earlier copy's transactions: 1" in again.stderr
 
 
 def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(invoke: Invoke, urls: tuple[str, str]):

@@ -105,6 +105,8 @@ def _wait_for_earlier(source: txnbridge.Bridge, group: str) -> None:
     left: set[str] | None = None
     while source.capabilities[Capability.LIST_OPEN] and left != set():
         now = {each.transaction for each in source.admin.transactions() if group in each.groups and each.token}
+        if now and left is None:
+            click.echo(f"waiting for the end of an earlier copy's transactions: {len(now)}", err=True)
         left = now if left is None else left & now
         time.sleep(0.5 if left else 0.0)
 
