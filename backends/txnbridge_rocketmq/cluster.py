@@ -119,8 +119,7 @@ def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str
     A name server forgets a broker that is down, together with the broker's topics. Therefore, for each broker that a
     bridge has seen, the broker `home` gets an empty topic with the seen broker's name in the topic's name (hazard H81).
     """
-    topics = all_topics(client, deadline)
-    noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}
+    noted = settings.noted_brokers(all_topics(client, deadline))
     running = set(BrokerConfigs(client).names(deadline)) - {home}
     for broker in sorted(running - noted):
         try:

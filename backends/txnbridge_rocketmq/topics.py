@@ -149,6 +149,10 @@ class RocketMQTopics:
         """Create a topic. Return False if a topic of this name exists."""
         if self.existing_queues(topic, deadline):
             return False
+        # The broker `home` is up now, and has the names of brokers that were away when the bridge was opened.
+        self._brokers |= self._settings.noted_brokers(self.all(deadline))
+        if self.existing_queues(topic, deadline):
+            return False
         created = create_topic_on(self._client, self.home, topic, partitions, _USER_TOPIC_TYPE, deadline)
         self._wait_until(topic, 1, deadline)
         return created

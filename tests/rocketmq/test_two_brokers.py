@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from txnbridge_conformance import brokers
@@ -12,10 +13,12 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage, send
+from txnbridge_rocketmq.topics import RocketMQTopics
 
-from tests.rocketmq.kit import LONG, bodies
+from tests.rocketmq.kit import LONG, bodies, settings_for
 from tests.rocketmq.reading_kit import unique
 from txnbridge import Bridge, BrokerUnavailable, DeliveryFailed, NotFound, Outcome, Transaction, UsageError
+from txnbridge.spi import Deadline
 
 Open = Callable[..., Bridge]
 HERE, AWAY = "broker-1", "broker-2"  # the bridge's own topics are on the first broker by name
@@ -77,6 +80,17 @@ def test_a_topic_whose_broker_is_away_is_neither_missing_nor_made_anew(two: Two,
     eventually(lambda: two.where(topic) == [AWAY], "it is back, and nowhere else")
     assert write(bridge, topic, LONG) is Outcome.COMMITTED
     assert bodies(two.client, topic, AWAY) == [b"1", b"2"]
+
+
+@pytest.mark.offline
+def test_a_broker_that_was_not_known_when_the_bridge_was_opened_may_have_a_topic_too():
+    """The name server had just restarted, and the bridge was opened while it knew neither broker's topics."""
+    settings = settings_for("rocketmq://h")
+    client: Any = Mock(brokers=lambda _: {HERE: "h:1"}, seen_brokers=frozenset({HERE}), route=lambda *_, **__: None)
+    client.ask_name_server = lambda *_: [settings.broker_topic(AWAY)]
+    client.call = lambda _, request, __: None  # the first broker has no such topic
+    with pytest.raises(BrokerUnavailable, match=f"broker {AWAY}, which may have the topic"):
+        RocketMQTopics(settings, client, HERE).create("orders", 1, Deadline(0.5))
 
 
 def write(bridge: Bridge, topic: str, timeout: float) -> Outcome | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +54,10 @@ class RocketMQSettings:
         """Return the name of the empty topic that records a broker. The name may be longer than brokers allow."""
         return f"{self._broker_topics}{encoded(broker)}"
 
-    def noted_broker(self, topic: str) -> str | None:
-        """Return the broker that a topic named by `broker_topic` records; None for any other topic."""
+    def noted_brokers(self, topics: Iterable[str]) -> set[str]:
+        """Return the brokers that topics named by `broker_topic` record."""
         begin = self._broker_topics
-        return decoded(topic.removeprefix(begin)) if topic.startswith(begin) else None
+        return {decoded(topic.removeprefix(begin)) for topic in topics if topic.startswith(begin)}
 
     @property
     def _broker_topics(self) -> str:
