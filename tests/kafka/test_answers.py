@@ -26,9 +26,11 @@ from txnbridge_kafka.read import start_positions
 from txnbridge_kafka.read.partition import SeekRequest
 from txnbridge_kafka.topics import KafkaTopics
 
+from tests.core.decisions_kit import MemoryLog
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken
 from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, Subscription, TokenState
 
@@ -166,10 +168,26 @@ def test_dropping_records_follows_a_leader_that_has_moved(cluster: Cluster, requ
 def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = list[float]()
     monkeypatch.setattr(start_positions, "time", Fields(sleep=pauses.append))
-    client: Any = Fields(topic_ids=lambda *_: {}, begins=lambda *_: {}, ends=lambda *_: {})
+    client: Any = Fields(topic_ids=lambda *_: {}, led=lambda *_: set(), begins=lambda *_: {}, ends=lambda *_: {})
     starts = start_positions.KafkaStartPositions(client, Subscription(("orders",), None))
     assert starts.resolve({("orders", 0): SeekRequest()}, Deadline(30)).offsets == {}
     assert pauses
+
+
+@pytest.mark.parametrize("group", [None, "group"])
+def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, monkeypatch, group):
+    cluster.topics[0].partitions.append(Fields(partition_index=1, leader_id=-1))
+    cluster.answers = [ends(0)]
+    asked = {("orders", number): SeekRequest() for number in (0, 1)}
+    monkeypatch.setattr(requests, "positions", lambda *_, **__: dict.fromkeys(asked))
+    read, ledger = Subscription(("orders",), group), Decisions(MemoryLog(), timeout=30).ledger
+    context: Any = Fields(application="a", ledger=lambda _, id: ledger(id))
+    starts = start_positions.KafkaStartPositions(requests, read)
+    if group is not None:
+        counts, soon = {"orders": 2}, Deadline(30)
+        starts = start_positions.KafkaGroupStartPositions(requests, read, context, counts, lambda _: [], soon)
+    found = starts.resolve(asked, Deadline(2))
+    assert {**found.offsets, **found.to_commit} == {("orders", 0): 0}
 
 
 class Leftovers:

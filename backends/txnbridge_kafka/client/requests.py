@@ -240,6 +240,16 @@ class Requests:
 
         return self._runner.repeat(deadline, what, attempt)
 
+    def led(self, partitions: Collection[Partition], deadline: Deadline) -> set[Partition]:
+        """Return those of these partitions that have a leader now."""
+
+        def attempt(connections: Connections) -> set[Partition]:
+            topics = connections.metadata(sorted({topic for topic, _ in partitions})).topics
+            found = {(t.name, each.partition_index) for t in topics for each in t.partitions if each.leader_id >= 0}
+            return found.intersection(partitions)
+
+        return self._runner.repeat(deadline, "looking up leaders of partitions", attempt) if partitions else set()
+
     def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return each partition's first offset that retention has not removed."""
         return self.list_offsets(dict.fromkeys(partitions, EARLIEST), deadline)

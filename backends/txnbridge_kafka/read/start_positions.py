@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ class KafkaStartPositions:
         """Return the offsets for seek requests. A partition added after the reader's start is read from its begin."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
-        added = self._client.begins([partition for partition in requests if partition not in targets], deadline)
+        added = self._client.begins(self._led(requests.keys() - targets.keys(), deadline), deadline)
         refused, recreated = self._refused(requests, deadline), self._recreated(requests, topic_ids)
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
@@ -100,6 +100,13 @@ class KafkaStartPositions:
         if len(known) < len(requests):
             time.sleep(min(_RETRY_SECONDS, deadline.left()))
         return topic_ids, known
+
+    def _led(self, partitions: Collection[Partition], deadline: Deadline) -> set[Partition]:
+        """Return the partitions that have a leader. Requests for others wait, as in `_of_known_topics`."""
+        led = self._client.led(partitions, deadline)
+        if len(led) < len(partitions):
+            time.sleep(min(_RETRY_SECONDS, deadline.left()))
+        return led
 
     def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
         """Return a lost position for each partition whose topic was deleted and created again."""
@@ -225,6 +232,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         lost: dict[Partition, LostPosition] = {}
         old: list[Partition] = []
         added: list[Partition] = []
+        led = self._led([(topic, number) for number in numbers], deadline)
         for number in numbers:
             partition = topic, number
             at = began[number] if number < len(began) else None
@@ -232,7 +240,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
                 targets[partition] = target
             elif at is not None:
                 lost[partition] = LostPosition(_expired_text(self._group, partition, at), at)
-            else:
+            elif partition in led:
                 # A partition that was added to the topic after the group began is read from its beginning.
                 (old if number < count else added).append(partition)
         return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._client.begins(added, deadline)})
