@@ -16,6 +16,7 @@ import pytest
 import txnbridge
 from tests.app.test_run import exists
 from tests.core.toy import ToyBackend
+from tests.failing import raising
 from txnbridge import hookimpl, plugins
 
 DEMO = [sys.executable, "-m", "txnbridge.cli", "demo"]
@@ -59,10 +60,7 @@ class NotInstalled(ToyBackend):
 
     @hookimpl
     def txnbridge_brokers(self):
-        def start():
-            raise AssertionError("a broker is started in vain")
-
-        return [("kafka", start)]
+        return [("kafka", raising(AssertionError("a broker is started in vain")))]
 
 
 def test_no_broker_is_started_for_a_backend_whose_client_is_missing(invoke):

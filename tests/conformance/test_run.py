@@ -552,11 +552,9 @@ def test_a_network_fault_that_is_healed_early_cuts_nothing_later():
 
 
 def test_an_administrator_s_abort_without_an_answer_is_recorded_since_it_may_have_taken_effect():
-    def abort(transaction: str, reason: str) -> None:
-        raise BrokerUnavailable("no answer")
-
     one = SimpleNamespace(transaction="T", partitions=[("t", 0)])
-    bridge: Any = SimpleNamespace(admin=SimpleNamespace(transactions=lambda: [one], abort=abort))
+    admin = SimpleNamespace(transactions=lambda: [one], abort=raising(BrokerUnavailable("no answer")))
+    bridge: Any = SimpleNamespace(admin=admin)
     found = {AdminFaults(bridge, ["t"]).inject(random.Random(seed)) for seed in range(20)}
     assert found == {None, Injected("administrator's abort", "T")}
 

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import txnbridge
+from tests.failing import raising
 from tests.inside import writer_of
 from txnbridge import Bridge, opentelemetry
 from txnbridge._base.events import Emitter
@@ -108,9 +109,7 @@ def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keep
     with traced.bridge.transaction() as txn:
         txn.send("orders", b"1", headers={"kind": "new", "baggage": b"of a stranger: \xff"})
 
-    def refuse(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
-        raise txnbridge.Poison("so it is")
-
+    refuse = raising(txnbridge.Poison("so it is"))
     traced.bridge.processor("orders", group="g", each=refuse, dead_letter="dead").run(until_idle=True)
     failed = traced.span("process orders")
     assert failed.status.status_code is StatusCode.ERROR and failed.events[0].name == "exception"
@@ -121,11 +120,8 @@ def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keep
 
 
 def test_a_step_that_fails_has_a_span_with_the_class_of_its_error(traced, monkeypatch):
-    def refuse(self: object, deadline: object) -> None:
-        raise txnbridge.TransactionAborted("secret")
-
     txn = traced.bridge.transaction()
-    monkeypatch.setattr(type(writer_of(txn)), "commit", refuse)
+    monkeypatch.setattr(type(writer_of(txn)), "commit", raising(txnbridge.TransactionAborted("secret")))
     with pytest.raises(txnbridge.TransactionAborted):
         txn.commit()
     status = traced.span("commit").status

@@ -27,6 +27,7 @@ from txnbridge_kafka.read.partition import SeekRequest
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
+from tests.failing import raising
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
@@ -264,14 +265,12 @@ def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(
 
 @pytest.mark.parametrize(("named", "decision"), [("shop/x/1", Decision.ABORT), ("shop.p0", Decision.COMMIT)])
 def test_what_an_unreadable_log_may_have_prepared_is_called_neither_ended_nor_unprepared(named, decision):
-    def lose(*_: object) -> Any:
-        raise EvidenceLost("the log has lost records")
-
     leftovers = Leftovers()
     leftovers.state, leftovers.hanging = "Ongoing", {"shop.p0": 1}
     topics = Fields(all=lambda deadline: {read().log_topic("shop"): None})
     cluster: Any = Fields(requests=leftovers, settings=read(), topics=topics)
-    context: Any = Fields(ledger=lambda application, owner: Fields(entries=lose))
+    lost = raising(EvidenceLost("the log has lost records"))
+    context: Any = Fields(ledger=lambda application, owner: Fields(entries=lost))
     with pytest.raises(EvidenceLost):
         admin.KafkaAdmin(cluster, context).end(named, decision, Deadline(30))
 

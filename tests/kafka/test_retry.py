@@ -10,6 +10,7 @@ from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
 from tests import retry_live
+from tests.failing import raising
 from txnbridge import Abort, Bridge, Message, Transaction
 from txnbridge.testing import recorded
 
@@ -72,12 +73,9 @@ def test_while_a_message_fails_in_place_the_member_stays_in_the_group_of_its_ret
     send(bridge, source, b"1")
     began = time.monotonic()
 
-    def fail_in_place(message: Message, txn: Transaction) -> None:
-        raise Abort
-
     url = f"{kafka_broker.url}?session.timeout.ms=6000&heartbeat.interval.ms=300&max.poll.interval.ms=6000"
     with recorded() as events, txnbridge.connect(url) as own:
-        with own.processor(source, group=group, each=fail_in_place, retry=[60], backoff=(0.1, 1)):
+        with own.processor(source, group=group, each=raising(Abort), retry=[60], backoff=(0.1, 1)):
             eventually(lambda: time.monotonic() > began + 20, "this is three times as long as a member may take")
             moved = [event.name for event in events if event.name in ("reader.revoke", "reader.lost")]
     assert moved == []

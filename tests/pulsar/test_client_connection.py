@@ -22,6 +22,7 @@ from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
 from txnbridge_pulsar.client.retry import backoff_pauses
 
+from tests.failing import raising
 from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
@@ -473,9 +474,6 @@ def test_credentials_that_cannot_be_read_are_an_error_of_the_client(broker, tmp_
 def test_no_secret_is_shown(caplog):
     caplog.set_level(logging.DEBUG)
 
-    def unreadable() -> str:
-        raise RuntimeError(SECRET)
-
     with fake_broker(connect=refuse) as broker:
         for authentication in (wire.token_authentication(SECRET), wire.basic_authentication("me", SECRET)):
             assert SECRET not in repr(authentication) + repr(ConnectionOptions(authentication))
@@ -483,10 +481,8 @@ def test_no_secret_is_shown(caplog):
                 connect(broker, authentication=authentication)
             assert SECRET not in repr(error.value) + str(error.value)
     with fake_broker() as broker:
-        tokens = iter(["good"])
-        connection = connect(
-            broker, authentication=wire.token_authentication(lambda: next(tokens, None) or unreadable())
-        )
+        tokens, fail = iter(["good"]), raising(RuntimeError(SECRET))
+        connection = connect(broker, authentication=wire.token_authentication(lambda: next(tokens, None) or fail()))
         broker.peers[0].say("auth_challenge", challenge={})
         broker.peers[0].say("ping")
         broker.wait_for("pong")

@@ -4,8 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain, repeat
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from txnbridge_pulsar import client as wire
@@ -91,13 +93,8 @@ def has_sent(writer: PulsarWriter, committing: bool = False) -> None:
 def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | errors.TxnBridgeError | None) -> None:
     """The coordinator's answer to every end, and what the proof topic shows."""
 
-    def look(*_: object) -> bool | None:
-        if isinstance(marker, errors.TxnBridgeError):
-            raise marker
-        return marker
-
     monkeypatch.setattr(writer, "end", lambda *_: ended)
-    monkeypatch.setattr(outcome_module, "_committed_by_proof", look)
+    monkeypatch.setattr(outcome_module, "_committed_by_proof", Mock(side_effect=repeat(marker)))
 
 
 @pytest.mark.parametrize("error", [errors.OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
@@ -166,17 +163,12 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
 
 
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-
-    def deliver(*given: Any) -> bool:
-        told.extend(given[2].topics)
-        return True
-
+    deliver = Mock(return_value=True)
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
     monkeypatch.setattr(outcome_module, "deliver_everywhere", deliver)
     token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
     assert outcome_module.end_prepared(cluster_with(), token, True, Deadline(SOON)) is Outcome.COMMITTED
-    assert told == [PROOF_LOCATION.topic]
+    assert [topic for call in deliver.call_args_list for topic in call.args[2].topics] == [PROOF_LOCATION.topic]
 
 
 @pytest.mark.parametrize(
@@ -207,14 +199,9 @@ AWAY = errors.BrokerUnavailable("its broker is away")
     ids=["told", "hidden", "marker away", "coordinator away"],
 )
 def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(monkeypatch, state, told):
-    def answer(found: Any) -> Any:
-        if isinstance(found, errors.TxnBridgeError):
-            raise found
-        return found
-
-    monkeypatch.setattr(prepared, "coordinator_state", lambda *_: answer(state))
+    monkeypatch.setattr(prepared, "coordinator_state", Mock(side_effect=repeat(state)))
     resolved: list[wire.TxnId] = []
-    unclear: Any = SimpleNamespace(resolve=lambda *_: answer(told))
+    unclear: Any = SimpleNamespace(resolve=Mock(side_effect=repeat(told)))
     slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
     slots.keep(
@@ -237,48 +224,35 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
 
     beside, unclear, elsewhere = left(1, "t"), left(2, "t"), left(3, "u")
     told = {beside.txn: True, unclear.txn: False, elsewhere.txn: True}
-    swept: list[AnnouncedTransaction] = []
-
-    def refuse_late_writes(cluster: object, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-        swept.append(ended)
-        return True
-
+    refuse = Mock(return_value=True)
     monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
     monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
     monkeypatch.setattr(in_doubt, "confirm_by_proof", lambda _, ended, deadline: told[ended.txn])
-    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
+    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse)
     before = FenceRecord("older", "host", 0, (beside, unclear, elsewhere), fence_id="lineage")
     fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
     ledger: Any = SimpleNamespace(newest_opening=lambda _: ("older", {"lineage": "lineage"}))
     owner = PulsarOwner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
     owner._open(fence, Deadline(SOON))
-    assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
+    assert [call.args[1] for call in refuse.call_args_list] == [elsewhere] and list(owner._under_way) == [unclear.txn]
     owner.require_no_doubt(["u"], Deadline(SOON))
     with pytest.raises(errors.BrokerUnavailable, match=f"repair {unclear.txn}"):
         owner.require_no_doubt(["t"], Deadline(SOON))
     told[unclear.txn] = True
     owner.require_no_doubt(["t"], Deadline(SOON))
-    assert unclear in swept and not owner._under_way
+    assert unclear in [call.args[1] for call in refuse.call_args_list] and not owner._under_way
     owner.late_write_guard.close(Deadline(SOON))
 
 
 def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read() -> None:
-    told: list[object] = []
-
-    def end_on_partition(*given: object) -> None:
-        told.append(given)
-        if len(told) == 1:
-            raise wire.NotAuthenticated(3, "the credentials could not be read")
-
-    class Moved:
-        lost, generation = wire.BrokerConnectionLost("it has moved"), 0
-
-    client = SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end_on_partition))
-    end_delivery, moved = EndDelivery(cluster_with(client=client)), cast(wire.PulsarProducer, Moved())
+    end = Mock(side_effect=[wire.NotAuthenticated(3, "the credentials could not be read"), None])
+    client = SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))
+    end_delivery = EndDelivery(cluster_with(client=client))
+    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
     end_delivery.ended(TXN, True, [Participant("t", None, moved, 0)], Deadline(SOON))
     end_delivery.settle({"t"}, Deadline(SOON))
     end_delivery.close(Deadline(SOON))
-    assert len(told) == 2
+    assert end.call_count == 2
 
 
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
@@ -383,20 +357,12 @@ def test_a_writer_that_hangs_up_leaves_the_room_of_its_lost_entries_to_others() 
 
 
 def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() -> None:
-    asked: list[int] = []
-
-    def begin(ttl_ms: int, timeout: float) -> wire.TxnId:
-        asked.append(ttl_ms)
-        if len(asked) == 1:
-            raise wire.RequestTimedOut("no answer")
-        return TXN
-
-    transactions = SimpleNamespace(begin=begin)
-    cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
+    begin = Mock(side_effect=[wire.RequestTimedOut("no answer"), TXN])
+    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(begin=begin)))
     owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
     left = iter([30.0, 27.0])
     assert owner.new_transaction(lambda: next(left), Deadline(SOON)) == TXN
-    assert asked == [30_000, 27_000]
+    assert [call.args[0] for call in begin.call_args_list] == [30_000, 27_000]
 
 
 @pytest.fixture
@@ -433,10 +399,7 @@ def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tu
     """A named publisher on a topic of one partition, and the sequences that it sends."""
     ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
-
-    def send(message: object, sequence_id: int, timeout: float, when_done: object) -> None:
-        sent.append(sequence_id)
-
+    send = lambda message, sequence_id, timeout, when_done: sent.append(sequence_id)  # noqa: E731
     producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
     found = dict.fromkeys(("concrete", "require"), lambda *_: ["t-partition-0"])
     topics = SimpleNamespace(**found, deduplicates=deduplicates)
@@ -458,16 +421,9 @@ def test_where_sequences_are_not_kept_every_call_says_so() -> None:
     assert not sent
 
 
-def fails_at_first() -> Callable[..., bool]:
+def fails_at_first() -> Mock:
     """Return whether brokers remove duplicates, of which the first call fails."""
-    failures = [errors.BrokerUnavailable("REST does not answer")]
-
-    def deduplicates(*_: object) -> bool:
-        if failures:
-            raise failures.pop()
-        return True
-
-    return deduplicates
+    return Mock(side_effect=chain([errors.BrokerUnavailable("REST does not answer")], repeat(True)))
 
 
 def test_a_publisher_knows_the_stored_sequence_although_its_first_look_failed() -> None:
@@ -499,17 +455,12 @@ def test_a_sequence_that_the_broker_has_stored_is_noted_and_gone_on_from() -> No
 
 
 def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> None:
-    tried: list[object] = []
-
-    def open_behind(before: str | None, data: object, deadline: Deadline) -> bool:
-        tried.append(data)
-        raise errors.DeadlineExceeded("the log's broker is away")
-
+    open_behind = Mock(side_effect=errors.DeadlineExceeded("the log's broker is away"))
     ledger = SimpleNamespace(newest_opening=lambda _: None, open_behind=open_behind)
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
     for number in (5, 6):
         send_one(publisher, number)
-    assert sent == [5, 6] and tried == [{"stored": 4}]
+    assert sent == [5, 6] and [call.args[1] for call in open_behind.call_args_list] == [{"stored": 4}]
 
 
 def test_a_publisher_that_may_not_note_its_sequence_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:

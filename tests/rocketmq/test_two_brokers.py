@@ -87,8 +87,7 @@ def test_a_broker_that_was_not_known_when_the_bridge_was_opened_may_have_a_topic
     """The name server had just restarted, and the bridge was opened while it knew neither broker's topics."""
     settings = settings_for("rocketmq://h")
     client: Any = Mock(brokers=lambda _: {HERE: "h:1"}, seen_brokers=frozenset({HERE}), route=lambda *_, **__: None)
-    client.ask_name_server = lambda *_: [settings.broker_topic(AWAY)]
-    client.call = lambda _, request, __: None  # the first broker has no such topic
+    client.ask_name_server, client.call = lambda *_: [settings.broker_topic(AWAY)], lambda *_: None
     with pytest.raises(BrokerUnavailable, match=f"broker {AWAY}, which may have the topic"):
         RocketMQTopics(settings, client, HERE).create("orders", 1, Deadline(0.5))
 

@@ -20,6 +20,7 @@ from pyspark_txnbridge._write.task import write_partition
 from pyspark_txnbridge._write.transaction_cleanup import is_done
 
 import txnbridge
+from tests.failing import raising
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Admin, Decision, errors
 from txnbridge.testing import Child, crash_everywhere
@@ -279,10 +280,7 @@ def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(s
 @mostly_embedded
 @pytest.mark.parametrize("kind", [errors.AccessDenied, errors.NotSupported])
 def test_where_no_transactions_are_listed_a_query_is_published(sink, query, monkeypatch, kind):
-    def refuse(*_):
-        raise kind("no transactions are listed here")
-
-    monkeypatch.setattr(Admin, "transactions", refuse)
+    monkeypatch.setattr(Admin, "transactions", raising(kind("no transactions are listed here")))
     for batch, rows_of_batch in enumerate((FIRST, SECOND)):
         run_batch(sink, BatchId(query, "sink", batch, new_run()), rows_of_batch)
     assert published(sink) == list(range(8))

@@ -15,6 +15,7 @@ import txnbridge
 from tests.core.decisions.test_ledger import LedgerBackend
 from tests.core.races import Through, race
 from tests.core.test_fork import in_child
+from tests.failing import raising
 from tests.in_time import takes, within
 from tests.keeping import keeping
 from tests.log_contract import *  # noqa: F403
@@ -227,10 +228,8 @@ def test_postgresql_that_does_not_wait_for_the_disk_is_refused(postgres, open_lo
 
 
 def test_our_own_error_of_a_missing_right_is_not_taken_for_one_of_a_socket(tmp_path):
-    def refuse(_: sa.Connection) -> None:
-        raise errors.AccessDenied("make the tables")
-
     with pytest.raises(errors.AccessDenied, match=r"^make the tables$"):
+        refuse = raising(errors.AccessDenied("make the tables"))
         Database(f"sqlite:///{tmp_path}/a.db", "a test").ask("opening", refuse, Deadline(SOON))
 
 

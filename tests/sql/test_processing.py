@@ -487,12 +487,9 @@ def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(
 
 
 def test_a_database_that_fails_while_a_message_is_set_aside_is_asked_again(bridge, run, monkeypatch):
-    def each(message, db):
-        raise txnbridge.Poison("a test says so")
-
     fail_call(monkeypatch, Outbox, "send", sa.exc.OperationalError("INSERT", {}, ValueError("database is locked")))
     feed(bridge, b"1")
-    stats = run(each, dead_letter="dead", outbox=BOX)
+    stats = run(raising(txnbridge.Poison("a test says so")), dead_letter="dead", outbox=BOX)
     assert (stats.dead_letters, stats.retries) == (1, 1)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.failing import raising
 from txnbridge import Event, EventLogger, JsonLinesRecorder
 from txnbridge._base.events import Emitter
 
@@ -28,11 +29,8 @@ def test_a_failing_step_tells_so_and_raises_its_error() -> None:
 
 
 def test_a_listener_that_raises_is_logged_and_the_next_one_still_hears(caplog: pytest.LogCaptureFixture) -> None:
-    def bad(event: Event) -> None:
-        raise ValueError("listener's own fault")
-
     seen: list[Event] = []
-    Emitter("b", [bad, seen.append]).emit("commit", "before")
+    Emitter("b", [raising(ValueError("listener's own fault")), seen.append]).emit("commit", "before")
     assert len(seen) == 1
     assert "listener's own fault" in caplog.text
 

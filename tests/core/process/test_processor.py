@@ -20,6 +20,7 @@ import pytest
 
 from tests.core.processor_kit import thread_of, url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
+from tests.failing import raising
 from tests.in_time import wait_until, within
 from txnbridge import (
     Batch,
@@ -281,12 +282,8 @@ def test_a_processor_of_slow_messages_polls_again_within_the_timeout_of_a_transa
 def test_a_message_delivered_before_its_partition_left_is_not_processed(room):
     room.feed(b"0")
     seen: list[Any] = []
-
-    def note(batch: Batch, txn: Transaction) -> None:
-        seen.extend(m.value for m in batch)
-
-    processor = room.processor(inputs=["t", "u"], batch=note, max_wait=0.3, max_messages=2)
-    with processor:
+    note = lambda batch, txn: seen.extend(m.value for m in batch)  # noqa: E731
+    with room.processor(inputs=["t", "u"], batch=note, max_wait=0.3, max_messages=2):
         wait_until(lambda: bool(room.broker.readers) and room.reader.next.get(P) == 1)
         room.reader.leaving.append(("lost", [P]))
         room.reader.feed(b"u", partition=("u", 0))
@@ -388,11 +385,8 @@ def test_a_processor_stops_with_the_handlers_error_after_retry_for_seconds(room)
 
 
 def test_a_processor_whose_broker_does_not_tell_the_lag_goes_on_as_long_as_it_commits(room, monkeypatch):
-    def lag(*_: object) -> None:
-        raise errors.BrokerUnavailable("a test says so")
-
     room.feed(b"0", b"1", b"2")
-    monkeypatch.setattr(ToyReader, "lag", lag)
+    monkeypatch.setattr(ToyReader, "lag", raising(errors.BrokerUnavailable("a test says so")))
     with pytest.raises(errors.BrokerUnavailable):
         room.run(each=copy, max_messages=1, retry_for=0)
     assert room.broker.sent == [b"0", b"1", b"2"] and not room.waits

@@ -15,6 +15,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
+from tests.failing import raising
 from tests.inside import consumers_of, reader_of
 from txnbridge import Batch, Bridge, Message, Outcome, Topic, Transaction, codecs, errors
 from txnbridge._base.messages import Headers
@@ -352,11 +353,8 @@ def test_a_message_that_fails_in_place_is_given_up_also_if_another_one_waits_beh
     put_waiting(bridge, b"bad", NEVER)
     put_waiting(bridge, b"waits", NEVER, due_in=NEVER, at=1)
 
-    def fail(message: Message, txn: Transaction) -> None:
-        raise errors.Abort
-
     settings = {"inputs": "in", "group": "g", "retry": [NEVER], "backoff": (0.01, 0.05), "retry_for": 2.0}
-    processor = bridge.processor(each=fail, **settings)
+    processor = bridge.processor(each=raising(errors.Abort), **settings)
     watch = Timer(60, processor.stop)
     watch.start()
     with pytest.raises(errors.TransactionAborted):

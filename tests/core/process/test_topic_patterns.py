@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors
 from txnbridge._process.inputs import ProcessorInputs
@@ -60,9 +61,6 @@ def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_l
 def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_found_its_topic_yet(tmp_path):
     url, seen = f"embedded:{tmp_path}/broker.db", []
 
-    def fail(order: Message, txn: Transaction) -> None:
-        raise ValueError
-
     def note(order: Message, txn: Transaction) -> None:
         seen.append((order.topic, order.value))
 
@@ -71,7 +69,8 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
         bridge.ensure_topics("orders-a", "orders-b")
         with bridge.transaction() as txn:
             txn.send(Topic("orders-b", codecs.json), {"id": 1})
-        with bridge.processor("orders-b", each=fail, **settings) as earlier:  # a member that has found the topic
+        # A member that has found the topic.
+        with bridge.processor("orders-b", each=raising(ValueError), **settings) as earlier:
             wait_until(lambda: earlier.stats.delayed == 1)
         bridge.admin.delete_topic("orders-b")
         with bridge.processor(Topic("orders-*", codecs.json), each=note, **settings):
