@@ -364,19 +364,8 @@ class _Lines:
         self._history.faults.append(Fault(kind, target, phase, self._process, self._time(line), self._clock))
 
 
-_TAKERS = {
-    "history": _Lines._head,
-    "start": _Lines._start,
-    "note": _Lines._note,
-    "send": _Lines._send,
-    "stored": _Lines._stored,
-    "poll": _Lines._poll,
-    "assign": _Lines._assign,
-    "ack": _Lines._ack,
-    "end": _Lines._end,
-    "fault": _Lines._fault,
-}
-
+_KINDS = ("start", "note", "send", "stored", "poll", "assign", "ack", "end", "fault")
+_TAKERS = {"history": _Lines._head, **{kind: getattr(_Lines, f"_{kind}") for kind in _KINDS}}
 
 # A clock that is read so much earlier than in the line before, in nanoseconds, went back: threads may write their lines
 # in another order than they read the clock, but not by seconds.
@@ -426,11 +415,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _text_or_none(value: Any) -> None:
-    if value is not None:
-        _text(value)
-
-
 def _outcome(value: Any) -> None:
     if value not in (None, "committed", "aborted", "prepared", "unknown"):
         raise ValueError(f"an outcome is committed, aborted, prepared or unknown, not {value!r}")
@@ -460,7 +444,9 @@ def _reason(error: Exception) -> str:
 
 
 _TYPES: dict[str, Callable[[Any], object]] = {
-    **dict.fromkeys(("transaction", "error", "group", "session", "owner", "wish"), _text_or_none),
+    **dict.fromkeys(
+        ("transaction", "error", "group", "session", "owner", "wish"), lambda value: value is None or _text(value)
+    ),
     **dict.fromkeys(("topics", "absent", "values", "settings", "workloads"), _texts),
     **dict.fromkeys(("deadline", "hold"), _seconds),
     **dict.fromkeys(("begun", "ending", "thread"), _number),

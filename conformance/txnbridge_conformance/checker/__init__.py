@@ -35,6 +35,7 @@ def check(history: History) -> Findings:
     _hangs_and_crashes.check_hangs_and_crashes(tables, findings)
     _messages.check_acks(tables, refined, absent, time, findings)
     rank = _order.ranks(tables, fate)
-    _order.check_order(tables, fate, rank, findings)
+    _order.check_polls(tables, fate, rank, findings)
+    _order.check_sends(tables, fate, rank, findings)
     _cycles.check_cycles(tables, fate, rank, findings)
     return findings

@@ -57,13 +57,8 @@ class _Steps:
         return np.equal(self.operation_before, self.operation_after)
 
 
-def check_order(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    """Find messages that a process received or sent in another order than the partition's, or with gaps."""
-    _check_polls(tables, fate, rank, findings)
-    _check_sends(tables, fate, rank, findings)
-
-
-def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
+def check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
+    """Find messages that a process received in another order than the partition's, or with gaps."""
     reads, span = tables.reads, _reading_spans(tables)
     groups = {order: group for order, group, _ in tables.history.polls}
     in_group = np.array([groups.get(operation.order) is not None for operation in tables.operations], bool)
@@ -123,7 +118,7 @@ def _unprocessed(tables: Tables, rank: Numbers, steps: _Steps, skips: Flags, bac
     return skips
 
 
-def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
+def check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
     sends = tables.sends
     # Messages of a prepared transaction, and half messages, may be stored when a later call commits them.
     later = np.array([each.outcome == "prepared" or each.what == "half" for each in tables.operations], bool)

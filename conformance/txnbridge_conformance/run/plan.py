@@ -18,21 +18,9 @@ from txnbridge import Capabilities, Capability, plugins
 PARTITIONS = 3
 
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
-ROLES = {
-    "write": 2,
-    "own": 2,
-    "oversleep": 1,
-    "decide": 2,
-    "feed": 1,
-    "publish": 1,
-    "copy": 3,
-    "process": 2,
-    "finish": 2,
-    "watch": 1,
-    "sell": 2,
-    "span": 2,
-    "witness": 1,
-}
+_ONCE = ("oversleep", "feed", "publish", "watch", "witness")
+_TWICE = ("write", "own", "decide", "process", "finish", "sell", "span")
+ROLES = {**dict.fromkeys(_TWICE, 2), **dict.fromkeys(_ONCE, 1), "copy": 3}
 
 # The roles of each workload, which a run may be restricted to. The floor counts the work of the first role.
 WORKLOADS = {
