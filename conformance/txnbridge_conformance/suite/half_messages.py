@@ -37,6 +37,7 @@ def test_half_messages_are_published_as_the_work_went_and_not_before(
 ) -> None:
     one, other = new_topic(), new_topic(partitions=2)
     before: list[object] = []
+    timestamp = 1_234_567_890_123 if bridge.capabilities[Capability.TIMESTAMPS] else None
 
     def execute(txn: HalfTransaction, arg: Any) -> Decision:
         before.extend(values(seen(bridge, one)) + values(seen(bridge, other)) + [arg])
@@ -44,7 +45,7 @@ def test_half_messages_are_published_as_the_work_went_and_not_before(
 
     with bridge.half_messages(group, execute=execute, check=undecided) as halves:
         with halves.transaction("given") as txn:
-            txn.send(one, b"1", key="key", headers={"name": "value"})
+            txn.send(one, b"1", key="key", headers={"name": "value"}, timestamp=timestamp)
             txn.send(one, b"2", key="key")
             for number in (0, 1):
                 txn.send(other, None, key="key", partition=number)
@@ -56,6 +57,7 @@ def test_half_messages_are_published_as_the_work_went_and_not_before(
     if decision is COMMIT:
         first = seen(bridge, one)[0]
         assert (first.key, first.headers["name"]) == (b"key", "value")
+        assert timestamp in (first.timestamp, None)
 
 
 @proves(Capability.HALF_MESSAGES)
