@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -12,6 +13,7 @@ from txnbridge import (
     InvalidOption,
     InvalidState,
     NotFound,
+    NotSupported,
     Outcome,
     Topic,
     TransactionAborted,
@@ -46,6 +48,9 @@ def test_creating_a_topic_twice_is_no_error_unless_it_differs(bridge: Bridge, un
     assert [bridge.admin.create_topic(name, 2), bridge.admin.create_topic(name, 2)] == [True, False]
     with pytest.raises(InvalidOption):
         bridge.admin.create_topic(name, 3)
+    with suppress(NotSupported):  # some brokers keep all topics for the same time
+        bridge.admin.create_topic(kept := unique("conformance"), 1, retention_seconds=86_400)
+        assert bridge.admin.topic(kept).retention_seconds == 86_400
 
 
 @needs(Capability.TOPIC_ADMIN)
@@ -185,14 +190,19 @@ def test_an_open_transaction_is_listed_until_it_ends(
 
 
 @proves(Capability.LIST_OPEN)
-@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.TOPIC_ADMIN)
 def test_a_prepared_transaction_is_listed_until_it_ends(
-    connect: Connect, bridge: Bridge, topic: str, owner: str
+    connect: Connect, bridge: Bridge, new_topic: NewTopic, owner: str
 ) -> None:
+    topic = new_topic(partitions=2)
     with connect(transactional_id=owner).transaction(prepare=True) as txn:
-        txn.send(topic, b"prepared")
+        for number in range(2):
+            txn.send(topic, b"prepared", partition=number)
     (prepared,) = [one for one in bridge.admin.transactions() if one.transaction == txn.id]
     assert prepared.state == "prepared"
+    assert not prepared.partitions or {*prepared.partitions} >= {(topic, 0), (topic, 1)}
+    with pytest.raises(InvalidState):
+        bridge.admin.delete_topic(topic)
     assert [one.transaction for one in bridge.admin.transactions(owner)] == [txn.id]
     assert bridge.admin.transactions(f"{owner}-other") == []
     bridge.commit(str(txn.token))
