@@ -35,7 +35,7 @@ from txnbridge_conformance.run.plan import Plan, floor_of, without_secrets
 from txnbridge_conformance.run.processes import Process, RunFailed
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
-from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, finish, own
+from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, finish, own, watch
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.broker import EmbeddedBroker
 
@@ -448,14 +448,18 @@ def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_p
     assert {each.fields.get("deadline") for each in calls} == {plan.timeout}
 
 
-def test_a_claim_tells_its_deadline_so_that_one_that_hangs_is_found(tmp_path):
+@pytest.mark.parametrize(("role", "call"), [(decide, "claim"), (watch, "poll")])
+def test_calls_tell_their_deadline_so_that_one_that_hangs_is_found(role, call, tmp_path):
     plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
-    with closing(Recorder(tmp_path / "decide0-1.jsonl", "decide0-1", "c")) as recorder:
-        client = Client(plan, "decide0-1", recorder, random.Random(1))
-        threading.Timer(0.5, client.stop.set).start()
-        decide(client)
-    claims = [each for each in read_history([tmp_path]).operations if each.what == "claim"]
-    assert {each.fields.get("deadline") for each in claims} == {plan.timeout}
+    with closing(Hunt(plan, print, None, None, clients=False)) as hunted, hunted.topics():
+        with closing(Recorder(tmp_path / "role0-1.jsonl", "role0-1", "c")) as recorder:
+            client = Client(plan, "role0-1", recorder, random.Random(1))
+            threading.Timer(0.5, client.stop.set).start()
+            role(client)
+    calls = read_history([tmp_path / "role0-1.jsonl"]).operations
+    assert {(each.what, each.fields.get("deadline")) for each in calls} == {
+        (what, plan.timeout) for what in ("open", call)
+    }
 
 
 def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_for_is_found_at_the_end(tmp_path):

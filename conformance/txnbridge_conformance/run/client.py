@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -191,10 +191,10 @@ class Client:
         wanted = {"timeout": self.plan.timeout, "hold": self.plan.hold, **self.plan.settings, **settings}
         owner = settings.get("transactional_id")
         self._session = {} if owner is None else {"owner": owner, "session": f"{self.process}/{next(self._numbers)}"}
-        call = self.recorder.start("open", **self._session)
         connect = raw_kafka.connect if self.plan.raw else txnbridge.connect
-        with connect(self.plan.url, **wanted) as bridge:
-            call.end("ok")
+        with ExitStack() as opened:
+            with self.recorded("open", deadline=wanted["timeout"], **self._session):
+                bridge = opened.enter_context(connect(self.plan.url, **wanted))
             self._bodies = Bodies(self.random, bridge, self.plan.raw)
             yield bridge
 

@@ -300,7 +300,7 @@ def _watch(client: Client, *topics: str) -> None:
     with client.bridge() as bridge, bridge.consumer(list(topics)) as consumer:
         known: list[object] = []
         while not client.stop.is_set():
-            with client.recorded("poll") as call:
+            with client.recorded("poll", deadline=client.plan.timeout) as call:
                 client.note_assignment(call, consumer, known)
                 call.poll([read_of(message) for message in consumer.poll(500, timeout=0.5)])
 
