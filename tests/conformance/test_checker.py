@@ -199,10 +199,21 @@ def test_a_prepared_transaction_whose_commit_was_not_answered_may_be_there_or_no
         assert story.read(*log).found() == []
 
 
+def test_an_outcome_that_was_told_is_not_lost_later():
+    for final, error, lies in ((False, None, 0), (True, None, 1), (None, "EvidenceLost", 1)):
+        story = prepared_story().txn("b", what="finish", transaction="x", wish="commit", outcome="committed")
+        told = {"error": error} if error else {"outcome": "unknown", "final": final}
+        assert story.txn("b", what="status", transaction="x", **told).found() == ["split-decision"] * lies
+
+
 def test_a_check_back_shows_the_messages_of_its_transaction():
-    for shown, found in ((["2", "1"], []), (["1"], ["checkback-lie"]), (["1", "2", "2"], ["checkback-lie"])):
-        story = Story().txn("a", "1", "2", what="half", transaction="x", result=None)
-        assert story.txn("b", what="check", transaction="x", values=shown).found() == found
+    cases = [("x", "x", "2 1", 0), ("x", "x", "1", 1), ("x", "x", "1 2 2", 1), ("x", "y", "1 2", 1)]
+    # Of one whose process was killed before it knew the name.
+    cases += [("", "y", "1", 0), ("", "y", "1 3", 1), ("", "y", "", 1)]
+    for stored, asked, shown, lies in cases:
+        story = Story().txn("a", "1", "2", what="half", transaction=stored or None, result=None)
+        story.txn("b", what="check", transaction=asked, values=shown.split())
+        assert story.found() == ["checkback-lie"] * lies
 
 
 def test_a_run_whose_condition_never_comes_true_hangs():

@@ -15,7 +15,7 @@ import numpy as np
 from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Numbers, Tables, told_by
 from txnbridge_conformance.checker.findings import Findings
-from txnbridge_conformance.history import Operation
+from txnbridge_conformance.history import CHANGED, Operation
 
 # The longest time, in nanoseconds, between the call that prepares a transaction and an administrator's abort of the
 # transaction by a list that was made before it was prepared.
@@ -63,16 +63,24 @@ def _took_effect(transaction: Operation, fate: Numbers) -> bool:
 
 
 def check_check_backs(tables: Tables, findings: Findings) -> None:
-    """Find check-backs that showed other messages than those that their half-message transaction had sent."""
+    """Find check-backs that showed other messages than those that their half-message transaction had sent.
+
+    A process that was killed early has not recorded the name of its transaction: its messages name it.
+    """
     halves = {each.transaction: each.order for each in tables.operations if each.what == "half" and each.transaction}
     sent: dict[int, list[str]] = defaultdict(list)
     for order, _, values in tables.history.sends:
         sent[order] += values
-    for operation in tables.operations:
-        half = halves.get(operation.transaction or "") if operation.what == "check" else None
-        if half is not None and sorted(operation.fields["values"]) != sorted(sent[half]):
-            shown = len(operation.fields["values"])
-            text = f"{tables.name(operation.order)} showed {shown} messages, which are not the {len(sent[half])} sent"
+    for operation in [each for each in tables.operations if each.what == "check"]:
+        values = operation.fields["values"]
+        half = halves.get(operation.transaction or "")
+        if half is None:
+            senders = {tables.history.senders.get(value.removeprefix(CHANGED)) for value in values} or {None}
+            if all(each is not None and tables.operations[each].transaction is None for each in senders):
+                continue
+            findings.add("checkback-lie", f"{tables.name(operation.order)} was never stored", [operation.order])
+        elif sorted(values) != sorted(sent[half]):
+            text = f"{tables.name(operation.order)} showed {len(values)} messages, not the {len(sent[half])} sent"
             findings.add("checkback-lie", text, [half, operation.order])
 
 
@@ -149,14 +157,17 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
 
 
 def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
-    """Find calls that returned that a transaction is prepared after another call had returned its outcome."""
+    """Find calls that returned that a transaction is prepared, or for ever unknown, behind another with its outcome."""
     for calls in asked.values():
         finals = [call.order for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
-        for status in [call for call in calls if call.outcome == "prepared"] if finals else ():
-            before = np.array(finals)[time.ended_before(np.array(finals), np.full(len(finals), status.order))]
+        lost = [call for call in calls if call.fields.get("final", call.fields.get("error") == "EvidenceLost")]
+        said = {call.order: "its outcome is lost" for call in lost if call.outcome in (None, "unknown")}
+        said |= {call.order: "it is prepared" for call in calls if call.outcome == "prepared"}
+        for status, text in said.items() if finals else ():
+            before = np.array(finals)[time.ended_before(np.array(finals), np.full(len(finals), status))]
             if len(before):
-                text = f"{tables.name(status.order)} returned that it is prepared, after its outcome had been returned"
-                findings.add("split-decision", text, [int(before[0]), status.order])
+                text = f"{tables.name(status)} returned that {text}, after its outcome had been returned"
+                findings.add("split-decision", text, [int(before[0]), status])
 
 
 class _AdminAborts:

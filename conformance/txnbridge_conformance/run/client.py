@@ -371,7 +371,7 @@ class Client:
                     final = status.permanent or outcome in ("COMMITTED", "ABORTED")
                 else:
                     outcome, final = (bridge.commit if wish == "commit" else bridge.abort)(token).name, True
-                call.note(outcome=outcome.lower())
+                call.note(outcome=outcome.lower(), final=final)
         except TxnBridgeError as error:
             return isinstance(error, EvidenceLost)
         return final
