@@ -762,10 +762,7 @@ class SaysThatAllIsCommitted(Broken):
         return replace(status, state=TokenState.COMMITTED)
 
 
-@caught_by(
-    "test_the_status_of_a_token_is_what_happened",
-    "test_a_prepared_transaction_survives_a_new_owner",
-)
+@caught_by("test_the_status_of_a_token_is_what_happened", "test_a_prepared_transaction_survives_a_new_owner")
 class AbortsWhenAsked(Broken):
     def status(self, token: Any, ledger: Any, deadline: Deadline) -> Status:
         status: Status = self.inner.status(token, ledger, deadline)

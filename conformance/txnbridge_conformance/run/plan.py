@@ -65,12 +65,10 @@ NEEDS = {
     "oversleep": Capability.DEADLINE,
     "decide": Capability.DECISION_LOG,
     "publish": Capability.IDEMPOTENT_SEND,
-    "copy": Capability.ATOMIC_ACK,
-    "process": Capability.ATOMIC_ACK,
+    **dict.fromkeys(("copy", "process"), Capability.ATOMIC_ACK),
     "finish": Capability.PREPARE,
     "sell": Capability.HALF_MESSAGES,
-    "span": Capability.RESOLVE_ANYWHERE,
-    "witness": Capability.RESOLVE_ANYWHERE,
+    **dict.fromkeys(("span", "witness"), Capability.RESOLVE_ANYWHERE),
 }
 
 # By scheme of the broker's URL: the roles that can use the broker's plain client instead of txnbridge.
