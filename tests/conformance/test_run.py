@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from click.testing import CliRunner, Result
@@ -582,6 +582,26 @@ def test_the_official_client_reads_only_where_it_can_connect(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     for options, name in ("acks=all", "confluent_kafka"), ("security.protocol=ssl", None):
         assert official_readers.name_of(Plan(f"kafka://h:1?{options}", "a", 1, 1, "")) == name
+
+
+def test_the_official_client_shows_what_was_changed(monkeypatch):
+    client, answers = MagicMock(), {"topic": "t", "partition": 0, "offset": 7, "key": None, "headers": None}
+    monkeypatch.setitem(sys.modules, "confluent_kafka", client)
+    answers |= {"timestamp": (1, 5), "error": None, "partition_key": "", "properties": {}}
+    first, second = (MagicMock(**{f"{name}.return_value": told for name, told in answers.items()}) for _ in range(2))
+    for message, body in ((first, b"1"), (second, b"2~0")):  # another digest than that of the message
+        message.value.return_value = message.data.return_value = body
+    end = MagicMock(**{"topic.return_value": "t", "partition.return_value": 0})
+    end.error().code.return_value = client.KafkaError.configure_mock(_PARTITION_EOF=-1) or -1
+    client.Consumer().list_topics().topics = {"t": MagicMock(partitions=[0])}
+    client.Consumer().consume.return_value = [first, second, end]
+    plan = Plan("kafka://h:1", "a", 1, 1, "")
+    assert [line[3] for line in official_readers.read_kafka(plan, ["t"])] == ["1", "changed:2"]
+    monkeypatch.setitem(sys.modules, "pulsar", client)
+    client.configure_mock(Timeout=TimeoutError)
+    client.Client().get_topic_partitions.return_value, reader = ["t"], client.Client().create_reader()
+    reader.has_message_available.side_effect, reader.read_next.side_effect = [True, True, False], [first, second]
+    assert [line[3] for line in official_readers.read_pulsar(plan, ["t"])] == ["1", "changed:2"]
 
 
 def test_only_committed_transactions_acknowledge_messages(tmp_path):

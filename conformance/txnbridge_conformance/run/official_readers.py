@@ -15,13 +15,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import txnbridge
-from txnbridge_conformance.run.bodies import value_of
+from txnbridge import Headers, Message
+from txnbridge_conformance.run.bodies import text_of, value_of
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import end_with
 
@@ -56,10 +57,10 @@ def read_kafka(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
         for message in consumer.consume(10_000, 1):
             error = message.error()
             if error is None:
-                pairs: Any = message.headers() or ()
-                headers = {name: (value or b"").decode(errors="replace") for name, value in pairs}
-                value = value_of(str(message.topic()), message.value(), message.key(), headers)
-                yield str(message.topic()), int(message.partition() or 0), [int(message.offset() or 0)], value
+                place = str(message.topic()), int(message.partition() or 0), (int(message.offset() or 0),)
+                key, pairs = message.key(), cast(Any, message.headers() or ())
+                found = Message(*place, key, message.value(), Headers(pairs), message.timestamp()[1], 1, None)
+                yield *place[:2], list(place[2]), text_of(found)
             elif error.code() == KafkaError._PARTITION_EOF:
                 left.discard((message.topic(), message.partition()))
     consumer.close()
@@ -77,7 +78,7 @@ def read_pulsar(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
             with suppress(pulsar.Timeout):  # an open transaction holds back the rest
                 while reader.has_message_available():
                     message = reader.read_next(_HELD_BACK_MS)
-                    value = value_of(topic, message.data(), message.partition_key(), message.properties())
+                    value = _text_of(topic, message.data(), message.partition_key(), message.properties())
                     yield topic, number, None, value
             reader.close()
     client.close()
@@ -108,12 +109,20 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
                 # Only the receipt handle tells the place: its seventh and eighth fields are queue and offset.
                 queue, offset = message.receipt_handle.split(" ")[6:8]
                 body = b"" if "txnbridge.value" in message.properties else message.body  # else a placeholder
-                value = value_of(message.topic, body, next(iter(message.keys), ""), message.properties)
+                value = _text_of(message.topic, body, next(iter(message.keys), ""), message.properties)
                 found[message.topic, int(queue), int(offset)] = value
                 until = time.monotonic() + _STANDSTILL_SECONDS
     yield from ((topic, queue, [offset], value) for (topic, queue, offset), value in sorted(found.items()))
     sys.stdout.flush()
     os._exit(0)  # threads of the client would go on
+
+
+def _text_of(topic: str, body: bytes, key: str, properties: Mapping[str, str]) -> str:
+    """Return a message's value, as `text_of` does; of one with a key or headers the clients do not show all."""
+    if key:
+        return value_of(topic, body, key, properties)
+    headers = Headers((name, value.encode()) for name, value in properties.items())
+    return text_of(Message(topic, 0, (), None, body, headers, 0, 1, None))
 
 
 def main(*topics: str) -> None:
