@@ -15,17 +15,10 @@ from txnbridge_conformance.brokers._rocketmq import answering, ask, brokers_with
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
 from txnbridge_rocketmq.client import administration, routes
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.protocol import send_requests
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest, document, fields
 from txnbridge_rocketmq.client.protocol.read_requests import pull
-from txnbridge_rocketmq.client.protocol.send_requests import (
-    HalfEnd,
-    SendResult,
-    WireMessage,
-    end,
-    half_address,
-    send,
-    send_half,
-)
+from txnbridge_rocketmq.client.protocol.send_requests import HalfEnd, SendResult, WireMessage, end, send, send_half
 
 from tests.brokers import kit, programs
 from tests.brokers.kit import LISTENERS, listening, name_server_pid, port_attempts, state
@@ -108,7 +101,7 @@ def test_a_broker_that_has_ended_a_transaction_rests(rocketmq_broker):
     rocketmq_broker.create_topic("rests", queues=1, kind="TRANSACTION")
     with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
         half = client.call("broker-1", send_half(WireMessage("rests", b"x"), "tests", 0), 30)
-        client.call("broker-1", end(half_address("rests", "tests", half), HalfEnd.COMMIT), 30)
+        client.call("broker-1", end(send_requests.half_address("rests", "tests", half), HalfEnd.COMMIT), 30)
     before = busy()
     time.sleep(1)
     assert busy() - before < 0.2

@@ -19,24 +19,9 @@ from unittest.mock import patch
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.outcome import ending
 
-from txnbridge import Conflict, Fenced, InvalidState, NotFound, OutcomeUnknown, TransactionAborted, TxnBridgeError
+from txnbridge import Conflict, Fenced, InvalidState, NotFound, OutcomeUnknown, TransactionAborted, TxnBridgeError, spi
 from txnbridge.errors import UsageError
-from txnbridge.spi import (
-    Backend,
-    Begin,
-    Capabilities,
-    Capability,
-    Deadline,
-    Decision,
-    Evidence,
-    Identity,
-    Outcome,
-    Status,
-    TokenState,
-    absent,
-    encode_item,
-    hookimpl,
-)
+from txnbridge.spi import Backend, Begin, Capability, Deadline, Decision, Evidence, Identity, Outcome, Status
 
 
 class Around:
@@ -64,7 +49,7 @@ class OneByOne(Around):
 
     def send_many(self, topic: str, items: Iterable[Any]) -> None:
         for item in items:
-            value, key, headers = (item, None, None) if isinstance(item, bytes) else encode_item(item)
+            value, key, headers = (item, None, None) if isinstance(item, bytes) else spi.encode_item(item)
             self.send(topic, value, key, headers, None, None)
 
 
@@ -146,9 +131,9 @@ class DeclaresTooLittle(Broken):
     """Keeps every promise, but declares two of them absent."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        missing = absent("so it says")
-        found: Capabilities = self.inner.capabilities
+    def capabilities(self) -> spi.Capabilities:
+        missing = spi.absent("so it says")
+        found: spi.Capabilities = self.inner.capabilities
         return found.but({Capability.TOMBSTONES: missing, Capability.TIMESTAMPS: missing})
 
 
@@ -759,7 +744,7 @@ class PreparesWhatFailed(Broken):
 class SaysThatAllIsCommitted(Broken):
     def status(self, *args: Any) -> Status:
         status: Status = self.inner.status(*args)
-        return replace(status, state=TokenState.COMMITTED)
+        return replace(status, state=spi.TokenState.COMMITTED)
 
 
 @caught_by("test_the_status_of_a_token_is_what_happened", "test_a_prepared_transaction_survives_a_new_owner")
@@ -1259,7 +1244,7 @@ def backend_of(broker: type[Broken]) -> Backend:
     return BrokenBackend()
 
 
-@hookimpl
+@spi.hookimpl
 def txnbridge_backends() -> list[Backend]:
     brokers: list[type[Broken]] = [Sound, DeclaresTooLittle, *BROKEN]
     return [backend_of(broker) for broker in brokers]

@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge_conformance.history import VERSION, RecordedCall, Recorder
 
-from tests.conformance.simulated_broker import (
-    DEADLINE,
-    HOLD,
-    OPPOSITE,
-    PLAIN,
-    SOURCE,
-    Group,
-    Key,
-    Message,
-    Refused,
-    Txn,
-)
+from tests.conformance import simulated_broker
+from tests.conformance.simulated_broker import DEADLINE, HOLD, OPPOSITE, PLAIN, SOURCE, Group, Key, Message, Txn
 
 if TYPE_CHECKING:
     from tests.conformance.simulated_run import Run
@@ -128,7 +118,7 @@ class Process:
                 call.end("fail", error="Abort")
                 return None
             yield from self._request_end(call, txn)
-        except Refused as error:
+        except simulated_broker.Refused as error:
             if txn.state == "open":
                 self.broker.end(txn, "aborted")
             call.end("fail", error=str(error))

@@ -10,20 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from txnbridge import Bridge, Capability, Outcome, connect, errors, hookimpl, plugins
-from txnbridge.testing import (
-    Child,
-    Point,
-    StopAt,
-    Unvisited,
-    bridge,
-    bridge_url,
-    crash_everywhere,
-    listening,
-    next_commit,
-    recorded,
-    tell,
-)
+from txnbridge import Bridge, Capability, Outcome, connect, errors, hookimpl, plugins, testing
+from txnbridge.testing import Child, Point, StopAt, bridge, bridge_url, crash_everywhere, next_commit, recorded, tell
 
 __all__ = ["bridge", "bridge_url"]
 
@@ -88,7 +76,7 @@ def test_the_kit_needs_no_pytest() -> None:
 
 def test_events_of_bridges_opened_inside_are_recorded(bridge_url: str) -> None:
     heard: list[str] = []
-    with recorded() as events, listening(lambda event: heard.append(event.name)):
+    with recorded() as events, testing.listening(lambda event: heard.append(event.name)):
         with connect(bridge_url) as inside:
             send(inside, b"1")
     with connect(bridge_url) as outside:
@@ -207,7 +195,7 @@ def test_a_child_is_killed_at_the_event_that_was_named(bridge_url: str, bridge: 
 def test_a_child_is_stopped_at_the_first_event_that_is_none_of_these(bridge_url: str) -> None:
     visited = frozenset({Point("bridge.open/before", 1), Point("transaction.begin/before", 1)})
     for skip, event in ((0, "bridge.open/after"), (1, "writer.open/before")):
-        with Child(commit_and_tell, bridge_url, b"1", kill=Unvisited(visited, skip)) as child:
+        with Child(commit_and_tell, bridge_url, b"1", kill=testing.Unvisited(visited, skip)) as child:
             assert child.stopped() == Point(event, 1)
 
 

@@ -11,20 +11,8 @@ from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import staged_messages
 from txnbridge_embedded.write.staged_messages import murmur2, partition_of
 
-from tests.embedded.kit import (
-    begin,
-    busy,
-    commit,
-    execute,
-    offsets,
-    open_preparing,
-    open_writer,
-    read,
-    rows,
-    send,
-    token_of,
-    values,
-)
+from tests.embedded import kit
+from tests.embedded.kit import begin, busy, commit, execute, offsets, open_writer, read, rows, send, token_of, values
 from tests.failing import raising
 from txnbridge import errors
 from txnbridge.spi import Deadline, TokenState
@@ -290,12 +278,12 @@ def test_a_reader_ends_a_transaction_that_is_past_its_deadline(opened, clock):
 def test_an_id_is_opened_by_its_first_preparing_writer_and_refused_to_one_of_an_older_owner(opened):
     first = opened()
     old = open_writer(first, "billing")
-    open_preparing(opened(), "billing", "elsewhere").close()
+    kit.open_preparing(opened(), "billing", "elsewhere").close()
     with pytest.raises(errors.Fenced, match="elsewhere") as caught:
         commit(old, "orders", b"1")
     assert caught.value.newer == "elsewhere"
     with pytest.raises(errors.Fenced, match="elsewhere"):
-        open_preparing(first, "billing")
+        kit.open_preparing(first, "billing")
 
 
 def test_calls_that_share_the_connection_end_at_their_deadline(broker):

@@ -15,17 +15,9 @@ from txnbridge_conformance.faults._rocketmq_exchanges import RocketMQConversatio
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol import read_requests, send_requests
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest, document
-from txnbridge_rocketmq.client.protocol.send_requests import (
-    CheckBack,
-    HalfEnd,
-    WireMessage,
-    end,
-    half_address,
-    send,
-    send_half,
-)
+from txnbridge_rocketmq.client.protocol.send_requests import HalfEnd, WireMessage, end, half_address, send, send_half
 
 from tests.rocketmq.kit import ANSWER, BROKER, ONE_WAY, FakeBroker, Peer, becomes_true, binary_frame, bodies, frame
 from txnbridge.errors import InvalidOption
@@ -222,7 +214,7 @@ def test_only_the_picked_one_of_many_requests_in_flight_is_held(proxy, client, d
 
 @real
 def test_a_question_of_the_brokers_can_be_held(rocketmq_broker, proxy, direct, topic):
-    checks: list[CheckBack] = []
+    checks: list[send_requests.CheckBack] = []
     hold = proxy.hold(answers="CHECK_TRANSACTION_STATE")
     with RemotingClient([proxy.url.removeprefix("rocketmq://")], on_checks=checks.extend) as client:
         client.join(Membership(frozenset({"proxied"})), LONG)

@@ -24,23 +24,8 @@ from tests.failing import raising
 from tests.in_time import within
 from tests.kafka.kit import writer_of
 from tests.kafka.mock_kit import HANG_UP, KEYS, Coordinator, MockCluster
-from txnbridge import Bridge, Event, Outcome, TokenState, Transaction
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    Conflict,
-    DeadlineExceeded,
-    DeliveryFailed,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    NotFound,
-    OutcomeUnknown,
-    StorageFailed,
-    TransactionAborted,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge import Bridge, Event, Outcome, TokenState, Transaction, errors
+from txnbridge.errors import AccessDenied, DeliveryFailed, EvidenceLost, Fenced, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.testing import listening
 
@@ -222,12 +207,12 @@ REFUSALS: list[tuple[str, int, type[TxnBridgeError] | None, str]] = [
     (ACKS, K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
     (ACKS, K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
     (ACKS, K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
-    (ACKS, K.KAFKA_STORAGE_ERROR, StorageFailed, "KAFKA_STORAGE_ERROR"),
+    (ACKS, K.KAFKA_STORAGE_ERROR, errors.StorageFailed, "KAFKA_STORAGE_ERROR"),
     (ACKS, K.GROUP_AUTHORIZATION_FAILED, AccessDenied, f"group {GROUP}.* needs Read on the group"),
     (ACKS, K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
     (ACKS, K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "Read on those it acknowledges"),
     *[
-        (ACKS, code, Conflict, f"group {GROUP}.*other members")
+        (ACKS, code, errors.Conflict, f"group {GROUP}.*other members")
         for code in (K.ILLEGAL_GENERATION, K.UNKNOWN_MEMBER_ID, K.FENCED_INSTANCE_ID, K.STALE_MEMBER_EPOCH)
     ],
     ("EndTxn", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
@@ -277,7 +262,9 @@ def test_a_program_sees_the_listed_error_when_a_request_is_refused(shared, reque
 
 
 @pytest.mark.parametrize(
-    ("where", "raised"), [({"partition": -1}, NotFound), ({"headers": {"a\0b": "x"}}, InvalidOption)], ids=str
+    ("where", "raised"),
+    [({"partition": -1}, errors.NotFound), ({"headers": {"a\0b": "x"}}, errors.InvalidOption)],
+    ids=str,
 )
 def test_a_message_that_the_client_would_change_is_refused(bridge, where, raised):
     """The client takes the partition -1 for any partition, and what follows a NUL for no part of a header's name."""
@@ -322,7 +309,7 @@ def test_a_transaction_whose_request_is_never_accepted_is_aborted_at_its_deadlin
     code = K.NOT_ENOUGH_REPLICAS if request_kind == "Produce" else K.NOT_COORDINATOR
     world.cluster.fail(request_kind, *[code] * FOR_EVER)
     txn = bridge.transaction(timeout=SHORT)
-    with within(SHORT), pytest.raises(DeadlineExceeded):
+    with within(SHORT), pytest.raises(errors.DeadlineExceeded):
         with txn:
             txn.send(TOPIC, b"2")
             acknowledge(world, txn)
@@ -334,7 +321,7 @@ def test_a_transaction_whose_request_is_never_accepted_is_aborted_at_its_deadlin
 
 def test_a_commit_that_is_never_answered_is_unknown_at_the_deadline(world: World, bridge: Bridge) -> None:
     world.cluster.fail("EndTxn", *[K.NOT_COORDINATOR] * FOR_EVER)
-    with within(SHORT), pytest.raises(OutcomeUnknown) as caught:
+    with within(SHORT), pytest.raises(errors.OutcomeUnknown) as caught:
         one_transaction(world, bridge, seconds=SHORT)
     assert bridge.status(str(caught.value.token)).state is TokenState.UNKNOWN
     world.cluster.heal()
@@ -402,7 +389,7 @@ def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
     txn = stored(bridge, SHORT)
     world.coordinator.becomes("CompleteAbort", epochs=1)
     time.sleep(SHORT)
-    with pytest.raises(TransactionTimedOut, match=f"the transaction timed out.*{AGAIN}"):
+    with pytest.raises(errors.TransactionTimedOut, match=f"the transaction timed out.*{AGAIN}"):
         writer_of(txn).commit(Deadline(TIMEOUT))
     txn.abort()
 
@@ -413,7 +400,7 @@ def test_a_refused_commit_whose_outcome_the_coordinator_does_not_tell_is_unknown
     bridge = world.connect()
     world.cluster.fail("EndTxn", code)
     txn = bridge.transaction(timeout=SHORT)
-    with within(SHORT), pytest.raises(OutcomeUnknown, match="Ask later") as caught:
+    with within(SHORT), pytest.raises(errors.OutcomeUnknown, match="Ask later") as caught:
         with txn:
             txn.send(TOPIC, b"2")
             writer_of(txn).flush(Deadline(TIMEOUT))
@@ -432,7 +419,7 @@ def test_an_abort_whose_outcome_the_coordinator_does_not_tell_is_unknown(world: 
     world.coordinator.becomes("Ongoing")
     world.cluster.fail("EndTxn", K.INVALID_TXN_STATE)
     setattr(world.coordinator, how, True)
-    with within(SHORT), pytest.raises(OutcomeUnknown):
+    with within(SHORT), pytest.raises(errors.OutcomeUnknown):
         txn.abort()
     setattr(world.coordinator, how, False)
     send(bridge)
@@ -487,7 +474,9 @@ def test_a_commit_sent_twice_and_refused_is_what_the_coordinator_wrote_down(worl
     ends = {"committed": [(0, 2), (0, 4), (1, 0)], "aborted": [(1, 3), (1, 5), (2, 0)], "nothing": [(2, 0)]}
     all_of_it = [*first, *ends.get(wrote, [])]
     world.coordinator.steps = [StateRecord(pid, epoch + later, status, frozenset(), 7) for later, status in all_of_it]
-    expected = {"committed": COMMITTED, "aborted": Fenced, "nothing": EvidenceLost, "not yet": OutcomeUnknown}[wrote]
+    expected = {"committed": COMMITTED, "aborted": Fenced, "nothing": EvidenceLost, "not yet": errors.OutcomeUnknown}[
+        wrote
+    ]
     with within(SHORT), nullcontext() if expected is None else pytest.raises(expected):
         txn.commit()
     wanted = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}.get(wrote, Outcome.UNKNOWN)
@@ -498,10 +487,10 @@ def test_a_commit_sent_twice_and_refused_is_what_the_coordinator_wrote_down(worl
 
 OPENINGS: list[tuple[int, type[TxnBridgeError] | None, str]] = [
     *[(code, COMMITTED, "") for code in (*RETRIED, K.CONCURRENT_TRANSACTIONS, K.NOT_ENOUGH_REPLICAS)],
-    (K.INVALID_TRANSACTION_TIMEOUT, InvalidOption, r"transaction\.max\.timeout\.ms"),
+    (K.INVALID_TRANSACTION_TIMEOUT, errors.InvalidOption, r"transaction\.max\.timeout\.ms"),
     (K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, rf"opening the transactional id {ID}-\d+.0"),
-    (K.INVALID_PRODUCER_EPOCH, BrokerUnavailable, rf"opening the transactional id {ID}-\d+.0"),
-    (K.PRODUCER_FENCED, BrokerUnavailable, rf"opening the transactional id {ID}-\d+.0"),
+    (K.INVALID_PRODUCER_EPOCH, errors.BrokerUnavailable, rf"opening the transactional id {ID}-\d+.0"),
+    (K.PRODUCER_FENCED, errors.BrokerUnavailable, rf"opening the transactional id {ID}-\d+.0"),
 ]
 
 
@@ -524,7 +513,10 @@ def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(w
     world.cluster.fail_topic(INPUT, code)
     try:
         send(bridge)
-        with pytest.raises(NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied), bridge.transaction() as txn:
+        with (
+            pytest.raises(errors.NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied),
+            bridge.transaction() as txn,
+        ):
             txn.send(INPUT, b"2")
     finally:
         world.cluster.fail_topic(INPUT, 0)
@@ -553,7 +545,7 @@ def test_an_owner_that_opens_an_id_while_a_newer_one_does_is_fenced(world: World
 
 def test_an_id_that_cannot_be_opened_in_time_says_so(world: World) -> None:
     world.cluster.fail("InitProducerId", *[K.NOT_COORDINATOR] * FOR_EVER)
-    with within(SHORT), pytest.raises(DeadlineExceeded, match=rf"opening the transactional id {ID}-\d+.0"):
+    with within(SHORT), pytest.raises(errors.DeadlineExceeded, match=rf"opening the transactional id {ID}-\d+.0"):
         world.connect(SHORT)
     world.cluster.heal()
     send(world.connect())
@@ -624,7 +616,7 @@ def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(world: W
     writer.send_many(TOPIC, [])  # so that the writer has looked at the topic
 
     writer.quick[TOPIC] = raising(BufferError("full"))
-    with within(SHORT), pytest.raises(DeadlineExceeded, match="waiting for the broker to take messages"):
+    with within(SHORT), pytest.raises(errors.DeadlineExceeded, match="waiting for the broker to take messages"):
         with txn:
             txn.send_many(TOPIC, [b"1"]) if many else txn.send(TOPIC, b"1")
     assert txn.outcome is Outcome.ABORTED

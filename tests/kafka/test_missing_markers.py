@@ -18,16 +18,7 @@ import txnbridge
 from tests.failing import raising
 from tests.java_kit import ask_java
 from tests.kafka.kit import without_epoch_bumps
-from tests.kafka.test_admin import (
-    LONG,
-    Held,
-    MakeAdmin,
-    begin_again,
-    commit_one,
-    make_admin,  # noqa: F401
-    producer_of,
-    write,
-)
+from tests.kafka.test_admin import LONG, Held, MakeAdmin, begin_again, commit_one, make_admin, producer_of, write  # noqa: F401
 from txnbridge.errors import AccessDenied, StorageFailed
 from txnbridge.spi import Deadline
 

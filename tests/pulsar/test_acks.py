@@ -15,17 +15,8 @@ from txnbridge_pulsar.outcome.outcome import end
 from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
-from tests.pulsar.client_kit import (
-    acknowledge,
-    admin,
-    batch_of,
-    begin,
-    fresh_topic,
-    path_of,
-    payloads,
-    receive,
-    service,
-)
+from tests.pulsar import client_kit
+from tests.pulsar.client_kit import acknowledge, admin, batch_of, begin, path_of, payloads, receive, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.writing_kit import concrete, connect_to, new_topic
@@ -95,7 +86,7 @@ def test_a_message_that_an_aborted_transaction_acknowledged_comes_again(client, 
 def test_without_single_acknowledgements_a_broker_that_is_killed_keeps_those_of_transactions(start_pulsar):
     """The log of what transactions acknowledge keeps them, until all of their entry is acknowledged."""
     broker = start_pulsar(settings={"acknowledgmentAtBatchIndexLevelEnabled": "false"})
-    topics = {sharing: fresh_topic() for sharing in ("partition", "message", "key")}
+    topics = {sharing: client_kit.fresh_topic() for sharing in ("partition", "message", "key")}
     open_ones = []
     with ExitStack() as left:
         client = left.enter_context(PulsarClient(service(broker)))

@@ -12,22 +12,10 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import last_fence_record
 
 from tests.inside import reader_of
+from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, cut, path_of, payloads, receive
 from tests.pulsar.reading_kit import hang_up
-from tests.pulsar.writing_kit import (
-    Connect,
-    cluster_of,
-    concrete,
-    fence_of,
-    flush,
-    new_topic,
-    producer_of,
-    proof_topic_of,
-    proxied,
-    read_all,
-    unique,
-    writer_of,
-)
+from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, new_topic, proxied, read_all, unique
 from txnbridge import Bridge, Event, Outcome, TokenState, errors
 from txnbridge.spi import Deadline
 from txnbridge.testing import listening, recorded
@@ -115,7 +103,7 @@ def test_a_message_that_cannot_be_sent_changes_no_transaction(bridge: Bridge, cl
 
 def test_an_empty_transaction_asks_the_broker_nothing(bridge: Bridge) -> None:
     with bridge.transaction() as txn:
-        writer = writer_of(txn)
+        writer = writing_kit.writer_of(txn)
     assert txn.outcome is Outcome.COMMITTED
     assert writer.evidence().how["x"] is None
 
@@ -126,7 +114,7 @@ def test_no_message_is_sent_before_its_topic_was_announced_and_registered(open_b
     def look(event: Event) -> None:
         if event.phase == "before" and event.name in ("step:register", "step:commit"):
             with open_bridge() as onlooker:  # it reads what the owner has stored by then
-                found = last_fence_record(cluster_of(onlooker), fence_of(owned).topic, Deadline(SOON))
+                found = last_fence_record(cluster_of(onlooker), writing_kit.fence_of(owned).topic, Deadline(SOON))
             assert found is not None
             known.append((event.name, {*found[1].under_way[-1].topics}))
 
@@ -137,7 +125,7 @@ def test_no_message_is_sent_before_its_topic_was_announced_and_registered(open_b
         txn.send(topic, b"0", partition=0)
         flush(txn)
         txn.send(topic, b"2", partition=2)
-    marker = proof_topic_of(txn)
+    marker = writing_kit.proof_topic_of(txn)
     assert known == [
         ("step:register", {marker, concrete(topic, 0)}),
         ("step:register", {marker, concrete(topic, 0), concrete(topic, 2)}),
@@ -269,7 +257,7 @@ def test_a_producer_whose_connection_is_lost_or_topic_moves_goes_on(pulsar_broke
         txn.send(topic, b"1")
         flush(txn)
         if lost == "connection":
-            cut(producer_of(txn, topic))
+            cut(writing_kit.producer_of(txn, topic))
         else:
             admin(pulsar_broker, "PUT", f"{path_of(concrete(topic))}/unload")
         txn.send(topic, b"2")
@@ -319,7 +307,7 @@ def test_a_bridge_without_an_id_leaves_no_topics_behind(open_bridge: Connect, cl
     topic = new_topic(onlooker)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    marker = proof_topic_of(txn)
+    marker = writing_kit.proof_topic_of(txn)
     assert cluster_of(onlooker).topics.existing(marker, Deadline(SOON))
     bridge.close()
     assert not cluster_of(onlooker).topics.existing(marker, Deadline(SOON))
@@ -330,6 +318,6 @@ def test_every_topic_of_our_own_is_kept_by_a_subscription(pulsar_broker: brokers
     topic = new_topic(bridge)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    for ours in (fence_of(bridge).topic, proof_topic_of(txn)):
+    for ours in (writing_kit.fence_of(bridge).topic, writing_kit.proof_topic_of(txn)):
         stats = admin(pulsar_broker, "GET", f"{path_of(ours)}/stats")
         assert SUBSCRIPTION in stats["subscriptions"]

@@ -12,21 +12,11 @@ from txnbridge_rocketmq.client import administration, groups, routes
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership, Queue
-from txnbridge_rocketmq.client.protocol import read_requests
+from txnbridge_rocketmq.client.protocol import read_requests, send_requests
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property, ResponseCode
 from txnbridge_rocketmq.client.protocol.read_requests import PullStatus
 from txnbridge_rocketmq.client.protocol.records import unwrap
-from txnbridge_rocketmq.client.protocol.send_requests import (
-    CheckBack,
-    HalfAddress,
-    HalfEnd,
-    WireMessage,
-    end,
-    half_address,
-    send,
-    send_half,
-    send_together,
-)
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress, HalfEnd, WireMessage, end, send
 
 from tests.in_time import within
 from tests.rocketmq.kit import BROKER, batched, becomes_true, bodies, pairs, read_all
@@ -54,7 +44,9 @@ def put_half(
     born_time: int | None = None,
 ) -> HalfAddress:
     message = WireMessage(topic, body, born_time=born_time)
-    return half_address(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
+    return send_requests.half_address(
+        topic, group, client.call(BROKER, send_requests.send_half(message, group, 0, immunity), LONG)
+    )
 
 
 @pytest.fixture
@@ -99,7 +91,7 @@ def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
 def test_messages_that_are_sent_together_get_offsets_of_their_own(client, topic):
     client.call(BROKER, send(WireMessage(topic, b"before"), ALONE, 0), LONG)
     messages = [WireMessage(topic, b"%d" % number, {"own": str(number)}) for number in range(40)]
-    assert client.call(BROKER, send_together(messages, ALONE, 0), LONG) == 1
+    assert client.call(BROKER, send_requests.send_together(messages, ALONE, 0), LONG) == 1
     found = read_all(client, topic)[1:]
     assert [(each.queue_offset, each.body) for each in found] == [(1 + number, b"%d" % number) for number in range(40)]
     assert [each.properties["own"] for each in found] == [str(number) for number in range(40)]

@@ -9,16 +9,8 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import ErrorResponse
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.protocol import read_requests
-from txnbridge_rocketmq.client.protocol.send_requests import (
-    CheckBack,
-    HalfEnd,
-    WireMessage,
-    end,
-    half_address,
-    send,
-    send_half,
-)
+from txnbridge_rocketmq.client.protocol import read_requests, send_requests
+from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfEnd, WireMessage, end, send, send_half
 
 from tests.kafka.certificates import Authority
 from tests.rocketmq.kit import BROKER, becomes_true, bodies, one_user
@@ -60,7 +52,7 @@ def make_topic(client: RemotingClient, name: str, broker: str = BROKER) -> None:
 def transact(client: RemotingClient, topic: str, broker: str = BROKER) -> None:
     """Store a half, commit it, and read the message."""
     stored = client.call(broker, send_half(WireMessage(topic, b"half"), "shop", 0), LONG)
-    client.call(broker, end(half_address(topic, "shop", stored), HalfEnd.COMMIT), LONG)
+    client.call(broker, end(send_requests.half_address(topic, "shop", stored), HalfEnd.COMMIT), LONG)
     assert bodies(client, topic, broker) == [b"half"]
 
 

@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.client.protocol.records import MessageExt, OffsetId
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
-from txnbridge_rocketmq.write.transaction_properties import (
-    HalfOrigin,
-    TransactionPlace,
-    place_of,
-    properties,
-    unique_key,
-)
+from txnbridge_rocketmq.write import transaction_properties
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, place_of, properties, unique_key
 
 pytestmark = pytest.mark.offline
 
@@ -43,7 +38,7 @@ class Queue:
         self.log += 1
         told, at = {"a": "b"}, 0
         if number is not None:
-            mark, at = TransactionPlace("t", number), self.halves[number][copy]
+            mark, at = transaction_properties.TransactionPlace("t", number), self.halves[number][copy]
             told = {**properties(mark, ORIGIN), Property.UNIQUE_KEY: unique_key("t", mark)}
             if copy:
                 told[Property.CHECKS] = str(copy)

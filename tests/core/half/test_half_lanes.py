@@ -18,23 +18,13 @@ from txnbridge_conformance.run.sales import Sales
 from txnbridge_conformance.suite.half_messages import *  # noqa: F403
 from txnbridge_embedded.read.reader import UngroupedReader
 
+import txnbridge
 from tests.core import half_topic_backend
 from tests.core.reading_kit import SOON
 from tests.in_time import Hold
 from tests.inside import broker_of, connection_of
 from tests.kill_walk import KillWalk
-from txnbridge import (
-    Bridge,
-    Decision,
-    HalfMessages,
-    HalfTransaction,
-    Headers,
-    Message,
-    Outcome,
-    connect,
-    errors,
-    plugins,
-)
+from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, Message, Outcome, connect, errors, plugins
 from txnbridge._base.connection import Connection
 from txnbridge._base.events import Event
 from txnbridge._half import lane as half_lane
@@ -519,4 +509,4 @@ def test_foreign_and_damaged_records_are_no_halves_and_newer_ones_are_refused() 
 
 
 def _message(position: int, headers: Any) -> Message:
-    return Message("half", 0, (position,), None, b"1", Headers(headers), 0, 1, None)
+    return Message("half", 0, (position,), None, b"1", txnbridge.Headers(headers), 0, 1, None)

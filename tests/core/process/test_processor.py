@@ -18,27 +18,12 @@ from typing import Any
 
 import pytest
 
+import txnbridge
 from tests.core.processor_kit import thread_of, url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
 from tests.failing import raising
 from tests.in_time import wait_until, within
-from txnbridge import (
-    Batch,
-    Bridge,
-    Capability,
-    Event,
-    Message,
-    Processor,
-    Status,
-    TokenState,
-    Topic,
-    Transaction,
-    codecs,
-    connect,
-    errors,
-    plugins,
-    spi,
-)
+from txnbridge import Batch, Message, Processor, Status, TokenState, Topic, Transaction, codecs, connect, errors, spi
 from txnbridge._base.service_stop import Shutdown
 from txnbridge._process.processor import ProcessorSettings
 from txnbridge.testing import listening
@@ -148,8 +133,8 @@ class Room:
     """A bridge to a broker with some messages in topic `t`, and what its processors waited."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: MemoryBackend) -> None:
-        with plugins.registered(backend):
-            self.bridge: Bridge = connect("toy:", timeout=2)
+        with txnbridge.plugins.registered(backend):
+            self.bridge: txnbridge.Bridge = connect("toy:", timeout=2)
         broker = backend.brokers[-1]
         assert isinstance(broker, MemoryBroker)
         self.broker = broker
@@ -266,7 +251,7 @@ def test_a_processor_of_slow_messages_polls_again_within_the_timeout_of_a_transa
         handled.append(message.value)
         copy(message, txn)
 
-    def note(event: Event) -> None:
+    def note(event: txnbridge.Event) -> None:
         if (event.name, event.phase) == ("reader.poll", "before"):
             handled_before.append(len(handled))
 
@@ -940,7 +925,7 @@ def test_the_processor_of_a_bridge_takes_what_a_processor_takes():
 
 
 def test_a_processor_without_acknowledgements_in_transactions_is_refused(monkeypatch):
-    room = Room(monkeypatch, MemoryBackend({Capability.ATOMIC_ACK: spi.absent("a test says so")}))
+    room = Room(monkeypatch, MemoryBackend({txnbridge.Capability.ATOMIC_ACK: spi.absent("a test says so")}))
     with room.bridge, pytest.raises(errors.NotSupported, match="a test says so"):
         room.processor(each=copy)
 

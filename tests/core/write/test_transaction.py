@@ -15,30 +15,8 @@ from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect
 from tests.failing import raising
 from tests.in_time import wait_until, within
 from tests.inside import connection_of, queued, writers_of
-from txnbridge import (
-    Abort,
-    AccessDenied,
-    Bridge,
-    BrokerUnavailable,
-    Conflict,
-    DeadlineExceeded,
-    Decision,
-    DeliveryFailed,
-    Event,
-    EvidenceLost,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    Outcome,
-    OutcomeUnknown,
-    State,
-    Status,
-    TokenState,
-    Topic,
-    Transaction,
-    TransactionAborted,
-    codecs,
-)
+from txnbridge import Bridge, Decision, Event, Outcome, State, Status, TokenState, Topic, Transaction, codecs, errors
+from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline
 from txnbridge.testing import listening
 
@@ -73,7 +51,7 @@ def test_a_failing_abort_never_hides_the_exception_of_the_block(bridge, writer, 
     assert txn.outcome is Outcome.UNKNOWN and txn.token is not None
     writer.raises["abort"] = [BrokerUnavailable("gone")]
     with pytest.raises(BrokerUnavailable), bridge.transaction():  # there is nothing to hide
-        raise Abort
+        raise errors.Abort
 
 
 def test_a_transaction_is_used_once(bridge: Bridge) -> None:
@@ -84,9 +62,9 @@ def test_a_transaction_is_used_once(bridge: Bridge) -> None:
 
 
 def test_a_failed_delivery_leaves_only_abort(bridge: Bridge, writer: ToyWriter) -> None:
-    writer.raises["send"] = [DeliveryFailed("queue lost")]
+    writer.raises["send"] = [errors.DeliveryFailed("queue lost")]
     txn = bridge.transaction()
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(errors.DeliveryFailed):
         txn.send("orders", b"1")
     assert txn.state is State.FAILED
     with pytest.raises(InvalidState, match="queue lost"):
@@ -106,7 +84,9 @@ def test_a_failed_delivery_that_was_swallowed_is_raised_at_the_end_of_the_block(
     assert txn.outcome is Outcome.ABORTED
 
 
-@pytest.mark.parametrize("error", [Conflict("taken"), Fenced("newer", newer="host-2"), DeliveryFailed("lost")])
+@pytest.mark.parametrize(
+    "error", [errors.Conflict("taken"), errors.Fenced("newer", newer="host-2"), errors.DeliveryFailed("lost")]
+)
 def test_a_commit_that_certainly_did_not_happen_is_aborted(bridge: Bridge, writer: ToyWriter, error: Exception) -> None:
     writer.raises["commit"] = [error]
     with pytest.raises(type(error)), bridge.transaction() as txn:
@@ -132,10 +112,15 @@ def test_a_commit_that_could_not_be_asked_leaves_only_abort(bridge: Bridge, writ
     ("lost", "found", "error", "outcome"),
     [
         (OutcomeUnknown, [BrokerUnavailable("still gone"), Status(TokenState.COMMITTED)], None, Outcome.COMMITTED),
-        (OutcomeUnknown, [AccessDenied("the password has expired")], OutcomeUnknown, Outcome.UNKNOWN),
+        (OutcomeUnknown, [errors.AccessDenied("the password has expired")], OutcomeUnknown, Outcome.UNKNOWN),
         (OutcomeUnknown, [Status(TokenState.ABORTED)], TransactionAborted, Outcome.ABORTED),
-        (OutcomeUnknown, [Status(TokenState.UNKNOWN, reason="trimmed", permanent=True)], EvidenceLost, Outcome.UNKNOWN),
-        (EvidenceLost, [Status(TokenState.COMMITTED)], EvidenceLost, Outcome.UNKNOWN),
+        (
+            OutcomeUnknown,
+            [Status(TokenState.UNKNOWN, reason="trimmed", permanent=True)],
+            errors.EvidenceLost,
+            Outcome.UNKNOWN,
+        ),
+        (errors.EvidenceLost, [Status(TokenState.COMMITTED)], errors.EvidenceLost, Outcome.UNKNOWN),
     ],
     ids=["found", "not allowed", "aborted", "gone", "gone at once"],
 )
@@ -145,7 +130,7 @@ def test_a_lost_answer_is_looked_up_before_anybody_is_told_unknown(bridge, broke
     with pytest.raises(error) if error else nullcontext() as caught, bridge.transaction() as txn:
         txn.send("orders", b"1")
     assert txn.outcome is outcome
-    if error is EvidenceLost:
+    if error is errors.EvidenceLost:
         assert caught is not None
         assert "trimmed" in str(caught.value) and caught.value.permanent and caught.value.token == str(txn.token)
 
@@ -168,12 +153,12 @@ def test_after_an_unknown_outcome_the_writer_is_reopened_before_it_is_used(bridg
 
 def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(bridge: Bridge, writer: ToyWriter) -> None:
     writer.raises["commit"] = [OutcomeUnknown("no answer")]
-    writer.raises["reopen"] = [BrokerUnavailable("gone"), Fenced("newer owner")]
+    writer.raises["reopen"] = [BrokerUnavailable("gone"), errors.Fenced("newer owner")]
     with pytest.raises(OutcomeUnknown), bridge.transaction():
         pass
     with pytest.raises(BrokerUnavailable):
         bridge.transaction()
-    with pytest.raises(Fenced):
+    with pytest.raises(errors.Fenced):
         bridge.transaction()
     with bridge.transaction():
         pass
@@ -182,7 +167,7 @@ def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(brid
 # --- prepare ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
+@pytest.mark.parametrize("error", [errors.Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
 def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(bridge: Bridge, broker: ToyBroker, error: Exception):
     txn = bridge.transaction(prepare=True)
     broker.writers[-1].raises["prepare"] = [error]
@@ -551,7 +536,7 @@ def test_a_wait_for_writers_that_another_thread_opens_ends_at_the_deadline(monke
         thread.start()
         try:
             assert opening.wait(60)
-            with within(0.1), pytest.raises(DeadlineExceeded, match="another thread"):
+            with within(0.1), pytest.raises(errors.DeadlineExceeded, match="another thread"):
                 bridge.transaction(timeout=0.1)
         finally:
             may_go_on.set()
