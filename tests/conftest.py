@@ -15,13 +15,16 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from txnbridge._base.connection import Connection
 from txnbridge.testing.child_processes import _IMPORTED_LATE
 
 # Without its bytecode each child process would compile the project anew, which takes longer than most tests.
@@ -151,3 +154,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
     monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", 0.05)
+
+
+@pytest.fixture
+def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that gives bridges, also open ones, other durations and limits than those of programs."""
+
+    def change(**changes: Any) -> None:
+        monkeypatch.setattr(Connection, "timing", replace(Connection.timing, **changes))
+
+    return change

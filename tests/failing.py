@@ -1,10 +1,12 @@
-"""Functions that fail as a test says, in place of what they stand for."""
+"""Stand-ins for functions: they fail, answer or tell what they are given, as a test says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import count
 from typing import Any, NoReturn
 
 import pytest
+
+EACH = range(1 << 30)
 
 
 def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
@@ -14,13 +16,59 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., NoRetur
     return fail
 
 
-def fail_call(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: BaseException, number: int = 0) -> None:
-    """Let the call of this number, counted from 0, raise the error; the others happen."""
-    call, calls = getattr(owner, name), count()
+def on_call(patch: pytest.MonkeyPatch, owner: object, name: str, act: Callable[..., object]) -> None:
+    """Let `act` see what each call is given before the call happens."""
+    call = getattr(owner, name)
+    patch.setattr(owner, name, lambda *given, **named: (act(*given, **named), call(*given, **named))[1])
+
+
+def _given(*given: Any, **_: Any) -> Any:
+    return given
+
+
+def note_calls(patch: pytest.MonkeyPatch, owner: object, name: str, note: Callable[..., Any] = _given) -> list[Any]:
+    """Return a list of what `note` says of each call, by what it is given; the calls happen."""
+    noted: list[Any] = []
+
+    def add(*given: Any, **named: Any) -> None:
+        noted.append(note(*given, **named))
+
+    on_call(patch, owner, name, add)
+    return noted
+
+
+def answer_calls(
+    patch: pytest.MonkeyPatch, owner: object, name: str, answer: object = None, note: Callable[..., Any] = _given
+) -> list[Any]:
+    """Let each call return `answer` and do nothing; return a list of what `note` says of each, by what it is given."""
+    patch.setattr(owner, name, lambda *_, **__: answer)
+    return note_calls(patch, owner, name, note)
+
+
+def fail_call(
+    patch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    error: BaseException | type[BaseException],
+    number: int | Container[int] = 0,
+    happens: bool = False,
+    when: Callable[..., object] = lambda *_, **__: True,
+) -> list[Any]:
+    """Let the call of this number, counted from 0 among those for which `when` holds, raise the error.
+
+    The other calls happen, and with `happens` this one, too, before its error. Return a list of what is given to those
+    that fail.
+    """
+    call, calls, failed = getattr(owner, name), count(), list[Any]()
+    numbers = (number,) if isinstance(number, int) else number
 
     def called(*given: Any, **named: Any) -> Any:
-        if next(calls) == number:
+        fails = when(*given, **named) and next(calls) in numbers
+        done = None if fails and not happens else call(*given, **named)
+        if fails:
+            failed.append(given)
             raise error
-        return call(*given, **named)
+        return done
 
-    monkeypatch.setattr(owner, name, called)
+    patch.setattr(owner, name, called)
+    return failed

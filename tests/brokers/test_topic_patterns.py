@@ -1,22 +1,20 @@
 """Two processors read the topics of a real broker that fit a pattern, while topics come and go."""
 
 import uuid
-from dataclasses import replace
 
 import pytest
 
 import txnbridge
 from tests.brokers.test_spanning import url_of
 from tests.in_time import wait_until
-from txnbridge._base.connection import Connection
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
-def test_each_message_is_processed_once_while_topics_come_and_go(request, monkeypatch, name):
+def test_each_message_is_processed_once_while_topics_come_and_go(request, with_timing, name):
     url, tag = url_of(request, name), uuid.uuid4().hex[:8]
-    monkeypatch.setattr(Connection, "timing", replace(Connection.timing, pattern_look=1.0))
+    with_timing(pattern_look=1.0)
     topics, out = [f"{tag}-{number}" for number in range(4)], f"out-{tag}"
     sent: list[bytes | None] = []
 

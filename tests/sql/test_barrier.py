@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -20,12 +19,11 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 import txnbridge
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
-from tests.failing import raising
+from tests.failing import EACH, fail_call, raising
 from tests.inside import broker_of, connection_of
 from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
-from txnbridge._base.connection import Connection
 from txnbridge._base.deadline import Wake
 from txnbridge._half import resolver as _resolver
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
@@ -395,15 +393,8 @@ def test_a_session_is_free_behind_the_deadline_of_a_block_whose_end_was_interrup
 
 
 def test_an_interrupt_before_the_commit_leaves_no_database_transaction_open(shop, engine, bridge, monkeypatch):
-    run = Database.run
-
-    def interrupt(database, what, *arguments):
-        if what.startswith("the commit"):
-            monkeypatch.setattr(Database, "run", run)
-            raise KeyboardInterrupt
-        return run(database, what, *arguments)
-
-    monkeypatch.setattr(Database, "run", interrupt)
+    is_commit = lambda database, what, *_: what.startswith("the commit")  # noqa: E731
+    fail_call(monkeypatch, Database, "run", KeyboardInterrupt, when=is_commit)
     with pytest.raises(KeyboardInterrupt):
         sell(bridge, engine, b"0", timeout=SHORT)
     eventually(lambda: engine.pool.checkedout() == 0, "a connection is in use")
@@ -579,8 +570,8 @@ def test_the_database_refuses_the_row_of_a_machine_that_slept_beyond_the_deadlin
     assert barrier_rows(shop.database) == one_for_one(shop, bridge) == []
 
 
-def test_a_transaction_that_takes_long_is_asked_about_and_not_aborted(shop, engine, monkeypatch):
-    monkeypatch.setattr(Connection, "timing", replace(Connection.timing, first_check=0.1))
+def test_a_transaction_that_takes_long_is_asked_about_and_not_aborted(shop, engine, with_timing):
+    with_timing(first_check=0.1)
     asked = threading.Event()
 
     def wait(event):
@@ -639,19 +630,11 @@ def test_a_bridge_publishes_what_another_process_has_left_and_no_other_database_
 
 
 def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, monkeypatch):
-    end, away = EmbeddedHalves.end, threading.Event()
-    away.set()
-
-    def fail(store, half, decision, deadline):
-        if away.is_set():
-            raise BrokerUnavailable("it is away")
-        return end(store, half, decision, deadline)
-
-    monkeypatch.setattr(EmbeddedHalves, "end", fail)
-    assert sell(bridge, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
-    time.sleep(1.2)  # longer than a resolver takes to delete rows
-    assert barrier_rows(shop.database) == ["commit"]
-    away.clear()
+    with monkeypatch.context() as away:
+        fail_call(away, EmbeddedHalves, "end", BrokerUnavailable("it is away"), EACH)
+        assert sell(bridge, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
+        time.sleep(1.2)  # longer than a resolver takes to delete rows
+        assert barrier_rows(shop.database) == ["commit"]
     eventually(lambda: barrier_rows(shop.database) == [], "the row is deleted")
     assert one_for_one(shop, bridge) == [b"0"]
 
@@ -678,23 +661,19 @@ def test_an_abort_row_stays_a_day_longer_than_the_deadline(engine, barrier):
 
 # --- a database that fails ------------------------------------------------------------------------------------------
 
+LOST = sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+
 
 @pytest.mark.parametrize("committed", ["yes", "no", "later"])
 def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, monkeypatch, committed):
-    commit = sa.Connection.commit
     armed: list[sa.Connection] = []
 
-    def lose(connection):
-        if connection not in armed:  # a resolver commits as well
-            return commit(connection)
-        armed.clear()
-        if committed == "later":
+    def arms(connection):  # a resolver commits as well
+        if connection in armed and committed == "later":
             time.sleep(SHORT + 0.5)
-        if committed != "no":
-            commit(connection)
-        raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+        return connection in armed
 
-    monkeypatch.setattr(sa.Connection, "commit", lose)
+    fail_call(monkeypatch, sa.Connection, "commit", LOST, happens=committed != "no", when=arms)
     with suppress(TransactionAborted, OutcomeUnknown):
         with bridge.transaction(db=engine, group="shop", timeout=SHORT if committed == "later" else SOON) as txn:
             txn.db.execute(insert(b"0"))
@@ -717,20 +696,15 @@ def test_an_error_of_a_hook_after_the_commit_is_logged_and_leaves_the_session_fr
 
 
 def test_a_database_gone_after_its_commit_leaves_the_outcome_to_a_resolver(shop, open_engine, bridge, monkeypatch):
-    engine, commit = open_engine(shop.database, poolclass=sa.NullPool), sa.Connection.commit
+    engine = open_engine(shop.database, poolclass=sa.NullPool)
     lost: list[sa.Connection] = []
-
-    def lose(connection):
-        commit(connection)
-        if connection in lost:
-            raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
 
     def refuse(*_):
         if lost:
             raise ConnectionRefusedError  # SQLAlchemy leaves the error as it is, as it does with asyncpg's
 
     sa.event.listen(engine, "do_connect", refuse)
-    monkeypatch.setattr(sa.Connection, "commit", lose)
+    fail_call(monkeypatch, sa.Connection, "commit", LOST, EACH, happens=True, when=lambda one: one in lost)
     with pytest.raises(OutcomeUnknown, match="a resolver"):
         with bridge.transaction(db=engine, group="shop", timeout=2 * SHORT) as txn:
             txn.db.execute(insert(b"0"))
@@ -753,7 +727,7 @@ def test_a_row_that_a_resolver_has_deleted_is_not_taken_for_an_abort(shop, engin
         commit(connection)
         if "commit" in barrier_rows(shop.database):
             monkeypatch.setattr(sa.Connection, "commit", commit)
-            raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+            raise LOST
 
     monkeypatch.setattr(BarrierTable, "settle", settle_late)
     monkeypatch.setattr(sa.Connection, "commit", lose)

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, answer_calls, fail_call, note_calls
 from tests.sql.outbox_programs import TOPIC, Shop, confuse_names, outbox, publish_all, relay_until_killed
 from tests.sql.test_database_chaos import started
 from txnbridge import Outcome, Transaction, codecs
@@ -386,29 +386,15 @@ def test_thousands_of_parked_rows_hold_back_their_keys_and_no_other_row(engine, 
 
 def test_a_relay_that_can_publish_nothing_rests_longer_than_it_looks(engine, bridge, monkeypatch):
     insert_parked(engine, 1, 1)
-    looks = itertools.count()
-    waiting = OutboxStore.waiting
-
-    def look_slowly(*request):
-        next(looks)
-        time.sleep(0.2)
-        return waiting(*request)
-
-    monkeypatch.setattr(OutboxStore, "waiting", look_slowly)
+    looks = note_calls(monkeypatch, OutboxStore, "waiting", lambda *_: time.sleep(0.2))
     with bridge.relay(outbox(), engine):
         time.sleep(2)
-    assert next(looks) <= 4
+    assert len(looks) <= 4
 
 
 def test_rows_that_take_too_long_to_read_are_read_in_smaller_batches(engine, bridge, monkeypatch):
-    waiting = OutboxStore.waiting
-
-    def read_slowly(store, limit, *more):
-        if limit > 2:
-            raise DeadlineExceeded("a test says so")
-        return waiting(store, limit, *more)
-
-    monkeypatch.setattr(OutboxStore, "waiting", read_slowly)
+    too_long = DeadlineExceeded("a test says so")
+    fail_call(monkeypatch, OutboxStore, "waiting", too_long, EACH, when=lambda store, limit, *_: limit > 2)
     monkeypatch.setattr("txnbridge.sql.relay._FIRST_PAUSE", 0.01)
     send(engine, b"1", b"2", b"3")
     relay_all(bridge, engine, batch=16)
@@ -433,19 +419,13 @@ def test_a_look_reads_no_more_bytes_than_a_batch_takes(engine, bridge, monkeypat
 def test_an_undeliverable_row_is_parked_after_three_attempts_but_a_missing_right_is_waited_for(
     engine, bridge, monkeypatch, error, failures, parked
 ):
-    deliver, failed = Transaction.send, itertools.count(1)
-
-    def fail(txn, topic, value, **more):
-        if value == b"1" and next(failed) <= failures:
-            raise error("a test says so")
-        deliver(txn, topic, value, **more)
-
-    monkeypatch.setattr(Transaction, "send", fail)
+    failed = fail_call(monkeypatch, Transaction, "send", error("a test says so"), range(failures))
+    sends = note_calls(monkeypatch, Transaction, "send")
     send(engine, b"1")
     with bridge.relay(outbox(), engine) as relay:
         settled(relay)
         eventually(lambda: relay.stats.parked == parked, "it is not counted")  # behind the change of the row
-        assert next(failed) == failures + (1 if parked else 2)
+        assert (len(failed), len(sends)) == (failures, failures + (not parked))
     assert values(bridge) == ([] if parked else [b"1"])
 
 
@@ -513,18 +493,7 @@ def test_two_relays_at_once_publish_every_row_once(engine, bridge, shop):
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_lost_answer_of_the_database_neither_loses_nor_doubles(engine, bridge, monkeypatch, stored):
-    lost: list[object] = []
-    before = OutboxStore.store_batch
-
-    def lose(self, *request):
-        if lost:
-            return before(self, *request)
-        lost.append(request)
-        if stored:
-            before(self, *request)
-        raise OutcomeUnknown("the answer was lost")
-
-    monkeypatch.setattr(OutboxStore, "store_batch", lose)
+    fail_call(monkeypatch, OutboxStore, "store_batch", OutcomeUnknown("the answer was lost"), happens=stored)
     send(engine, b"1", b"2")
     relay_all(bridge, engine)
     assert sorted(values(bridge)) == [b"1", b"2"]
@@ -544,15 +513,14 @@ def test_a_batch_that_an_administrator_has_aborted_is_published_again(engine, sh
 
 def test_rows_of_a_batch_of_unknown_outcome_stay_and_are_not_published_twice(engine, shop, monkeypatch, caplog):
     with txnbridge.connect(shop.url, timeout=6) as bridge:
-        commit = bridge.commit
-        monkeypatch.setattr(bridge, "commit", lambda token: Outcome.UNKNOWN)
+        answer_calls(monkeypatch, bridge, "commit", Outcome.UNKNOWN)
         send(engine, b"1", b"2")
         with bridge.relay(outbox(), engine) as relay:
             eventually(lambda: "not known yet" in caplog.text, "it does not say so")
             eventually(lambda: not relay.healthy, "it counts as healthy")
             send(engine, b"3")
             assert (relay.lag, values(bridge)) == (3, [])
-            monkeypatch.setattr(bridge, "commit", commit)
+            monkeypatch.undo()
             settled(relay)
             eventually(lambda: relay.healthy, "it does not count as healthy")
         assert sorted(values(bridge)) == [b"1", b"2", b"3"]
@@ -590,10 +558,9 @@ def test_a_relay_publishes_nothing_on_another_cluster_than_the_first(engine, sho
 
 
 def test_a_relay_whose_run_has_died_is_not_healthy(engine, bridge, monkeypatch):
-    fail = raising(ZeroDivisionError)
     relay = bridge.relay(outbox(), engine)
-    monkeypatch.setattr(OutboxStore, "waiting", fail)
-    monkeypatch.setattr(OutboxStore, "close", fail)
+    for name in ("waiting", "close"):
+        fail_call(monkeypatch, OutboxStore, name, ZeroDivisionError, EACH)
     with pytest.raises(ZeroDivisionError):
         relay.run()
     assert not relay.healthy

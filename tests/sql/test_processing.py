@@ -1,7 +1,6 @@
 """A processor that writes to a database: each message has its effect there once, whatever dies, is paused or fails."""
 
 import itertools
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
-from tests.failing import fail_call, raising
+from tests.failing import EACH, fail_call, note_calls, on_call
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge.sql import Outbox
@@ -209,26 +208,20 @@ def test_a_member_that_was_paused_while_another_took_over_changes_nothing(shop, 
 
 @pytest.mark.parametrize("committed", ["yes", "no", "later"])
 def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run, monkeypatch, committed):
-    commit = sa.Connection.commit
-    armed, failed = threading.Event(), threading.Event()
-
-    def lose(connection):
-        if not armed.is_set():
-            return commit(connection)
-        armed.clear()
-        if committed == "later":
-            time.sleep(1)
-        if committed != "no":
-            commit(connection)
-        raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+    seen = []
 
     def each(message, db):
         record(message, db)
-        if message.value == b"3" and not failed.is_set():
-            failed.set()
-            armed.set()
+        if message.value == b"3":
+            seen.append(message)
 
-    monkeypatch.setattr(sa.Connection, "commit", lose)
+    def seen_by_now(_):
+        if seen and not failed and committed == "later":
+            time.sleep(1)
+        return seen
+
+    lost = sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+    failed = fail_call(monkeypatch, sa.Connection, "commit", lost, happens=committed != "no", when=seen_by_now)
     feed(bridge, *numbers(6))
     assert run(each, timeout=0.5, max_messages=2).retries > 0
     assert sorted(done(shop.database)) == numbers(6)
@@ -248,8 +241,8 @@ def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, sh
 
 def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then(bridge, shop, run, monkeypatch):
     monkeypatch.setattr("txnbridge.sql.processing._ACKNOWLEDGE_SECONDS", SOON)
-    acknowledged, failed = [], set()
-    acknowledge = txnbridge.Transaction.ack
+    failed = set()
+    acknowledged = note_calls(monkeypatch, txnbridge.Transaction, "ack", lambda _, messages: len(messages))
 
     def each(message, db):
         record(message, db)
@@ -257,11 +250,6 @@ def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then
             failed.add(message.value)
             raise ValueError
 
-    def ack(self, messages):
-        acknowledged.append(len(messages))
-        return acknowledge(self, messages)
-
-    monkeypatch.setattr(txnbridge.Transaction, "ack", ack)
     feed(bridge, *numbers(9))
     assert run(each, max_messages=1).transactions == 9
     assert sorted(done(shop.database)) == numbers(9)
@@ -282,16 +270,13 @@ def test_a_topic_that_is_made_anew_is_processed_from_its_beginning(bridge, shop,
 
 
 def test_messages_of_a_topic_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(bridge, shop, run, monkeypatch):
-    read = DatabaseTransactions._read
-
-    def renew(self, connection):
+    def renew(*_):
         monkeypatch.undo()
         bridge.admin.delete_topic("in")
         bridge.admin.create_topic("in", 2)
         feed(bridge, b"4", b"5")
-        return read(self, connection)
 
-    monkeypatch.setattr(DatabaseTransactions, "_read", renew)
+    on_call(monkeypatch, DatabaseTransactions, "_read", renew)
     feed(bridge, *numbers(4))
     run(record)
     assert sorted(done(shop.database)) == [b"4", b"5"]
@@ -494,10 +479,10 @@ def test_a_database_that_fails_while_a_message_is_set_aside_is_asked_again(bridg
 
 
 def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, monkeypatch):
+    refused = sa.exc.IntegrityError("COMMIT", {}, ValueError("refused"))
+
     def each(message, db):
-        monkeypatch.setattr(
-            sa.Connection, "commit", raising(sa.exc.IntegrityError("COMMIT", {}, ValueError("refused")))
-        )
+        fail_call(monkeypatch, sa.Connection, "commit", refused, EACH)
         raise txnbridge.Poison("a test says so")
 
     feed(bridge, b"1")

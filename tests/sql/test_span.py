@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.core.half.test_span import no_checks
-from tests.failing import raising
+from tests.failing import EACH, answer_calls, fail_call, note_calls, on_call
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
@@ -74,28 +74,15 @@ def test_rows_and_messages_are_committed_together_or_not_at_all(pair, engine):
 LOST = sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))
 
 
-def when_its_row_is_made(monkeypatch: pytest.MonkeyPatch, commit: Callable[[sa.Connection], None]) -> None:
-    """Let the database commit by this function, from the barrier's row on."""
-    before = BarrierTable.commit_row
-
-    def arm(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
-        monkeypatch.setattr(sa.Connection, "commit", commit)
-        return before(self, transaction, deadline_at)
-
-    monkeypatch.setattr(BarrierTable, "commit_row", arm)
+def lose_the_answer_to_its_row(patch: pytest.MonkeyPatch, happens: bool) -> None:
+    """Lose the answer to the first commit of the database behind the barrier's row."""
+    rows = note_calls(patch, BarrierTable, "commit_row")
+    fail_call(patch, sa.Connection, "commit", LOST, happens=happens, when=lambda _: rows)
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, engine, monkeypatch, committed):
-    commit = sa.Connection.commit
-
-    def lose(self: sa.Connection) -> None:
-        monkeypatch.undo()
-        if committed:
-            commit(self)
-        raise LOST
-
-    when_its_row_is_made(monkeypatch, lose)
+    lose_the_answer_to_its_row(monkeypatch, committed)
     if committed:
         assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     else:
@@ -105,13 +92,9 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
 
 
 def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(pair, engine, monkeypatch):
-    def settle(*_: object) -> Decision:
-        monkeypatch.undo()
-        monkeypatch.setattr(Bridge, "abort", raising(errors.BrokerUnavailable("a test says so")))
-        return Decision.ABORT
-
-    when_its_row_is_made(monkeypatch, raising(LOST))
-    monkeypatch.setattr(BarrierTable, "settle", settle)
+    lose_the_answer_to_its_row(monkeypatch, False)
+    answer_calls(monkeypatch, BarrierTable, "settle", Decision.ABORT)
+    fail_call(monkeypatch, Bridge, "abort", errors.BrokerUnavailable("a test says so"), EACH)
     with pytest.raises(errors.OutcomeUnknown), spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
     assert span.outcome is Outcome.UNKNOWN
@@ -175,14 +158,11 @@ def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_kn
 
 
 def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pair, engine, monkeypatch, quick_sweep):
-    before = BarrierTable.commit_row
-
-    def come_late(self: BarrierTable, transaction: str, deadline_at: int) -> sa.Insert:
+    def come_late(*_: object) -> None:
         monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
         wait_until(lambda: waiting(pair) == 0)
-        return before(self, transaction, deadline_at)
 
-    monkeypatch.setattr(BarrierTable, "commit_row", come_late)
+    on_call(monkeypatch, BarrierTable, "commit_row", come_late)
     with pytest.raises(errors.TransactionAborted):
         with spanning(*pair, db=engine) as span:
             for bridge in pair:
@@ -192,17 +172,16 @@ def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pai
 
 
 def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, monkeypatch, quick_sweep):
-    commit = sa.Connection.commit
+    commit, rows = sa.Connection.commit, note_calls(monkeypatch, BarrierTable, "commit_row")
 
-    def pause(self: sa.Connection) -> None:
-        monkeypatch.undo()
-        monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
-        monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
-        time.sleep(3)
-        assert waiting(pair) == 2
-        commit(self)
+    def pause(connection: sa.Connection) -> None:
+        if rows:
+            monkeypatch.setattr(sa.Connection, "commit", commit)
+            monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
+            time.sleep(3)
+            assert waiting(pair) == 2
 
-    when_its_row_is_made(monkeypatch, pause)
+    on_call(monkeypatch, sa.Connection, "commit", pause)
     assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     assert found(pair, engine) == [[1]] * 3
 
@@ -216,13 +195,8 @@ def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair
         return seen[0]
 
     monkeypatch.setattr(EmbeddedHalves, "put", note)
-    decide, decided = SpanResolver._decide, list[SpanResolver]()
-
-    def pause(self: SpanResolver, half: Half) -> Decision:
-        decided.append(self)
-        return Decision.UNDECIDED
-
-    monkeypatch.setattr(SpanResolver, "_decide", pause)
+    decide = SpanResolver._decide
+    decided = answer_calls(monkeypatch, SpanResolver, "_decide", Decision.UNDECIDED)
     monkeypatch.setattr(EmbeddedHalves, "checks", lambda *_: [*seen, *no_checks()][:1])
     with caplog.at_level("ERROR", "txnbridge"):
         sell(pair, engine, 1, timeout=1)
@@ -231,7 +205,7 @@ def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair
         time.sleep(1)
         with engine.begin() as connection:
             assert connection.scalar(sa.text("SELECT count(*) FROM txnbridge_barrier")) == 0
-        assert decide(decided[0], seen[0]) is Decision.ABORT
+        assert decide(decided[0][0], seen[0]) is Decision.ABORT
     assert caplog.text == ""
 
 

@@ -21,6 +21,7 @@ from txnbridge_embedded.read.reader import UngroupedReader
 import txnbridge
 from tests.core import half_topic_backend
 from tests.core.reading_kit import SOON
+from tests.failing import fail_call, note_calls
 from tests.in_time import Hold
 from tests.inside import broker_of, connection_of
 from tests.kill_walk import KillWalk
@@ -200,14 +201,8 @@ def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes
 
 @pytest.mark.parametrize("call", ["__init__", "lag"])
 def test_a_lane_is_read_by_the_callers_deadline(txnbridge_url, bridge, topic, group, monkeypatch, call):
-    ask, left = getattr(UngroupedReader, call), list[float]()
-
-    def note(*given: Any) -> Any:
-        left.append(given[-1].left())
-        return ask(*given)
-
     leave_undecided(txnbridge_url, group, topic, b"1")
-    monkeypatch.setattr(UngroupedReader, call, note)
+    left = note_calls(monkeypatch, UngroupedReader, call, lambda *given: given[-1].left())
     lanes(bridge, group).late(Deadline(5))
     assert 0 < max(left) <= 5
 
@@ -405,12 +400,7 @@ def test_half_messages_of_a_key_committed_behind_a_refused_one_wait_for_it(
 
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
 def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic, group, decision, monkeypatch):
-    read_all = LaneIndex.read_all
-
-    def behind_a_trim(index: LaneIndex, deadline: Deadline) -> None:
-        monkeypatch.setattr(LaneIndex, "read_all", read_all)
-        raise errors.PositionLost("the half's holder has just removed old records")
-
+    behind_a_trim = errors.PositionLost("the half's holder has just removed old records")
     with (
         connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
         asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,
@@ -420,7 +410,7 @@ def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic
         eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
         [half] = bridge.admin.parked(group)
         assert (half.transaction, [message.value for message in half.messages]) == (txn.id, [b"1"])
-        monkeypatch.setattr(LaneIndex, "read_all", behind_a_trim)
+        fail_call(monkeypatch, LaneIndex, "read_all", behind_a_trim)
         assert bridge.admin.parked(group) == [half]
         bridge.admin.end_parked(group, txn.id, decision)
         assert bridge.admin.parked(group) == []

@@ -7,7 +7,6 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from txnbridge_conformance.observing import eventually
@@ -16,7 +15,7 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 import txnbridge
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.embedded.kit import rows
-from tests.failing import raising
+from tests.failing import EACH, fail_call, on_call, raising
 from tests.inside import broker_of, connection_of, consumers_of
 from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
@@ -29,6 +28,7 @@ COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
 SOON = "half_check_seconds=0.2"
 # The time that local work has; then an ABORT of `check` counts.
 TIMEOUT = 0.5
+LOST = errors.OutcomeUnknown("the answer is lost")
 
 
 Values = tuple[list[bytes], list[bytes]]
@@ -118,16 +118,9 @@ def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_sto
         return COMMIT
 
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
-        put = EmbeddedHalves.put
-
-        def lost(store: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
-            put(store, half, deadline)
-            raise errors.OutcomeUnknown("the answer is lost")
-
-        monkeypatch.setattr(EmbeddedHalves, "put", lost)
+        fail_call(monkeypatch, EmbeddedHalves, "put", LOST, happens=True)
         with pytest.raises(errors.BrokerUnavailable, match="nothing was done"):
             sell(sales)
-        monkeypatch.undo()
         assert (done, published(bridge)) == ([], NOTHING)
         assert stored(bridge, "SELECT state FROM halves") == [("aborted",)]
 
@@ -152,52 +145,27 @@ def test_a_block_that_outlasts_its_transaction_is_aborted_before_the_work(bridge
 
 @pytest.mark.parametrize("happened", [True, False])
 def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happened):
-    end, lost = EmbeddedHalves.end, [1]
-
-    def lose(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        if happened or not lost:
-            outcome = end(store, half, decision, deadline)
-        if lost:
-            lost.pop()
-            raise errors.OutcomeUnknown("the answer is lost")
-        return outcome
-
     with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
-        monkeypatch.setattr(EmbeddedHalves, "end", lose)
+        fail_call(monkeypatch, EmbeddedHalves, "end", LOST, happens=happened)
         assert sell(sales).outcome is Outcome.COMMITTED
     assert published(bridge) == BOTH
 
 
 @pytest.mark.parametrize("error", [errors.BrokerUnavailable, errors.NotFound, errors.AccessDenied])
 def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(bridge, monkeypatch, error):
-    end, away = EmbeddedHalves.end, threading.Event()
-    away.set()
-
-    def fail(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        if away.is_set():
-            raise error("it is away")
-        return end(store, half, decision, deadline)
-
-    monkeypatch.setattr(EmbeddedHalves, "end", fail)
     with bridge.half_messages("shop", execute=says(COMMIT), check=says(COMMIT)) as sales:
-        with pytest.raises(errors.OutcomeUnknown, match="check is asked"):
+        with monkeypatch.context() as away, pytest.raises(errors.OutcomeUnknown, match="check is asked"):
+            fail_call(away, EmbeddedHalves, "end", error("it is away"), EACH)
             sell(sales, timeout=TIMEOUT)
-        away.clear()
         eventually(lambda: published(bridge) == BOTH, "it is published")
 
 
 def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
-    asked: list[Decision] = []
-
-    def gone(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        asked.append(decision)
-        raise errors.EvidenceLost("a half is gone")
-
     with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
-        monkeypatch.setattr(EmbeddedHalves, "end", gone)
+        asked = fail_call(monkeypatch, EmbeddedHalves, "end", errors.EvidenceLost("a half is gone"), EACH)
         with pytest.raises(errors.EvidenceLost, match="a half is gone"):
             sell(sales, timeout=5)
-    assert asked == [COMMIT]
+    assert [decision for _, _, decision, _ in asked] == [COMMIT]
 
 
 # --- what check says ------------------------------------------------------------------------------------------------
@@ -262,9 +230,8 @@ def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout
     with resolver:
         eventually(lambda: resolver.healthy, "it runs")
         with monkeypatch.context() as patch:
-            refused = Mock(side_effect=errors.BrokerUnavailable("away"))
-            patch.setattr(EmbeddedHalves, "checks", refused)
-            eventually(lambda: refused.call_count > 1, "it has failed")
+            refused = fail_call(patch, EmbeddedHalves, "checks", errors.BrokerUnavailable("away"), EACH)
+            eventually(lambda: len(refused) > 1, "it has failed")
             assert resolver.healthy
             patch.setattr(connection_of(bridge), "timeout", 0.0)
             eventually(lambda: not resolver.healthy, "it has failed for too long")
@@ -297,15 +264,8 @@ def test_a_check_that_hangs_keeps_one_place_however_often_it_is_due(bridge: Brid
 
 
 def test_a_check_for_which_there_is_no_thread_is_made_later(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, refused = threading.Thread.start, list[str]()
-
-    def start_later(thread: threading.Thread) -> None:
-        if thread.name.startswith("txnbridge check") and not refused:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_later)
+    is_check = lambda thread: thread.name.startswith("txnbridge check")  # noqa: E731
+    refused = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), when=is_check)
     with bridge.half_messages("shop", execute=says(UNDECIDED), check=says(COMMIT)) as sales:
         sell(sales, timeout=TIMEOUT)
         eventually(lambda: published(bridge) == BOTH, "it is published")
@@ -358,8 +318,8 @@ def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, mo
 
     closing_one = txnbridge.connect(f"{bridge.url}?{SOON}", timeout=8)
     broker, consumers = broker_of(closing_one), consumers_of(closing_one)
-    monkeypatch.setattr(broker, "close", telling(left, broker.close))
-    monkeypatch.setattr(consumers, "close", telling(left, consumers.close))
+    for each in (broker, consumers):
+        on_call(monkeypatch, each, "close", lambda *deadlines: left.append(deadlines[-1].left()))
     try:
         sell(closing_one.half_messages("shop", execute=says(UNDECIDED), check=check), timeout=TIMEOUT)
         assert asked.wait(60)
@@ -367,16 +327,6 @@ def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, mo
     finally:
         go_on.set()
     assert len(left) == 2 and all(left), left
-
-
-def telling(left: list[float], close: Callable[..., None]) -> Callable[..., None]:
-    """The same, and how much time it was left."""
-
-    def tell_and_close(*deadlines: Deadline) -> None:
-        left.append(deadlines[-1].left())
-        close(*deadlines)
-
-    return tell_and_close
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -20,7 +20,7 @@ from txnbridge_embedded.write.writer import PreparingWriter
 
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import fail_call, raising
+from tests.failing import EACH, answer_calls, fail_call, note_calls, on_call, raising
 from tests.in_time import Hold, wait_until
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge._admin import Admin
@@ -79,18 +79,15 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
     assert open_ones(pair) == []
 
 
+def timeout_of(bridge: Bridge, token: object, timeout: float = 30) -> float:
+    return timeout
+
+
 @pytest.mark.parametrize("name", ["commit", "abort"])
 def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch, name):
-    end: Callable[..., Outcome] = getattr(Bridge, name)
-    times: list[float] = []
-
-    def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 30) -> Any:
-        times.append(timeout)
-        return end(self, token, timeout)
-
-    monkeypatch.setattr(Bridge, name, note)
+    times = note_calls(monkeypatch, Bridge, name, timeout_of)
     if name == "abort":
-        monkeypatch.setattr(HalfMessages, "transaction", raising(AWAY))
+        fail_call(monkeypatch, HalfMessages, "transaction", AWAY, EACH)
     with suppress(txnbridge.BrokerUnavailable), spanning(*pair, timeout=20) as span:
         send(span, pair, b"1")
     assert len(times) == 2 and max(times) <= 20
@@ -114,13 +111,7 @@ def test_a_decision_that_took_all_the_time_leaves_some_for_the_other_parts(pair,
 
 @pytest.mark.parametrize("decided", [True, False])
 def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided):
-    def lose(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        monkeypatch.undo()
-        if decided:
-            self.commit(token)
-        raise errors.OutcomeUnknown("the answer is lost")
-
-    monkeypatch.setattr(Bridge, "commit", lose)
+    fail_call(monkeypatch, Bridge, "commit", LOST, happens=decided)
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.UNKNOWN
@@ -130,6 +121,7 @@ def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided
 
 
 AWAY = txnbridge.BrokerUnavailable("a test says so")
+LOST = errors.OutcomeUnknown("the answer is lost")
 
 
 def no_checks(*_: object) -> list[object]:
@@ -149,7 +141,7 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
 
 def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, quick_sweep):
     fail_call(monkeypatch, Bridge, "abort", AWAY, 1)
-    monkeypatch.setattr(HalfMessages, "transaction", raising(AWAY))
+    fail_call(monkeypatch, HalfMessages, "transaction", AWAY, EACH)
     with pytest.raises(txnbridge.BrokerUnavailable), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
@@ -157,15 +149,8 @@ def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair,
 
 
 def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_later(pair, monkeypatch, quick_sweep):
-    prepare, prepared = PreparingWriter.prepare, count()
-
-    def lose_the_second(self: PreparingWriter, deadline: Deadline) -> None:
-        prepare(self, deadline)
-        if next(prepared):
-            raise errors.OutcomeUnknown("the answer is lost")
-
-    monkeypatch.setattr(PreparingWriter, "prepare", lose_the_second)
-    monkeypatch.setattr(PreparingWriter, "abort", raising(AWAY))
+    fail_call(monkeypatch, PreparingWriter, "prepare", LOST, 1, happens=True)
+    fail_call(monkeypatch, PreparingWriter, "abort", AWAY, EACH)
     with pytest.raises(errors.OutcomeUnknown), spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
@@ -191,13 +176,7 @@ def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, cap
 
 
 def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatch):
-    commit = Bridge.commit
-
-    def abort_before(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        self.abort(token)
-        return commit(self, token)
-
-    monkeypatch.setattr(Bridge, "commit", abort_before)
+    on_call(monkeypatch, Bridge, "commit", lambda bridge, token, timeout: bridge.abort(token))
     with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
@@ -317,13 +296,9 @@ def test_an_abort_in_the_midst_of_a_call_leaves_nothing_open_behind_the_block(pa
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_part_whose_abort_has_failed_aborts_all(pair, monkeypatch, which):
-    def fail(self: PreparingWriter, deadline: Deadline) -> None:
-        monkeypatch.undo()
-        raise txnbridge.BrokerUnavailable("a test says so")
-
     with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"1")
-        monkeypatch.setattr(PreparingWriter, "abort", fail)
+        fail_call(monkeypatch, PreparingWriter, "abort", AWAY)
         with pytest.raises(txnbridge.BrokerUnavailable):
             span.on(pair[which]).abort()
     assert span.outcome is Outcome.ABORTED
@@ -398,19 +373,13 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
 
 def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
     a, b = with_input(pair)
-    prepare, commit, times = PreparingWriter.prepare, Bridge.commit, list[float]()
 
-    def stop_and_prepare(self: PreparingWriter, deadline: Deadline) -> None:
+    def stop(_: object, deadline: Deadline) -> None:
         processor.stop()
         wait_until(lambda: deadline.left() <= 20)
-        prepare(self, deadline)
 
-    def note(self: Bridge, token: str | txnbridge.Token, timeout: float = 0) -> Outcome:
-        times.append(timeout)
-        return commit(self, token, timeout)
-
-    monkeypatch.setattr(PreparingWriter, "prepare", stop_and_prepare)
-    monkeypatch.setattr(Bridge, "commit", note)
+    on_call(monkeypatch, PreparingWriter, "prepare", stop)
+    times = note_calls(monkeypatch, Bridge, "commit", timeout_of)
     processor = a.processor("in", group="g", each=move, to=b, timeout=60, stop_timeout=20)
     processor.run(until_idle=True)
     assert 0 < times[0] <= 20
@@ -427,13 +396,7 @@ def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
 
 
 def test_passes_in_opposite_directions_do_not_wait_for_the_writers_of_each_other(pair, monkeypatch):
-    begin, begun = vars(Bridge)["_begin_part"], list[Bridge]()
-
-    def note(self: Bridge, *given: Any) -> Any:
-        begun.append(self)
-        return begin(self, *given)
-
-    monkeypatch.setattr(Bridge, "_begin_part", note)
+    begun = note_calls(monkeypatch, Bridge, "_begin_part", lambda bridge, *_: bridge)
     for here, there in (with_input(pair), with_input((pair[1], pair[0]))):
         here.processor("in", group="g", each=move, to=there).run(until_idle=True)
     assert begun[:2] == begun[2:]
@@ -442,7 +405,7 @@ def test_passes_in_opposite_directions_do_not_wait_for_the_writers_of_each_other
 @ON_BOTH
 def test_behind_a_committed_pass_nothing_is_read_twice(pair, monkeypatch):
     a, b = with_input(pair)
-    monkeypatch.setattr(OrderedReader, "rewind", raising(AssertionError("it goes back")))
+    fail_call(monkeypatch, OrderedReader, "rewind", AssertionError("it goes back"), EACH)
     a.processor("in", group="g", each=move, to=b, max_messages=1).run(until_idle=True)
     assert values(pair) == [[], [b"1", b"2", b"3"]]
 
@@ -510,11 +473,10 @@ def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair,
     left = OpenTransaction("t", "open", prepares_until=int(until * 1000))
     if named:
         left = OpenTransaction(f"t{mark(f'{clusters}-x', 1, until)}", "open")
-    aborted = set[str]()
-    monkeypatch.setattr(Admin, "transactions", lambda self: [left])
-    monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
+    answer_calls(monkeypatch, Admin, "transactions", [left])
+    aborted = answer_calls(monkeypatch, Admin, "abort")
     sweep_of(pair).sweep()
-    assert aborted == ({left.transaction} if ended else set())
+    assert {name for _, name in aborted} == ({left.transaction} if ended else set())
 
 
 def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, monkeypatch):
@@ -524,12 +486,11 @@ def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, mon
         clock[0] += 100  # meanwhile the process prepares the part, and commits the part that decides
         return [OpenTransaction("t", "open", prepares_until=1_010_000)]
 
-    aborted = set[str]()
     monkeypatch.setattr("txnbridge._half.span_sweep.time", SimpleNamespace(time=lambda: clock[0]))
     monkeypatch.setattr(Admin, "transactions", look_for_long)
-    monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
+    aborted = answer_calls(monkeypatch, Admin, "abort")
     sweep_of(pair).sweep()
-    assert aborted == set()
+    assert aborted == []
 
 
 @pytest.mark.parametrize(
@@ -538,13 +499,13 @@ def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, mon
 def test_an_open_part_that_was_prepared_since_the_look_is_not_aborted(pair, monkeypatch, row, decision, listed):
     clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
     left = OpenTransaction(f"t{mark(f'{clusters}{row}', 1, time.time() - 90)}", "open")
-    looks, aborted = count(), set[str]()
+    looks = count()
     monkeypatch.setattr(Admin, "transactions", lambda self: [left] if listed or next(looks) < 2 else [])
-    monkeypatch.setattr(Admin, "abort", lambda self, name, reason: aborted.add(name))
+    aborted = answer_calls(monkeypatch, Admin, "abort")
     sweep = sweep_of(pair)
-    monkeypatch.setattr(sweep, "_settle", lambda *_: decision)
+    answer_calls(monkeypatch, sweep, "_settle", decision)
     sweep.sweep()
-    assert aborted == set()
+    assert aborted == []
 
 
 def test_a_sweep_that_hangs_is_left_to_itself_when_its_time_is_over(pair, monkeypatch, quick_sweep, caplog):
