@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
@@ -51,15 +51,17 @@ def paused(broker: brokers.Broker) -> Iterator[None]:
 
 
 class Hold:
-    """A request, to be called, whose answer does not come while a block of the test runs."""
+    """A request, to be called, whose answer does not come while a block of the test runs; then it is that of `call`."""
 
-    def __init__(self) -> None:
-        self.asked, self._goes_on = threading.Event(), threading.Event()
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call, self.asked, self._goes_on = call, threading.Event(), threading.Event()
 
-    def __call__(self, *given: object, **named: object) -> NoReturn:
+    def __call__(self, *given: object, **named: object) -> Any:
         self.asked.set()
         assert self._goes_on.wait(GRACE)
-        raise BrokerUnavailable("away")
+        if self._call is None:
+            raise BrokerUnavailable("away")
+        return self._call(*given, **named)
 
     @contextmanager
     def asked_by(self, call: Callable[[], object]) -> Iterator[None]:
@@ -72,3 +74,5 @@ class Hold:
                 assert not holder.done()
             finally:
                 self._goes_on.set()
+            if self._call is not None:
+                holder.result(GRACE)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, fail_call
 from tests.in_time import wait_until
 from tests.inside import connection_of, writer_of
 from txnbridge import Bridge, Decision, _metrics, metrics
@@ -63,7 +63,7 @@ def test_each_transaction_is_counted_once_by_its_state_at_its_end(bridge, collec
 def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected, monkeypatch):
     txn = bridge.transaction()
     txn.send("orders", b"1")
-    monkeypatch.setattr(type(writer_of(txn)), "commit", raising(EvidenceLost("the answer was lost")))
+    fail_call(monkeypatch, type(writer_of(txn)), "commit", EvidenceLost("the answer was lost"))
     with pytest.raises(OutcomeUnknown):
         txn.commit()
     assert values(collected, "transactions_total") == {"unknown": 1}
@@ -111,7 +111,7 @@ def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_closes(br
     assert caplog.text.count("readers may wait for it (orders[0])") == 1
     bridge.abort(str(txn.token))
     wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
-    monkeypatch.setattr(connection.broker.admin, "transactions", raising(ZeroDivisionError("of a plug-in")))
+    fail_call(monkeypatch, connection.broker.admin, "transactions", ZeroDivisionError("of a plug-in"), EACH)
     wait_until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
     bridge.close()
     assert values(collected, "open_transactions") == {}

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import fail_call, raising
 from tests.inside import writer_of
 from txnbridge import Bridge, opentelemetry
 from txnbridge._base.events import Emitter
@@ -121,7 +121,7 @@ def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keep
 
 def test_a_step_that_fails_has_a_span_with_the_class_of_its_error(traced, monkeypatch):
     txn = traced.bridge.transaction()
-    monkeypatch.setattr(type(writer_of(txn)), "commit", raising(txnbridge.TransactionAborted("secret")))
+    fail_call(monkeypatch, type(writer_of(txn)), "commit", txnbridge.TransactionAborted("secret"))
     with pytest.raises(txnbridge.TransactionAborted):
         txn.commit()
     status = traced.span("commit").status

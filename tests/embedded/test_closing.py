@@ -1,24 +1,23 @@
 """Closing and exiting while others are at it: nothing is closed under its user, and nobody waits long for a lock."""
 
 import gc
-import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
+from functools import partial
 
 import pytest
 from txnbridge_conformance.observing import eventually
-from txnbridge_embedded.client.store import FileConnection, Store
+from txnbridge_embedded.client.store import Store
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.embedded.test_store import hold
-from tests.in_time import wait_until
+from tests.failing import EACH, fail_call
+from tests.in_time import Hold, wait_until
 from tests.inside import broker_of, logs_of
 from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._bridge import open_bridges
@@ -144,13 +143,6 @@ def test_transactions_that_were_dropped_before_they_prepared_leave_no_descriptor
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
 @pytest.mark.parametrize("what", ["writers", "a publisher"])
 def test_what_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, what):
-    attempts = itertools.count(1)
-
-    def connect(store: Store) -> FileConnection:
-        if next(attempts) % 3 == 0:
-            raise AccessDenied("too many open files")
-        return real(store)
-
     with txnbridge.connect(f"embedded:{path}") as bridge:
 
         def attempt(count: int) -> int:
@@ -160,10 +152,9 @@ def test_what_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, wha
             return len(os.listdir("/proc/self/fd"))
 
         if what == "writers":
-            real = Store.connect
-            monkeypatch.setattr(Store, "connect", connect)
+            fail_call(monkeypatch, Store, "connect", AccessDenied("too many open files"), EACH[2::3])
         else:
-            monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), EACH)
         assert attempt(2) == attempt(6)  # SQLite keeps a few for its next connection
 
 
@@ -198,21 +189,12 @@ class Kept(MemoryLog):
 
 def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path, monkeypatch):
     bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
-    opening, closed, log = threading.Event(), threading.Event(), Kept()
-
-    def open_slowly(name, deadline):
-        opening.set()
-        assert closed.wait(30)
-        return log
-
-    monkeypatch.setattr(broker_of(bridge), "decision_log", open_slowly)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(logs_of(bridge).own_ledger().newest_opening, Deadline(30))
-        assert opening.wait(30)
+    log = Kept()
+    hold = Hold(lambda *_: log)
+    monkeypatch.setattr(broker_of(bridge), "decision_log", hold)
+    asks = partial(logs_of(bridge).own_ledger().newest_opening, Deadline(30))
+    with pytest.raises(InvalidState, match="closed"), hold.asked_by(asks):
         logs_of(bridge).close()
-        closed.set()
-        with pytest.raises(InvalidState, match="closed"):
-            asked.result(30)
     assert log.closed == 1
     bridge.close()
 
@@ -221,24 +203,12 @@ def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tm
     bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
     ours = logs_of(bridge).own_ledger()
     ours.newest_opening(Deadline(30))
-    opening, opened = threading.Event(), threading.Event()
-
-    def open_slowly(name, deadline):
-        opening.set()
-        assert opened.wait(30)
-        return Kept()
-
-    monkeypatch.setattr(broker_of(bridge), "decision_log", open_slowly)
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(logs_of(bridge).ledger("theirs", "x").newest_opening, Deadline(30))
-        assert opening.wait(30)
-        try:
-            ours.newest_opening(Deadline(5))
-            with pytest.raises(DeadlineExceeded):
-                logs_of(bridge).ledger("others", "x").newest_opening(Deadline(0.1))
-            assert not theirs.done()
-        finally:
-            opened.set()
+    hold = Hold(lambda *_: Kept())
+    monkeypatch.setattr(broker_of(bridge), "decision_log", hold)
+    with hold.asked_by(partial(logs_of(bridge).ledger("theirs", "x").newest_opening, Deadline(30))):
+        ours.newest_opening(Deadline(5))
+        with pytest.raises(DeadlineExceeded):
+            logs_of(bridge).ledger("others", "x").newest_opening(Deadline(0.1))
     bridge.close()
 
 

@@ -8,7 +8,7 @@ from txnbridge_embedded.settings import Timing
 
 from tests.embedded.kit import NO_LEDGER, begin, commit, open_preparing, open_writer, prepare, rows, token_of, values
 from tests.embedded.test_writer import LARGE, failing, status
-from tests.failing import fail_call, raising
+from tests.failing import fail_call, note_calls, on_call, raising
 from txnbridge import errors
 from txnbridge.spi import Deadline, Outcome, TokenState
 
@@ -185,22 +185,9 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
     token = prepare(broker, "orders", *[b"%d" % n for n in range(100)])
     other = opened()
     writer = open_writer(other)
-    real = ending.remove_messages
-    between = []
-
-    def remove(*arguments):
-        done = real(*arguments)
-        between.append(done)
-        return done
-
-    real_piece = ending._remove_batch
-
-    def piece(*arguments):
-        commit(writer, "audit", b"%d" % len(between))  # needs the lock that a single long removal would hold
-        return real_piece(*arguments)
-
-    monkeypatch.setattr(ending, "remove_messages", remove)
-    monkeypatch.setattr(ending, "_remove_batch", piece)
+    between = note_calls(monkeypatch, ending, "remove_messages")
+    # A commit needs the lock that a single long removal would hold.
+    on_call(monkeypatch, ending, "_remove_batch", lambda *_: commit(writer, "audit", b"%d" % len(between)))
     broker.abort(token, NO_LEDGER, Deadline(5))
     assert len(between) == 10
     assert len(values(other, "audit")) == 11

@@ -8,12 +8,12 @@ import pytest
 from txnbridge_embedded.client.schema import MAX_OFFSET
 from txnbridge_embedded.client.store import CommitUnclear
 from txnbridge_embedded.settings import Timing
-from txnbridge_embedded.write import staged_messages
+from txnbridge_embedded.write import writer as writer_module
 from txnbridge_embedded.write.staged_messages import murmur2, partition_of
 
 from tests.embedded import kit
 from tests.embedded.kit import begin, busy, commit, execute, offsets, open_writer, read, rows, send, token_of, values
-from tests.failing import raising
+from tests.failing import fail_call, raising
 from txnbridge import errors
 from txnbridge.spi import Deadline, TokenState
 
@@ -474,14 +474,8 @@ class Answers:
 def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome_to_be_asked(broker, monkeypatch):
     writer = open_writer(broker)
     transaction = begin(writer, "orders", b"1")
-    real = staged_messages.store
-
-    def interrupted(*arguments):
-        real(*arguments)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr("txnbridge_embedded.write.writer.store", interrupted)
+        fail_call(patch, writer_module, "store", KeyboardInterrupt, happens=True)
         with pytest.raises(KeyboardInterrupt):
             writer.commit(Deadline(5))
     token = token_of(broker, writer, transaction)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded, follower_of, state_of
 from tests.core.test_fork import in_child
-from tests.failing import raising
+from tests.failing import EACH, fail_call, note_calls
 from tests.in_time import wait_until
 from txnbridge import errors
 from txnbridge._base.deadline import Deadline
@@ -104,25 +104,9 @@ def test_a_stored_claim_whose_deadline_passes_never_says_that_nothing_was_decide
     """Another thread reads the log, and the broker keeps it waiting."""
     decisions = join()
     begin, follower = decisions.begin(), follower_of(decisions)
-    append, looking, looks = follower.append, follower.looking, None
-
-    def append_it(record, *rest):
-        nonlocal looks
-        found = append(record, *rest)
-        if isinstance(record, Claimed):
-            looks = 0
-        return found
-
-    def look(deadline):
-        nonlocal looks
-        if looks is not None:
-            looks += 1
-        if looks == nth:
-            raise errors.DeadlineExceeded("another thread reads")
-        return looking(deadline)
-
-    monkeypatch.setattr(follower, "append", append_it)
-    monkeypatch.setattr(follower, "looking", look)
+    records, reads = note_calls(monkeypatch, follower, "append"), errors.DeadlineExceeded("another thread reads")
+    is_claimed = lambda _: any(isinstance(record, Claimed) for record, *_ in records)  # noqa: E731
+    fail_call(monkeypatch, follower, "looking", reads, nth - 1, when=is_claimed)
     if told is COMMIT:
         assert decisions.claim("t", COMMIT, begin=begin).decision is COMMIT
     else:
@@ -229,7 +213,7 @@ def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch, ref
     decisions = join()
     decisions.begin()
 
-    monkeypatch.setattr(log, "read", raising(refused("gone")))
+    fail_call(monkeypatch, log, "read", refused("gone"), EACH)
     with pytest.raises(errors.OutcomeUnknown, match="read back"):
         decisions.claim("id", COMMIT)
 
@@ -615,7 +599,7 @@ def test_a_log_is_tidied_by_itself_before_brokers_drop_records_by_age(join, cloc
 
 
 def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypatch, caplog):
-    monkeypatch.setattr(log, "trim", raising(errors.BrokerUnavailable("no")))
+    fail_call(monkeypatch, log, "trim", errors.BrokerUnavailable("no"), EACH)
     decisions = join(tidy_after=1)
     assert decisions.claim("id", COMMIT).mine
     assert "could not be tidied" in caplog.text

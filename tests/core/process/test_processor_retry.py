@@ -15,7 +15,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
-from tests.failing import raising
+from tests.failing import note_calls, raising
 from tests.inside import consumers_of, reader_of
 from txnbridge import Batch, Bridge, Message, Outcome, Topic, Transaction, codecs, errors
 from txnbridge._base.messages import Headers
@@ -191,14 +191,7 @@ def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_toget
         put_waiting(bridge, b"%d" % number, NEVER, due_in=2)
     with fetching(bridge) as consumer:
         found: list[Message] = []
-        polls: set[int] = set()  # how many messages were taken before each poll
-        poll: Callable[..., list[Message]] = reader_of(consumer).poll
-
-        def poll_noted(*args: Any) -> list[Message]:
-            polls.add(len(found))
-            return poll(*args)
-
-        monkeypatch.setattr(reader_of(consumer), "poll", poll_noted)
+        taken = note_calls(monkeypatch, reader_of(consumer), "poll", lambda *_: len(found))  # before each poll
 
         def take_one() -> bool:
             found.extend(consumer.take(1, 0.05))
@@ -206,7 +199,7 @@ def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_toget
 
         eventually(take_one, "they are not due")
     assert [message.value for message in found] == numbers(3)
-    assert {0, 1, 2} <= polls
+    assert {0, 1, 2} <= {*taken}
 
 
 def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, monkeypatch):
@@ -404,14 +397,7 @@ def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(brid
 
     eventually(lambda: take(fails=False) == [value], "this kind does not come")
     (other,) = [each for each in inputs._consumers() if each is not inputs._source]
-    polls: list[int] = []
-    poll: Callable[..., list[Message]] = reader_of(other).poll
-
-    def poll_noted(most: int, *args: Any) -> list[Message]:
-        polls.append(most)
-        return poll(most, *args)
-
-    monkeypatch.setattr(reader_of(other), "poll", poll_noted)
+    polls = note_calls(monkeypatch, reader_of(other), "poll")
     inputs.take_back(failed=True)
     eventually(lambda: take(fails=True) == [value] and len(polls) > 1, "it does not poll")
     eventually(lambda: take(fails=False) not in ([], [value]), "what was fetched meanwhile is lost")

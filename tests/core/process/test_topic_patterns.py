@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
-from tests.failing import raising
+from tests.failing import answer_calls, fail_call, raising
 from tests.in_time import wait_until
 from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors
 from txnbridge._process.inputs import ProcessorInputs
@@ -84,16 +84,8 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
 def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(tmp_path, with_timing, monkeypatch, error):
     with_timing(pattern_look=0.02)
     seen: list[str] = []
-    failed: list[int] = []
-    join = ProcessorInputs.__init__
-
-    def join_failing_once(inputs: ProcessorInputs, consumers: Any, topics: Any, *rest: Any) -> None:
-        if len(topics) == 2 and not failed:
-            failed.append(1)
-            raise error
-        join(inputs, consumers, topics, *rest)
-
-    monkeypatch.setattr(ProcessorInputs, "__init__", join_failing_once)
+    has_both = lambda inputs, consumers, topics, *_: len(topics) == 2  # noqa: E731
+    failed = fail_call(monkeypatch, ProcessorInputs, "__init__", error, when=has_both)
     with connect(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5") as bridge:
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
@@ -101,22 +93,16 @@ def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(tmp
             with bridge.transaction() as txn:
                 txn.send("orders-b", b"1")
             wait_until(lambda: seen)
-    assert (seen, failed) == (["orders-b"], [1])
+    assert (seen, len(failed)) == (["orders-b"], 1)
 
 
 def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp_path, with_timing, monkeypatch):
     with_timing(pattern_look=0.02)
     seen: list[str] = []
-    looks: list[int] = []
-
-    def look(admin: EmbeddedAdmin, deadline: object) -> list[str]:
-        looks.append(1)
-        return []
-
     with connect(f"embedded:{tmp_path}/broker.db") as bridge:
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
-            monkeypatch.setattr(EmbeddedAdmin, "topic_names", look)
+            looks = answer_calls(monkeypatch, EmbeddedAdmin, "topic_names", [])
             wait_until(lambda: len(looks) > 2)
             with bridge.transaction() as txn:
                 txn.send("orders-a", b"1")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
-from tests.failing import fail_call, raising
+from tests.failing import EACH, fail_call, on_call
 from tests.in_time import Hold, wait_until
 from txnbridge import Capability, Consumer, Message, Outcome, State, Status, TokenState, Topic, codecs, errors
 from txnbridge.spi import NO_HEADERS, absent
@@ -455,32 +455,19 @@ def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room
     txn.abort()
 
 
-def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
-    room: Room, monkeypatch: pytest.MonkeyPatch, with_timing: Callable[..., None]
-) -> None:
+def test_a_poll_that_outlasts_its_bridge_is_the_last_one(room, monkeypatch, with_timing):
     with_timing(closing_polls=0.0)
-    original, asked, closing = room.reader.poll, threading.Event(), threading.Event()
-
-    def poll(count: int, deadline: object) -> list[Message]:
-        asked.set()
-        closing.wait(60)
-        return original(count, deadline)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(room.reader, "poll", poll)
-    with ThreadPoolExecutor() as pool:
-        polled = pool.submit(room.consumer.poll)
-        assert asked.wait(60)
+    hold = Hold(room.reader.poll)
+    monkeypatch.setattr(room.reader, "poll", hold)
+    with hold.asked_by(room.consumer.poll):
         room.bridge.close()
-        closing.set()
-        polled.result(60)
     wait_until(lambda: room.reader.calls.count("close") == 1)
     with pytest.raises(errors.InvalidState, match="closed"):
         room.consumer.poll()
 
 
 def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    deliveries, refused = room.consumer._deliveries, []
-    recover = deliveries.recover
+    refused = []
 
     def meanwhile() -> None:
         monkeypatch.undo()
@@ -489,9 +476,8 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
                 with pytest.raises(errors.InvalidState, match="one thread at a time"):
                     poll()
                 refused.append(poll)
-        recover()
 
-    monkeypatch.setattr(deliveries, "recover", meanwhile)
+    on_call(monkeypatch, room.consumer._deliveries, "recover", meanwhile)
     assert values(room.consumer.poll(2)) == [b"0", b"1"]
     assert len(refused) == 2
     assert values(room.consumer.poll(2)) == [b"2", b"3"]
@@ -501,9 +487,9 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
 def test_an_exception_of_another_library_closes_the_consumer(room, monkeypatch, left):
     with pytest.raises(errors.Conflict), room.bridge.transaction() as txn:
         txn.ack(room.consumer.poll(1))
-        monkeypatch.setattr(room.reader, "poll", raising(KeyboardInterrupt))
+        fail_call(monkeypatch, room.reader, "poll", KeyboardInterrupt)
         if left != "leaves":
-            monkeypatch.setattr(room.reader, "close", raising(errors.BrokerUnavailable("away")))
+            fail_call(monkeypatch, room.reader, "close", errors.BrokerUnavailable("away"), EACH)
         with pytest.raises(KeyboardInterrupt):
             room.consumer.poll(10)
     assert (txn.outcome, room.reader.calls.count("close")) == (Outcome.ABORTED, left == "leaves")

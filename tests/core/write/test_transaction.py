@@ -4,7 +4,6 @@ import gc
 import logging
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
-from tests.failing import raising
-from tests.in_time import wait_until, within
+from tests.failing import fail_call, note_calls, raising
+from tests.in_time import Hold, wait_until, within
 from tests.inside import connection_of, queued, writers_of
 from txnbridge import Bridge, Decision, Event, Outcome, State, Status, TokenState, Topic, Transaction, codecs, errors
 from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, OutcomeUnknown, TransactionAborted
@@ -242,9 +241,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
     bridge, _ = connect_toy(writers=1)
     writers = writers_of(bridge)
     order: list[int] = []
-    looks: Counter[int] = Counter()
-    clear = writers.clear_abandoned
-    monkeypatch.setattr(writers, "clear_abandoned", lambda by: (looks.update([threading.get_ident()]), clear(by)))
+    looks = note_calls(monkeypatch, writers, "clear_abandoned", lambda _: threading.get_ident())
 
     def wait_for_a_writer(number: int) -> None:
         with bridge.transaction(timeout=60):
@@ -255,7 +252,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
     for number, thread in enumerate(threads, 1):
         thread.start()
         wait_until(lambda number=number: queued(writers._turns) == number)  # type: ignore[misc]
-    wait_until(lambda: min(looks[thread.ident or 0] for thread in threads) >= 5)  # so each waited for several turns
+    wait_until(lambda: min(looks.count(thread.ident) for thread in threads) >= 5)  # so each waited for several turns
     held.commit()
     for thread in threads:
         thread.join()
@@ -486,12 +483,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
 
 @pytest.mark.parametrize("at", ["the option", "the broker", "the writers"])
 def test_a_bridge_that_does_not_open_lets_go_of_where_its_logs_are_kept(elsewhere, monkeypatch, at):
-    fail = raising(BrokerUnavailable("away"))
     options: dict[str, Any] = {"transactional_id": "billing", "decision_log": "elsewhere:"}
     if at == "the broker":
-        monkeypatch.setattr(ToyBackend, "open", fail)
+        fail_call(monkeypatch, ToyBackend, "open", BrokerUnavailable("away"))
     elif at == "the writers":
-        monkeypatch.setattr(ToyBroker, "open_writers", fail)
+        fail_call(monkeypatch, ToyBroker, "open_writers", BrokerUnavailable("away"))
     else:
         options["toy"] = {"no-such": 1}
     with pytest.raises((BrokerUnavailable, InvalidOption)):
@@ -523,24 +519,11 @@ def test_opening_an_id_opens_all_its_writers(bridge: Bridge, broker: ToyBroker) 
 
 def test_a_wait_for_writers_that_another_thread_opens_ends_at_the_deadline(monkeypatch):
     bridge, broker = connect_toy(timeout=60)
-    opening, may_go_on, open_writers = threading.Event(), threading.Event(), broker.open_writers
-
-    def open_slowly(*given: Any) -> Any:
-        opening.set()
-        assert may_go_on.wait(60)
-        return open_writers(*given)
-
-    monkeypatch.setattr(broker, "open_writers", open_slowly)
-    with bridge:
-        thread = threading.Thread(target=lambda: bridge.transaction().abort())
-        thread.start()
-        try:
-            assert opening.wait(60)
-            with within(0.1), pytest.raises(errors.DeadlineExceeded, match="another thread"):
-                bridge.transaction(timeout=0.1)
-        finally:
-            may_go_on.set()
-            thread.join()
+    hold = Hold(broker.open_writers)
+    monkeypatch.setattr(broker, "open_writers", hold)
+    with bridge, hold.asked_by(lambda: bridge.transaction().abort()):
+        with within(0.1), pytest.raises(errors.DeadlineExceeded, match="another thread"):
+            bridge.transaction(timeout=0.1)
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
