@@ -19,6 +19,7 @@ from txnbridge_kafka.write.writer import KafkaWriter
 
 from tests import inside
 from tests.brokers.kit import state
+from tests.failing import answer_calls
 from txnbridge import Bridge, Transaction
 from txnbridge.spi import Deadline
 
@@ -64,11 +65,7 @@ def topics_of(settings: KafkaSettings) -> KafkaTopics:
 
 def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let EndTxn be sent in the version that leaves the epoch as it is, as to an older cluster."""
-
-    def never(connections: Connections, node: object) -> bool:
-        return False
-
-    monkeypatch.setattr(Connections, "bumps_epochs", never)
+    answer_calls(monkeypatch, Connections, "bumps_epochs", False)
 
 
 def describe(bridge: Bridge, *ids: str) -> dict[str, TransactionDescription]:

@@ -31,7 +31,7 @@ from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.topics import KEEP_ALL
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import answer_calls, on_call, raising
 from tests.in_time import takes, within
 from tests.kafka.kit import stand_still, topics_of, without_epoch_bumps
 from tests.keeping import keeping
@@ -249,7 +249,7 @@ def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge,
     assert answers == []
     assert wait_until(lambda: topic not in [found.name for found in bridge.admin.topics()], LONG)
 
-    monkeypatch.setattr(admin, "_unended", lambda deadline: [ending])
+    answer_calls(monkeypatch, admin, "_unended", [ending])
     with pytest.raises(errors.InvalidState, match="writer"):
         admin.delete_topic(topic, Deadline(0.1))
 
@@ -488,13 +488,7 @@ def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafk
     admin, id = make_admin(), unique("racer")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"quick")
-    fence = admin.requests.fence
-
-    def slowly(*args: Any) -> Any:
-        producer.commit_transaction(LONG)
-        return fence(*args)
-
-    monkeypatch.setattr(admin.requests, "fence", slowly)
+    on_call(monkeypatch, admin.requests, "fence", lambda *_: producer.commit_transaction(LONG))
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
 
 
@@ -626,13 +620,7 @@ def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
     """Between the two looks at the coordinator it begins its next transaction: that one's messages are not touched."""
     one = hold(True)
     requests = one.admin.requests
-    look = requests.producers
-
-    def meanwhile(*args: Any, **kwargs: Any) -> Any:
-        begin_again(one, requests.describe)
-        return look(*args, **kwargs)
-
-    monkeypatch.setattr(requests, "producers", meanwhile)
+    on_call(monkeypatch, requests, "producers", lambda *_, **__: begin_again(one, requests.describe))
     with pytest.raises(errors.InvalidState, match="in use: stop its writer"):
         one.admin.repair(one.id, Deadline(LONG))
     monkeypatch.undo()
@@ -694,9 +682,7 @@ def test_the_outcome_of_a_later_transaction_of_the_same_id_elsewhere_decides_no_
 
 def test_a_repair_does_not_guess_an_outcome_that_the_coordinators_log_no_longer_has(hold, monkeypatch):
     one = hold(True)
-    monkeypatch.setattr(
-        hanging_transactions, "recorded_decisions", lambda *_: []
-    )  # compaction leaves an id's last state only
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [])  # compaction leaves the last state only
     with pytest.raises(errors.InvalidState, match="no longer in its coordinator's log"):
         one.admin.repair(one.id, Deadline(LONG))
     assert one.visible() == [b"before"]

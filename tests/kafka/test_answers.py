@@ -27,7 +27,7 @@ from txnbridge_kafka.read.partition import SeekRequest
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import raising
+from tests.failing import answer_calls, raising
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
@@ -69,7 +69,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster(topic("orders"))
-    monkeypatch.setattr(Connections, "connect", lambda *asked: None)
+    answer_calls(monkeypatch, Connections, "connect")
     monkeypatch.setattr(Connections, "send", lambda *asked: cluster.send(*asked))
     return cluster
 
@@ -117,7 +117,7 @@ def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, r
 
 def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(cluster, requests, monkeypatch):
     """A coordinator that is away while a topic is deleted keeps the positions, and the new topic may be smaller."""
-    monkeypatch.setattr(groups, "ConfluentAdminClient", lambda settings: Administrator())
+    answer_calls(monkeypatch, groups, "ConfluentAdminClient", Administrator())
     cluster.answers = [ends(0)]
     topics = Fields(all=lambda deadline: {"orders": Fields(partitions={0: None})})
     kafka: Any = Fields(settings=read(), requests=requests, topics=topics)
@@ -127,7 +127,7 @@ def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(clust
 
 def test_a_group_that_this_user_may_not_describe_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may describe the cluster is told the names of all groups."""
-    monkeypatch.setattr(groups, "ConfluentAdminClient", lambda settings: Administrator())
+    answer_calls(monkeypatch, groups, "ConfluentAdminClient", Administrator())
     kafka: Any = Fields(settings=read())
     found = groups.KafkaGroups(kafka, Deadline(1))
     assert found.members() == {"billing": 0}
@@ -244,7 +244,7 @@ def test_a_hanging_transaction_of_others_keeps_no_other_one_from_its_end(leftove
 
 def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_on(monkeypatch, caplog):
     decision = RecordedDecision(1, 0, True, frozenset([("orders", 0)]))
-    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [decision])
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [decision])
     leftovers = Leftovers(foreign=["first"])
     del leftovers.hanging["second"]
     cluster: Any = Fields(requests=leftovers, settings=read(), watched_partitions={("orders", 0)})
@@ -257,7 +257,7 @@ def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_o
 def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch):
     leftovers = Leftovers(timeout=TWO_PHASE)
     leftovers.state = "Ongoing"
-    monkeypatch.setattr(admin, "status_from_state_log", lambda *_: Status(TokenState.ABORTED))
+    answer_calls(monkeypatch, admin, "status_from_state_log", Status(TokenState.ABORTED))
     cluster: Any = Fields(requests=leftovers, settings=read(), topics=Fields(all=lambda deadline: {}))
     context: Any = None
     assert admin.KafkaAdmin(cluster, context).end("first", Decision.ABORT, Deadline(30)) is Outcome.ABORTED

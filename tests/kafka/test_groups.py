@@ -9,7 +9,7 @@ from confluent_kafka.admin import AdminClient
 from txnbridge_kafka.client.requests import Requests
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, fail_call
 from txnbridge import Bridge, InvalidState, NotFound
 
 
@@ -71,8 +71,8 @@ def test_a_topic_that_is_deleted_meanwhile_takes_no_other_topics_groups_from_the
     with bridge.transaction() as txn:
         txn.send(gone, b"1")
     read_up_to(bridge, gone, gone, 1)
-    ends, refuse = Requests.ends, raising(NotFound(f"there is no topic {gone!r}"))
-    monkeypatch.setattr(Requests, "ends", lambda *asked: (refuse if (gone, 0) in asked[1] else ends)(*asked))
+    there_is_none = NotFound(f"there is no topic {gone!r}")
+    fail_call(monkeypatch, Requests, "ends", there_is_none, EACH, when=lambda *asked: (gone, 0) in asked[1])
     assert list(bridge.admin.describe_groups([kept, gone])) == [kept]
 
 

@@ -15,7 +15,7 @@ from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import offsets_partition
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, answer_calls, fail_call
 from tests.java_kit import ask_java
 from tests.kafka.kit import without_epoch_bumps
 from tests.kafka.test_admin import LONG, Held, MakeAdmin, begin_again, commit_one, make_admin, producer_of, write  # noqa: F401
@@ -107,7 +107,7 @@ def test_the_end_of_another_opening_decides_no_missing_marker(hold: Hold, monkey
         RecordedDecision(told.pid, told.epoch, True, there),
         RecordedDecision(told.pid, told.epoch + 2, False, there),
     ]
-    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: ends)
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", ends)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
@@ -129,8 +129,8 @@ def test_each_partition_is_judged_by_the_last_end_there_of_its_own_epoch_or_the_
 
 def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(hold, monkeypatch):
     held = hold(True)
-
-    monkeypatch.setattr(hanging_transactions, "recorded_decisions", raising(AccessDenied("this user may not read it")))
+    denied = AccessDenied("this user may not read it")
+    fail_call(monkeypatch, hanging_transactions, "recorded_decisions", denied, EACH)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
@@ -139,7 +139,7 @@ def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_cou
 def test_a_transaction_of_unknown_outcome_gets_no_marker_and_blocks_its_id(hold: Hold, monkeypatch: pytest.MonkeyPatch):
     held = hold(True)
     held.admin.requests.fence(held.id, 60_000, Deadline(LONG))
-    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [])
+    answer_calls(monkeypatch, hanging_transactions, "recorded_decisions", [])
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         with pytest.raises(StorageFailed, match="no record has its outcome"):
             send(bridge, held.topic, b"never")

@@ -9,9 +9,9 @@ from txnbridge_kafka.admin.doctor import check_replicas
 from txnbridge_kafka.topics import KafkaTopics
 
 import txnbridge
+from tests.failing import EACH, fail_call, note_calls
 from tests.kafka.kit import describe
 from txnbridge import DeadlineExceeded, NotSupported
-from txnbridge.spi import Deadline
 
 STATE, OFFSETS = "__transaction_state", "__consumer_offsets"
 
@@ -92,34 +92,15 @@ def test_on_several_nodes_weak_topics_are_warned_of_once_a_bridge(start_kafka, c
 
 def test_connecting_does_not_wait_long_for_topic_settings_that_the_broker_does_not_tell(connect, owner, monkeypatch):
     connect(transactional_id=owner)
-    given: list[float] = []
-
-    def silent(self: KafkaTopics, topics: object, deadline: Deadline) -> None:
-        given.append(deadline.left())
-        raise DeadlineExceeded("no answer")
-
     with monkeypatch.context() as broken:
-        broken.setattr(KafkaTopics, "configs", silent)
+        asked = fail_call(broken, KafkaTopics, "configs", DeadlineExceeded("no answer"), EACH)
         connect()
-    assert [seconds < 3 for seconds in given] == [True]
+    assert [deadline.seconds < 3 for *_, deadline in asked] == [True]
 
 
 def test_a_connection_asks_one_question_more(connect, owner, monkeypatch):
     """The request that lists the brokers lists the topics' replicas too; only the topics' settings need another."""
     connect(transactional_id=owner)
-    asked: list[str] = []
-
-    def count(name: str) -> None:
-        ask = getattr(KafkaTopics, name)
-
-        def counted(*args: Any) -> Any:
-            asked.append(name)
-            return ask(*args)
-
-        monkeypatch.setattr(KafkaTopics, name, counted)
-
-    count("overview")
-    count("_settings_of")
+    overviews, settings = (note_calls(monkeypatch, KafkaTopics, name) for name in ("overview", "_settings_of"))
     connect()
-    of_brokers, of_topics = ["_settings_of"], ["_settings_of"]
-    assert sorted(asked) == [*of_brokers, *of_topics, "overview"]
+    assert (len(overviews), len(settings)) == (1, 2)  # those of the brokers, and those of the topics

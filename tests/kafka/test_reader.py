@@ -20,6 +20,7 @@ from txnbridge_kafka.settings.timing import Timing
 
 from tests.core import reading_kit
 from tests.core.reading_kit import rows, values
+from tests.failing import note_calls
 from tests.in_time import wait_until, within
 from tests.kafka.kit import topics_of
 from tests.kafka.mock_kit import produce
@@ -412,14 +413,7 @@ def test_a_group_that_starts_behind_the_latest_loses_nothing_when_its_first_batc
 
 
 def test_a_member_looks_for_its_first_partitions_at_short_intervals(cluster, join, group, monkeypatch):
-    waits: list[float] = []
-    fetch = KafkaAssignment.fetch
-
-    def noting(assignment: KafkaAssignment, limit: int, wait: float) -> list[Any]:
-        waits.append(wait)
-        return fetch(assignment, limit, wait)
-
-    monkeypatch.setattr(KafkaAssignment, "fetch", noting)
+    waits = note_calls(monkeypatch, KafkaAssignment, "fetch", lambda assignment, limit, wait: wait)
     join(cluster.topic(), group).reader.poll(1, Deadline(1))
     assert waits[0] < 0.1
 

@@ -29,7 +29,7 @@ from txnbridge_kafka.settings.security import Access
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, topic_appears
-from tests.failing import raising
+from tests.failing import EACH, fail_call
 from tests.in_time import takes
 from tests.inside import broker_of
 from tests.kafka.kit import stand_still, without_epoch_bumps
@@ -802,7 +802,7 @@ def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_f
     names = {name for name, value in vars(AdminClient).items() if callable(value) and not name.startswith("_")}
     assert {"create_topics", "describe_configs", "delete_records"} <= names
     for name in names - {"list_topics"}:
-        monkeypatch.setattr(AdminClient, name, raising(AssertionError("asked")))
+        fail_call(monkeypatch, AdminClient, name, AssertionError("asked"), EACH)
     topic = f"flow-{next(_numbers)}"
     with txnbridge.connect(kafka_broker.url, transactional_id=topic, writers=1, create_topics=2) as bridge:
         with bridge.transaction(prepare=True) as txn:

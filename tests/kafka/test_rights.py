@@ -20,7 +20,7 @@ from txnbridge_kafka.outcome.transaction_state_log import recorded_decisions
 from txnbridge_kafka.write.owner import KafkaOwner
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, fail_call
 from tests.kafka.kit import describe, flush, topics_of
 from tests.kafka.test_settings import PLAIN, read
 from txnbridge import Bridge, Outcome, TokenState
@@ -477,7 +477,7 @@ def test_an_owner_without_the_log_whose_writer_must_be_replaced_goes_on(logless)
 @pytest.fixture
 def denied(monkeypatch: pytest.MonkeyPatch) -> None:
     """No owner may use its log."""
-    monkeypatch.setattr(KafkaOwner, "open", raising(AccessDenied("this user may not use the log")))
+    fail_call(monkeypatch, KafkaOwner, "open", AccessDenied("this user may not use the log"), EACH)
 
 
 @pytest.mark.usefixtures("denied")

@@ -27,6 +27,7 @@ from txnbridge_kafka.settings import KafkaSettings, security
 from txnbridge_kafka.settings.security import OAuthTokens
 
 import txnbridge
+from tests.failing import answer_calls
 from tests.in_time import Hold, within
 from tests.kafka.certificates import Authority
 from tests.kafka.test_settings import OAUTH, PLAIN, SCRAM, SECRET, read
@@ -481,6 +482,6 @@ def test_an_endpoint_that_is_not_there_is_told(endpoint, url):
 
 
 def test_an_answer_without_a_token_is_told(endpoint, monkeypatch):
-    monkeypatch.setattr(endpoint, "answer", lambda *_: (200, {"token": "x"}))
+    answer_calls(monkeypatch, endpoint, "answer", (200, {"token": "x"}))
     with pytest.raises(BrokerUnavailable, match="answered without an access_token"):
         tokens(endpoint).token(LATE)

@@ -16,6 +16,7 @@ from txnbridge_kafka.client.shared_producer import SharedProducer
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
+from tests.failing import answer_calls
 from txnbridge.spi import Deadline, Emitter
 
 pytestmark = pytest.mark.offline
@@ -60,7 +61,7 @@ class Client:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     made = Client()
-    monkeypatch.setattr(shared_producer, "ConfluentProducer", lambda settings: made)
+    answer_calls(monkeypatch, shared_producer, "ConfluentProducer", made)
     return made
 
 
@@ -136,7 +137,7 @@ def test_a_consumer_that_gets_no_answer_is_replaced(monkeypatch: pytest.MonkeyPa
     consumers: Any = Consumers()
     monkeypatch.setattr(decision_log, "ConfluentConsumer", consumers)
     monkeypatch.setattr(decision_log, "_LONG_SECONDS", 0.0)
-    monkeypatch.setattr(decision_log, "warm_up", lambda *_: None)
+    answer_calls(monkeypatch, decision_log, "warm_up")
     topics: Any = SimpleNamespace(create_internal_topic=lambda *_: 1, require_keeping=lambda *_: True)
     settings = KafkaSettings("127.0.0.1:1", {}, Access(), 30, None, "tests", 0)
     log = decision_log.KafkaDecisionLog(settings, "app", Deadline(5), Emitter("test", ()), topics)

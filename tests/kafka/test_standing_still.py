@@ -23,6 +23,7 @@ from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome import hanging_transactions
 
 import txnbridge
+from tests.failing import EACH, fail_call
 from tests.kafka.kit import cluster_of, describe, requests_of
 from tests.kafka.test_admin import LONG, producer_of, visible, write
 from tests.kafka.test_missing_markers import unverified  # noqa: F401
@@ -147,14 +148,8 @@ def test_a_reader_without_the_right_to_write_markers_logs_the_remedy_and_touches
 ) -> None:
     one = Still(unverified, bridge, True)
 
-    asked = []
-
-    def denied(*_: object) -> None:
-        asked.append(1)
-        raise AccessDenied("it may not be marked")
-
     with monkeypatch.context() as patch, bridge.consumer(one.source, one.group) as consumer:
-        patch.setattr(Requests, "write_markers", denied)
+        asked = fail_call(patch, Requests, "write_markers", AccessDenied("it may not be marked"), EACH)
         eventually(lambda: (consumer.poll(1, 0), "it may not be marked" in caplog.text)[-1], "it is told")
         assert f"txnbridge transactions repair {one.id} --yes --reason TEXT" in caplog.text
         until = time.monotonic() + 10
@@ -219,14 +214,9 @@ def test_a_bridge_that_may_not_finish_a_gone_transaction_says_so_and_looks_no_mo
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
-    one, asked = Still(unverified, bridge, True), []
-
-    def denied(*_: object) -> None:
-        asked.append(1)
-        raise AccessDenied("it may not be marked")
-
+    one = Still(unverified, bridge, True)
     with monkeypatch.context() as patch, txnbridge.connect(unverified.url) as other:
-        patch.setattr(Requests, "write_markers", denied)
+        asked = fail_call(patch, Requests, "write_markers", AccessDenied("it may not be marked"), EACH)
         other.consumer(one.target)
         eventually(lambda: "it may not be marked" in caplog.text, "it is told")
         assert f"txnbridge transactions repair {one.id} --yes --reason TEXT" in caplog.text

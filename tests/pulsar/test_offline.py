@@ -35,7 +35,7 @@ from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
-from tests.failing import raising
+from tests.failing import EACH, answer_calls, fail_call, raising
 from tests.in_time import Hold, wait_until
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
@@ -90,16 +90,23 @@ def has_sent(writer: PulsarWriter, committing: bool = False) -> None:
     writer._evidence = TokenEvidence(TXN, PROOF_LOCATION, committing)
 
 
+def says(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, answer: object) -> None:
+    """Let a function return `answer`, or raise it if it is an error."""
+    if isinstance(answer, errors.TxnBridgeError):
+        fail_call(monkeypatch, owner, name, answer, EACH)
+    else:
+        answer_calls(monkeypatch, owner, name, answer)
+
+
 def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | errors.TxnBridgeError | None) -> None:
     """The coordinator's answer to every end, and what the proof topic shows."""
-
-    monkeypatch.setattr(writer, "end", lambda *_: ended)
-    monkeypatch.setattr(outcome_module, "_committed_by_proof", Mock(side_effect=repeat(marker)))
+    answer_calls(monkeypatch, writer, "end", ended)
+    says(monkeypatch, outcome_module, "_committed_by_proof", marker)
 
 
 @pytest.mark.parametrize("error", [errors.OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
 def test_the_evidence_of_a_commit_without_an_answer_is_kept(ready, monkeypatch, error):
-    monkeypatch.setattr(writer, "end", raising(error))
+    fail_call(monkeypatch, writer, "end", error, EACH)
     with pytest.raises(type(error)):
         ready.commit(Deadline(SOON))
     assert ready.unknown
@@ -163,12 +170,12 @@ def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all
 
 
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = Mock(return_value=True)
-    monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
-    monkeypatch.setattr(outcome_module, "deliver_everywhere", deliver)
+    answer_calls(monkeypatch, outcome_module, "end", EndResult.COMMITTED)
+    everywhere = lambda *given: [*given[2].topics]  # noqa: E731
+    told = answer_calls(monkeypatch, outcome_module, "deliver_everywhere", True, note=everywhere)
     token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
     assert outcome_module.end_prepared(cluster_with(), token, True, Deadline(SOON)) is Outcome.COMMITTED
-    assert [topic for call in deliver.call_args_list for topic in call.args[2].topics] == [PROOF_LOCATION.topic]
+    assert told == [[PROOF_LOCATION.topic]]
 
 
 @pytest.mark.parametrize(
@@ -182,8 +189,8 @@ def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arriv
     cluster = cluster_with(client=SimpleNamespace(transactions=requests))
     participants = Participants(("topic",), (("topic", "group"),))
     token = Token("p", "c", "a/b/1", TokenEvidence(TXN, PROOF_LOCATION, True, participants).fields(), True)
-    monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
-    monkeypatch.setattr(outcome_module, "_committed_by_proof", lambda *_: True)
+    answer_calls(monkeypatch, outcome_module, "end", EndResult.COMMITTED)
+    answer_calls(monkeypatch, outcome_module, "_committed_by_proof", True)
     with nullcontext() if known else pytest.raises(errors.OutcomeUnknown, match="Commit it again"):
         assert outcome_module.end_prepared(cluster, token, True, Deadline(SOON)) is Outcome.COMMITTED
     ended = AnnouncedTransaction("a/b/1", TXN, ("topic",), (("topic", "group"),), PROOF_LOCATION)
@@ -199,9 +206,10 @@ AWAY = errors.BrokerUnavailable("its broker is away")
     ids=["told", "hidden", "marker away", "coordinator away"],
 )
 def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(monkeypatch, state, told):
-    monkeypatch.setattr(prepared, "coordinator_state", Mock(side_effect=repeat(state)))
     resolved: list[wire.TxnId] = []
-    unclear: Any = SimpleNamespace(resolve=Mock(side_effect=repeat(told)))
+    unclear: Any = SimpleNamespace(resolve=None)
+    says(monkeypatch, prepared, "coordinator_state", state)
+    says(monkeypatch, unclear, "resolve", told)
     slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
     slots.keep(
@@ -224,23 +232,22 @@ def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeyp
 
     beside, unclear, elsewhere = left(1, "t"), left(2, "t"), left(3, "u")
     told = {beside.txn: True, unclear.txn: False, elsewhere.txn: True}
-    refuse = Mock(return_value=True)
-    monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
-    monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
+    answer_calls(monkeypatch, owner_module, "end", EndResult.BEFORE)
+    answer_calls(monkeypatch, owner_module, "coordinator_state", "")
     monkeypatch.setattr(in_doubt, "confirm_by_proof", lambda _, ended, deadline: told[ended.txn])
-    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse)
+    swept = answer_calls(monkeypatch, late_writes, "refuse_late_writes", True, note=lambda _, ended, deadline: ended)
     before = FenceRecord("older", "host", 0, (beside, unclear, elsewhere), fence_id="lineage")
     fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
     ledger: Any = SimpleNamespace(newest_opening=lambda _: ("older", {"lineage": "lineage"}))
     owner = PulsarOwner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
     owner._open(fence, Deadline(SOON))
-    assert [call.args[1] for call in refuse.call_args_list] == [elsewhere] and list(owner._under_way) == [unclear.txn]
+    assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
     owner.require_no_doubt(["u"], Deadline(SOON))
     with pytest.raises(errors.BrokerUnavailable, match=f"repair {unclear.txn}"):
         owner.require_no_doubt(["t"], Deadline(SOON))
     told[unclear.txn] = True
     owner.require_no_doubt(["t"], Deadline(SOON))
-    assert unclear in [call.args[1] for call in refuse.call_args_list] and not owner._under_way
+    assert unclear in swept and not owner._under_way
     owner.late_write_guard.close(Deadline(SOON))
 
 
@@ -295,7 +302,7 @@ def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no
 
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing()
-    monkeypatch.setattr(TransactionProducer, "ready", lambda *_: None)
+    answer_calls(monkeypatch, TransactionProducer, "ready")
     found = PulsarWriter(cluster_with(), owner, "w")
     has_sent(found)
     found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}

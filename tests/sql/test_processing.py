@@ -15,7 +15,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
-from tests.failing import EACH, fail_call, note_calls, on_call
+from tests.failing import EACH, fail_call, note_calls, on_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge.sql import Outbox
