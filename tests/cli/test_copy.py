@@ -8,13 +8,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import txnbridge
 from tests.cli.conftest import Invoke, started
 from tests.core.half.span_programs import Pair, copy_all
+from tests.failing import EACH, fail_call, on_call
 from tests.in_time import wait_until
 from txnbridge.testing import Child
 
@@ -50,22 +50,14 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
     assert "no topic of" in invoke("copy", urls[1], "--topics", "nosuch*", "--url", urls[0]).stderr
 
 
-def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(
-    invoke: Invoke, urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    commit = txnbridge.Bridge.commit
-
-    def die_behind_the_decision(self: txnbridge.Bridge, token: str | txnbridge.Token) -> txnbridge.Outcome:
-        if self.url == source.url:
-            raise KeyboardInterrupt
-        return commit(self, token)
-
+def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, monkeypatch):
     copy = "copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]
     with txnbridge.connect(urls[0]) as source:
         source.ensure_topics("orders")
         with source.transaction() as txn:
             txn.send("orders", b"1")
-        monkeypatch.setattr(txnbridge.Bridge, "commit", die_behind_the_decision)
+        at_source = lambda bridge, *_: bridge.url == source.url  # noqa: E731
+        fail_call(monkeypatch, txnbridge.Bridge, "commit", KeyboardInterrupt, EACH, when=at_source)  # it has decided
         assert invoke(*copy).exit_code != 0
         monkeypatch.undo()
         assert len(source.admin.transactions()) == 1
@@ -94,20 +86,15 @@ def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(inv
         assert [message.value for message in source.read("dead", 9)] == [bytes(2000)]
 
 
-def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(
-    invoke: Invoke, urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    make = txnbridge.Bridge.processor
-
-    def grown(self: txnbridge.Bridge, *args: Any, **options: Any) -> txnbridge.Processor:
-        self.admin.grow_topic("orders", 2)
-        with self.transaction() as txn:
+def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(invoke, urls, monkeypatch):
+    def grow(bridge: txnbridge.Bridge, *_: object, **__: object) -> None:
+        bridge.admin.grow_topic("orders", 2)
+        with bridge.transaction() as txn:
             txn.send("orders", b"1", partition=1)
-        return make(self, *args, **options)
 
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
-        monkeypatch.setattr(txnbridge.Bridge, "processor", grown)
+        on_call(monkeypatch, txnbridge.Bridge, "processor", grow)
         assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]).exit_code == 0
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, fail_call
 from txnbridge.cli.top import BrokerState, _rates
 from txnbridge.spi import GroupInfo
 
@@ -31,9 +31,8 @@ def test_top_once_shows_lag_open_transactions_and_parked_half_messages(invoke, b
 
 
 def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monkeypatch):
-    refuse = raising(txnbridge.NotSupported("no"))
-    monkeypatch.setattr(txnbridge.Admin, "groups", refuse)
-    monkeypatch.setattr(txnbridge.Admin, "transactions", refuse)
+    for name in ("groups", "transactions"):
+        fail_call(monkeypatch, txnbridge.Admin, name, txnbridge.NotSupported("no"), EACH)
     assert json.loads(invoke("top", "--once", "--json").stdout)["missing"] == ["groups", "open transactions"]
     assert "this broker does not list: groups, open transactions" in invoke("top", "--once").stdout
 
@@ -41,10 +40,10 @@ def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monke
 def test_a_missing_right_or_answer_is_an_error_on_the_screen_and_hides_no_other_part(invoke, bridge, monkeypatch):
     with bridge.transaction(prepare=True) as txn:
         txn.send("orders", b"1")
-    monkeypatch.setattr(txnbridge.Admin, "groups", raising(txnbridge.errors.AccessDenied("not yours")))
+    fail_call(monkeypatch, txnbridge.Admin, "groups", txnbridge.errors.AccessDenied("not yours"), EACH)
     shown = invoke("top", "--once")
     assert "not yours" in shown.stdout and "oldest first: 1" in shown.stdout and shown.exit_code == 1
-    monkeypatch.setattr(txnbridge.Admin, "transactions", raising(txnbridge.BrokerUnavailable("the broker is away")))
+    fail_call(monkeypatch, txnbridge.Admin, "transactions", txnbridge.BrokerUnavailable("the broker is away"), EACH)
     shown = invoke("top", "--once")
     assert "not yours; the broker is away" in shown.stdout and shown.exit_code == 3
 

@@ -42,7 +42,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 import txnbridge
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
-from tests.failing import raising
+from tests.failing import answer_calls, raising
 from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
@@ -389,8 +389,7 @@ def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
 
 @pytest.mark.parametrize(("event", "transaction"), [("commit", "T"), ("step:store", None)])
 def test_a_process_is_killed_at_a_step_that_recurs_when_messages_are_stored(event, transaction, tmp_path, monkeypatch):
-    killed: list[bool] = []
-    monkeypatch.setattr(os, "kill", lambda *_: killed.append(True))
+    killed = answer_calls(monkeypatch, os, "kill")
     for seed in range(60):
         name = f"p{seed}"
         with closing(Recorder(tmp_path / f"{name}.jsonl", name, "c")) as recorder:

@@ -19,6 +19,7 @@ from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, EndDelivery, 
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.write import owner as owner_module
 
+from tests.failing import answer_calls
 from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import admin
 from tests.pulsar.kit import SOON
@@ -148,8 +149,7 @@ def test_an_abort_is_told_as_well(bridge: Bridge, unload: Callable[[str], None],
 
 
 def test_no_end_is_sent_and_no_thread_stays_where_no_topic_moves(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
-    told: list[Any] = []
-    monkeypatch.setattr(Transactions, "end_on_partition", lambda *args: told.append(args))
+    told = answer_calls(monkeypatch, Transactions, "end_on_partition")
     topic = movable(bridge)
     for _ in range(3):
         send(bridge, topic, b"1")
@@ -190,7 +190,7 @@ def test_a_new_owner_tells_topics_of_the_commit_of_its_dead_predecessor(open_bri
         assert proof is not None
         # As if the coordinator had ended it, its marker been told, and its process been killed before it heard of it.
         writing_kit.cluster_of(dead).client.transactions.end_on_partition(number, proof.topic, True, SOON)
-        monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
+        answer_calls(monkeypatch, owner_module, "end", EndResult.BEFORE)
         newer = open_bridge(transactional_id=name)
         assert values(seen(newer, topic)) == [b"1"]
 
@@ -341,7 +341,7 @@ def test_commits_while_topics_unload_lose_and_double_nothing(bridge: Bridge, unl
 @pytest.mark.full
 def test_a_coordinator_forgets_topics_that_are_being_unloaded(bridge, unload, monkeypatch):
     """A client that trusts the coordinator misses commits; an end sent to the partition itself is the cure."""
-    monkeypatch.setattr(EndDelivery, "ended", lambda *_: None)
+    answer_calls(monkeypatch, EndDelivery, "ended")
     topic = movable(bridge)
     other = movable(bridge, topic)
     numbers = []

@@ -17,7 +17,7 @@ from txnbridge_pulsar.outcome import proof
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.write import fence
 
-from tests.failing import raising
+from tests.failing import answer_calls, raising
 from tests.in_time import within
 from tests.pulsar.kit import SOON, http_server, settings_for
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidState, NotFound
@@ -126,7 +126,7 @@ def test_any_other_refusal_is_passing_or_told_at_the_deadline(refusal: Any) -> N
 def test_names_and_records_of_strangers_do_not_hide_open_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
     unreadable = SimpleNamespace(id=None, messages=raising(CorruptEntry("broken")))
     for records in (fence, proof):
-        monkeypatch.setattr(records, "last_entry", lambda *_: unreadable)
+        answer_calls(monkeypatch, records, "last_entry", unreadable)
     topics: Any = {"persistent://public/default/_txnbridge-marker-=FF.p0": {}}
     with answering(slowTransactions=[(200, {"(0,15)": {**OPEN[1], "producedPartitions": topics}})]) as asked:
         vars(asked.cluster.topics)["existing"] = lambda *_: ("a topic",)

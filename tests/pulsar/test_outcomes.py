@@ -8,8 +8,9 @@ from txnbridge_conformance.observing import send
 from txnbridge_pulsar.client import PulsarClient, Single, TxnId
 from txnbridge_pulsar.outcome import outcome
 from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state
-from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, was_committed, write_plain
+from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, write_plain
 
+from tests.failing import fail_call, note_calls
 from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, begin, path_of
 from tests.pulsar.fake import Peer, fake_broker, owns_everything, replies
@@ -154,15 +155,9 @@ def test_records_of_an_older_owner_on_a_marker_topic_say_nothing_of_the_newer_on
 def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(monkeypatch, bridge, topic, ask):
     token = writing_kit.prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
-    looks = []
-
-    def look(*args: Any) -> bool | None:
-        looks.append(args)
-        if len(looks) == 1:
-            raise errors.DeadlineExceeded("its broker has died, and no other has it yet")
-        return was_committed(*args)
-
-    monkeypatch.setattr(outcome, "was_committed", look)
+    died = errors.DeadlineExceeded("its broker has died, and no other has it yet")
+    fail_call(monkeypatch, outcome, "was_committed", died)
+    looks = note_calls(monkeypatch, outcome, "was_committed")
     if ask == "end":
         assert bridge.abort(token) is Outcome.COMMITTED
     else:

@@ -14,6 +14,7 @@ from txnbridge_pulsar.read.partition import BEGIN
 from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
+from tests.failing import answer_calls, fail_call
 from tests.in_time import paused, takes, within
 from tests.pulsar.client_kit import admin, batch_of, path_of, service, waiting
 from tests.pulsar.kit import SOON
@@ -190,13 +191,9 @@ def test_partitions_that_were_added_while_something_failed_are_read_by_nobody_el
     write(client, partitioned(1)[0], b"0")
     reader = member(topic)
     assert values(reader.take(1)) == [b"0"]
-    failures = [errors.BrokerUnavailable("the decision log's broker is away")] * 2
-
-    def record(*_):
-        if failures:
-            raise failures.pop()
-
-    monkeypatch.setattr(reader.reader._registry, "record", record)
+    answer_calls(monkeypatch, reader.reader._registry, "record")
+    away = errors.BrokerUnavailable("the decision log's broker is away")
+    fail_call(monkeypatch, reader.reader._registry, "record", away, range(2))
     admin(pulsar_broker, "POST", f"{path_of(topic)}/partitions", 4)
     for number in (1, 2, 3):
         write(client, wire.partition_name(topic, number), b"%d" % number)

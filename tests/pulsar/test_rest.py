@@ -6,12 +6,13 @@ import urllib.error
 import urllib.request
 from email.message import Message
 from http.server import BaseHTTPRequestHandler
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from txnbridge_conformance.brokers._broker import free_ports
 from txnbridge_pulsar.admin.rest import Rest
 
+from tests.failing import EACH, fail_call
 from tests.pulsar.kit import SOON, http_server, settings_for
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Deadline
@@ -79,19 +80,14 @@ def test_rest_addresses_where_nobody_listens_raise_broker_unavailable() -> None:
     ("location", "times"), [("http://other/admin/x", 1), ("/admin/y", 5)], ids=["http", "relative"]
 )
 def test_a_redirect_stays_in_https(monkeypatch: pytest.MonkeyPatch, location: str, times: int) -> None:
-    asked: list[str] = []
-
-    def redirect(_: object, request: urllib.request.Request, timeout: float) -> NoReturn:
-        asked.append(request.full_url)
-        headers = Message()
-        headers["Location"] = location
-        raise urllib.error.HTTPError(request.full_url, 307, "", headers, io.BytesIO())
-
-    monkeypatch.setattr(urllib.request.OpenerDirector, "open", redirect)
+    headers = Message()
+    headers["Location"] = location
+    redirect = urllib.error.HTTPError("https://127.0.0.1:1", 307, "", headers, io.BytesIO())
+    asked = fail_call(monkeypatch, urllib.request.OpenerDirector, "open", redirect, EACH)
     rest = Rest(settings_for("pulsar://127.0.0.1:1/public/default", admin_url="https://127.0.0.1:1"))
     with pytest.raises(BrokerUnavailable, match="redirect"):
         rest.get("/admin/x", Deadline(SOON))
-    assert len(asked) == times and all(url.startswith("https:") for url in asked)
+    assert len(asked) == times and all(request.full_url.startswith("https:") for _, request, *_ in asked)
 
 
 def test_an_answer_that_no_broker_gives_is_an_error_that_names_the_option() -> None:

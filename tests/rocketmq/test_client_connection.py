@@ -19,6 +19,7 @@ from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.transport import connect
 
+from tests.failing import answer_calls
 from tests.in_time import GRACE, within
 from tests.rocketmq.kit import ANSWER, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 
@@ -51,7 +52,7 @@ def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(broker, monke
     host, port = broker.address.split(":")
     lacking = (250, socket.SOCK_STREAM, 0, "", ("::1", 1))  # as IPv6 on a host without it
     found = [lacking, *socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
+    answer_calls(monkeypatch, socket, "getaddrinfo", found)
     RemotingConnection(broker.address, LONG).close()
     del found[1:]
     with pytest.raises(errors.Unreachable, match="not supported"):
@@ -64,7 +65,7 @@ def test_a_connection_without_a_thread_is_closed_and_counts_as_unreachable(broke
             raise RuntimeError("can't start new thread")
 
     opened = connect(broker.address, time.monotonic() + LONG, None)
-    monkeypatch.setattr(connection_module, "connect", lambda *_: opened)
+    answer_calls(monkeypatch, connection_module, "connect", opened)
     monkeypatch.setattr(connection_module, "threading", SimpleNamespace(**{**vars(threading), "Thread": Refused}))
     with pytest.raises(errors.Unreachable, match="can't start new thread"):
         RemotingConnection(broker.address, LONG)

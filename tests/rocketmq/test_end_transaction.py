@@ -19,6 +19,7 @@ from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 
 from tests.core.decisions_kit import MemoryLog
+from tests.failing import answer_calls, note_calls
 from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, choose, same_hash, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
@@ -280,30 +281,22 @@ def test_check_backs_get_no_answer_while_the_transaction_is_undecided(owner, oth
 
 
 def test_one_look_at_the_log_answers_all_check_backs_of_a_transaction(owner, other, broker, log, monkeypatch):
-    looks = 0
-    end = log.end
-
-    def counted(deadline: Deadline) -> Any:
-        nonlocal looks
-        looks += 1
-        return end(deadline)
-
     writer = stored(owner)
     other.checks.answer(broker.ask()[:1])
-    monkeypatch.setattr(log, "end", counted)
+    looks = note_calls(monkeypatch, log, "end")
     other.checks.answer(broker.ask()[:1])
-    for_one, looks = looks, 0
+    for_one = len(looks)
     asked = [check for _ in range(20) for check in broker.ask()]  # also for copies of copies
     assert len(asked) == 20 * len(VALUES)
     other.checks.answer(asked)
-    assert looks == for_one > 0
+    assert len(looks) == 2 * for_one > 0
     broker.late = True
     writer.commit(Deadline(60))
     broker.open.update(half.queue_offset for half in broker.halves)
-    looks = 0
+    looks.clear()
     other.checks.answer(broker.ask())
     assert broker.seen("a") == VALUES
-    assert not broker.open and 0 < looks < 2 * len(VALUES)
+    assert not broker.open and 0 < len(looks) < 2 * len(VALUES)
 
 
 def test_the_abort_of_a_transaction_past_its_deadline_is_recorded_before_it_is_answered(owner, broker, log):
@@ -498,8 +491,7 @@ def test_the_lock_of_a_dead_process_holds_no_process_up_for_long(owner, broker, 
 
 
 def test_a_call_past_its_deadline_does_not_wait_long_for_the_broker_of_its_lock(owner, monkeypatch):
-    timeouts = []
-    monkeypatch.setattr(owner.cluster.client, "submit", lambda broker, request, timeout: timeouts.append(timeout))
+    timeouts = answer_calls(monkeypatch, owner.cluster.client, "submit", note=lambda broker, request, timeout: timeout)
     with owner.ender.exclusively("billing/x/1", Deadline(60)):
         pass
     assert timeouts == [1.0]
@@ -915,9 +907,7 @@ def test_without_a_look_first_messages_come_twice(monkeypatch):
 
 
 def test_without_the_log_a_transaction_is_torn(monkeypatch):
-    monkeypatch.setattr(
-        CheckBackHandler, "_settle", lambda self, record, mark, deadline: True
-    )  # the answer is ABORT where nothing is known
+    answer_calls(monkeypatch, CheckBackHandler, "_settle", True)  # the answer is ABORT where nothing is known
     assert any(what_went_wrong(seed) for seed in range(40))
 
 

@@ -22,7 +22,7 @@ from txnbridge_rocketmq.read import start_positions
 from txnbridge_rocketmq.read.rebalance import _SleepDetector, assign
 
 from tests.core.reading_kit import SOON, values
-from tests.failing import raising
+from tests.failing import EACH, fail_call, raising
 from tests.in_time import paused, within
 from tests.inside import reader_of
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
@@ -124,7 +124,7 @@ def test_a_group_that_only_the_broker_knows_does_not_begin_again(join: Join, cli
 
 def test_a_group_whose_log_is_gone_does_not_begin_again(join, group, monkeypatch, topic):
     reader = join(topic, group)
-    monkeypatch.setattr(reader.group._ledger, "positions", raising(EvidenceLost("it was trimmed")))
+    fail_call(monkeypatch, reader.group._ledger, "positions", EvidenceLost("it was trimmed"), EACH)
     with pytest.raises(PositionLost, match="trimmed"):
         reader.until(lambda: False)
 

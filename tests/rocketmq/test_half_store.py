@@ -14,6 +14,7 @@ from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.protocol.codes import Property
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 
+from tests.failing import on_call
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import cluster_of, unique
@@ -203,21 +204,19 @@ def test_an_end_by_token_of_a_half_message_waits_for_an_owner_that_may_be_publis
     messages: int,
     end: Callable[[Bridge, str], Outcome],
 ) -> None:
-    original, other = HalfEnder.publish_fresh, open_bridge()
-    ended: list[Future[Outcome]] = []
+    other, ended = open_bridge(), list[Future[Outcome]]()
 
     def find_token(txn: Any, _: Any) -> Decision:
         tokens.extend(str(each.token) for each in other.admin.transactions() if each.transaction == txn.id)
         return Decision.COMMIT
 
-    def publish_late(*args: Any) -> bool:
+    def end_by_token(*_: object) -> None:
         ended.append(pool.submit(end, other, tokens[0]))
         time.sleep(1)
-        return original(*args)
 
     tokens: list[str] = []
     with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(HalfEnder, "publish_fresh", publish_late)
+        on_call(monkeypatch, HalfEnder, "publish_fresh", end_by_token)
         with open_bridge().half_messages(unique("halves"), execute=find_token, check=says(Decision.COMMIT)) as halves:
             with halves.transaction() as txn:
                 txn.send_many(topic, [b"1"] * messages)

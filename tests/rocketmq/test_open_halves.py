@@ -10,7 +10,7 @@ from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEn
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import end_prepared
 
-from tests.failing import raising
+from tests.failing import EACH, fail_call, raising
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
@@ -166,18 +166,11 @@ def test_a_transaction_that_a_dead_owner_left_open_is_aborted_when_its_id_is_ope
 def test_an_administrator_looks_before_a_single_message_is_aborted(
     open_bridge, observer, client, topic, monkeypatch, published_before
 ):
-    publish_fresh = HalfEnder.publish_fresh
-
-    def die(*args):
-        if published_before:
-            publish_fresh(*args)
-        raise KeyboardInterrupt
-
     with open_bridge(application=unique("gone"), timeout=60) as bridge:
         with bridge.transaction() as txn:
             txn.send(topic, b"first", partition=0)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(HalfEnder, "publish_fresh", die)
+            fail_call(patched, HalfEnder, "publish_fresh", KeyboardInterrupt, EACH, happens=published_before)
             with bridge.transaction() as txn:
                 txn.send(topic, b"single", partition=0)
         token = str(txn.token)

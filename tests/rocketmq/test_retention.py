@@ -10,6 +10,7 @@ from txnbridge_rocketmq.client.protocol.frames import RpcRequest, fields, nothin
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.write import writer as writers
 
+from tests.failing import EACH, fail_call
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique
 from txnbridge import TokenState
@@ -43,7 +44,8 @@ def test_a_message_that_its_end_alone_has_published_is_not_aborted_when_retentio
         with monkeypatch.context() as lost:
             publish_fresh = HalfEnder.publish_fresh
             lost.setattr(HalfEnder, "publish_fresh", lambda *args: publish_fresh(*args) and False)
-            lost.setattr(writers.RocketMQWriter, "_end_direct", _lose)
+            # The answer is lost for good, so that the bridge does not ask at once.
+            fail_call(lost, writers.RocketMQWriter, "_end_direct", EvidenceLost("the answer is lost"), EACH)
             with pytest.raises(OutcomeUnknown) as unknown, bridge.transaction(timeout=5) as txn:
                 txn.send(topic, b"seen")
         token = str(unknown.value.token)
@@ -56,10 +58,6 @@ def test_a_message_that_its_end_alone_has_published_is_not_aborted_when_retentio
         time.sleep(2)  # its deadline is past, on every host
         status = bridge.status(token)
         assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
-
-
-def _lose(*_):
-    raise EvidenceLost("the answer is lost")  # for good, so that the bridge does not ask at once
 
 
 def found(client, topic):

@@ -1,7 +1,6 @@
 """Tests of a broker that keeps halves in RocksDB: they are found by key, and end as decided."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
-from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
+from tests.failing import answer_calls
 from tests.inside import broker_of
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
@@ -107,21 +106,16 @@ def test_decided_messages_that_the_broker_gave_up_are_lost_until_a_restart_with_
         left_decided(rocketmq_broker.url, [one], 3, 2.0, None, application),
         left_decided(rocketmq_broker.url, [owned], 3, 2.0, id, application),
     ]
-    asked = Counter[str]()
-
-    def stay_silent(checks: CheckBackHandler, transaction: str, halves: Sequence[MessageExt]) -> bool:
-        asked[transaction] += 1
-        return False
-
     with monkeypatch.context() as patched:
-        patched.setattr(CheckBackHandler, "_settle_quietly", stay_silent)
+        name = lambda checks, transaction, halves: transaction  # noqa: E731
+        asked = answer_calls(patched, CheckBackHandler, "_settle_quietly", False, name)
         later = prepared(open_bridge(timeout=2), client)
         # One more check-back was sent for it, and so also for older halves, although no bridge was running.
-        assert becomes_true(lambda: asked[later] == 11)
+        assert becomes_true(lambda: asked.count(later) == 11)
         heir = open_bridge(application=application, timeout=2)
         last = prepared(heir, client)
-        assert becomes_true(lambda: asked[last] == 2)
-    assert not asked.keys() & given_up
+        assert becomes_true(lambda: asked.count(last) == 2)
+    assert not {*asked} & {*given_up}
     key = unique_key(one, TransactionPlace(given_up[0], 0))
     assert client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
     assert bodies(client, one) == bodies(client, owned) == []

@@ -14,6 +14,7 @@ from pyspark_txnbridge._write.batch_identity import BatchId, Written
 from pyspark_txnbridge._write.rows import Columns
 
 import txnbridge
+from tests.failing import EACH, fail_call, on_call
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Admin, BrokerUnavailable, Fenced, TransactionAborted
 from txnbridge.testing import Child, recorded, tell
@@ -87,14 +88,11 @@ def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink,
 
 @mostly_embedded
 def test_a_transaction_that_begins_while_another_task_checks_the_log_is_known(sink, identity, monkeypatch):
-    listed = Admin.transactions
-
-    def begin_and_list(admin, owners):
-        monkeypatch.setattr(Admin, "transactions", listed)
+    def begin(*_):
+        monkeypatch.undo()
         written.append(_task.write_partition(identity, sink, columns, rows([5]), 1, "task 1"))
-        return listed(admin, owners)
 
-    monkeypatch.setattr(Admin, "transactions", begin_and_list)
+    on_call(monkeypatch, Admin, "transactions", begin)
     columns = Columns(frozenset({"value"}), sink.topic)
     written: list[Written] = []
     _driver.commit(sink, [*write(sink, identity, [ROWS]), *written])
@@ -136,14 +134,8 @@ def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, 
 
 @pytest.mark.offline
 def test_a_broker_that_is_away_is_not_waited_for_once_for_each_id_of_older_runs(monkeypatch):
-    asked = []
-
-    def connect(options, application, id):
-        asked.append(id)
-        time.sleep(0.1)
-        raise BrokerUnavailable("away")
-
-    monkeypatch.setattr(_transaction_cleanup, "connect", connect)
+    asked = fail_call(monkeypatch, _transaction_cleanup, "connect", BrokerUnavailable("away"), EACH)
+    on_call(monkeypatch, _transaction_cleanup, "connect", lambda *_: time.sleep(0.1))
     leases = SimpleNamespace(claims=lambda _: [SimpleNamespace(id=(1, slot)) for slot in range(100)])
     session: Any = SimpleNamespace(options=options("embedded:nowhere"), decisions=leases)
     _transaction_cleanup.fence_older(session, ("query", "sink"), 1)

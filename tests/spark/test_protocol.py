@@ -20,7 +20,7 @@ from pyspark_txnbridge._write.task import write_partition
 from pyspark_txnbridge._write.transaction_cleanup import is_done
 
 import txnbridge
-from tests.failing import raising
+from tests.failing import EACH, answer_calls, fail_call
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Admin, Decision, errors
 from txnbridge.testing import Child, crash_everywhere
@@ -280,7 +280,7 @@ def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(s
 @mostly_embedded
 @pytest.mark.parametrize("kind", [errors.AccessDenied, errors.NotSupported])
 def test_where_no_transactions_are_listed_a_query_is_published(sink, query, monkeypatch, kind):
-    monkeypatch.setattr(Admin, "transactions", raising(kind("no transactions are listed here")))
+    fail_call(monkeypatch, Admin, "transactions", kind("no transactions are listed here"), EACH)
     for batch, rows_of_batch in enumerate((FIRST, SECOND)):
         run_batch(sink, BatchId(query, "sink", batch, new_run()), rows_of_batch)
     assert published(sink) == list(range(8))
@@ -301,21 +301,12 @@ def test_transactions_that_losing_attempts_prepared_do_not_stay_open(sink, query
 
 @mostly_embedded
 def test_a_transaction_that_cannot_be_ended_keeps_no_other_open(sink, query, bridge, monkeypatch):
-    end = type(bridge.admin).abort
-    refused: list[str] = []
-
-    def end_all_but_one(admin, transaction, **how):
-        if not refused:
-            refused.append(transaction)
-            raise errors.AccessDenied("not this one")
-        return end(admin, transaction, **how)
-
-    monkeypatch.setattr(type(bridge.admin), "abort", end_all_but_one)
+    refused = fail_call(monkeypatch, type(bridge.admin), "abort", errors.AccessDenied("not this one"))
     identity = BatchId(query, "sink", 0, new_run())
     write(sink, identity, FIRST)
     forget()  # another process writes the second attempts
     _driver.commit(sink, write(sink, identity, FIRST))
-    assert left_open(sink, query) == refused
+    assert left_open(sink, query) == [transaction for _, transaction in refused]
 
 
 @pytest.mark.parametrize("url", ["kafka"], indirect=True)
@@ -434,8 +425,7 @@ def test_a_lost_part_of_a_decided_batch_is_written_again_when_the_same_rows_come
 def test_a_lost_part_of_a_decided_batch_comes_from_its_own_partition_where_others_look_alike(start, monkeypatch):
     sink, query = start
     lose_a_decided_part(sink, query, 1, [[1], [1], [1]])
-    marked = []
-    monkeypatch.setattr(_driver, "mark_done", lambda session, path, batch, data: marked.append(data))
+    marked = answer_calls(monkeypatch, _driver, "mark_done", note=lambda session, path, batch, data: data)
     run_batch(sink, BatchId(query, "sink", 0, new_run()), [[1], [1], [1]])
     assert [part["partition"] for data in marked for part in data["parts"]] == [1]
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from pyspark_txnbridge._write.batch_identity import BatchId, BatchInDoubt
 
 import txnbridge
+from tests.failing import EACH, fail_call
 from tests.log_contract import place_of
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, run_batch, write
 from txnbridge import Bridge, Capability, EvidenceLost, Fenced
@@ -118,16 +119,11 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
 def test_a_batch_with_a_transaction_that_nobody_knows_is_skipped_when_told(sink, query, spark_command, monkeypatch):
     """A driver died behind its last commit, and was started again when the broker had forgotten the transactions."""
     die_decided(sink, query)
-    commit = Bridge.commit
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
 
-    def forget_the_first(bridge, token):
-        if token == claim.data["parts"][0]["token"]:
-            raise EvidenceLost("nothing is known of it")
-        return commit(bridge, token)
-
-    monkeypatch.setattr(Bridge, "commit", forget_the_first)
+    is_first = lambda bridge, token: token == claim.data["parts"][0]["token"]  # noqa: E731
+    fail_call(monkeypatch, Bridge, "commit", EvidenceLost("nothing is known of it"), EACH, when=is_first)
     with pytest.raises(BatchInDoubt, match=r"3 rows of task partition 0 .*--skip 0"):
         run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     code, text = spark_command("recover", "--skip", "0")

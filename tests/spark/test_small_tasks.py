@@ -11,9 +11,10 @@ from pyspark_txnbridge._write import driver as _driver
 from pyspark_txnbridge._write.batch_identity import SMALL_TASKS, BatchId, BatchInDoubt
 from pyspark_txnbridge._write.recovery import clear
 from pyspark_txnbridge._write.rows import Columns
-from pyspark_txnbridge._write.task import SlotWriters, prepare, write_partition
+from pyspark_txnbridge._write.task import SlotWriters, write_partition
 
 import txnbridge
+from tests.failing import EACH, fail_call, note_calls
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from tests.spark.test_protocol import check_two_batches, fresh_starts, run_two_batches
 from txnbridge import Fenced, InvalidOption, NotFound, OutcomeUnknown, Token, TransactionAborted
@@ -204,18 +205,10 @@ def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
 def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(sink, query, monkeypatch):
     """The transaction is prepared, but the driver gets no token of it."""
     written = write(sink, BatchId(query, "sink", 0, new_run()), SMALL)
-    lost: list[str] = []
-
-    def prepare_unheard(*given):
-        parts = prepare(*given)
-        if not lost:
-            lost.extend(left_open(sink, query))
-            raise OutcomeUnknown
-        return parts
-
-    monkeypatch.setattr(_driver, "prepare", prepare_unheard)
+    fail_call(monkeypatch, _driver, "prepare", OutcomeUnknown, happens=True)
+    open_then = note_calls(monkeypatch, _driver, "prepare", lambda *_: left_open(sink, query))
     _driver.commit(sink, written)
-    assert len(lost) == 1
+    assert [len(left) for left in open_then] == [0, 1]
     assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
@@ -265,14 +258,7 @@ def test_the_driver_makes_messages_of_few_rows_at_once(tmp_path, query, monkeypa
     """The rows of 10,000 tasks as Python objects would take more than a gigabyte."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}")
     written = write(sink, BatchId(query, "sink", 0, new_run()), [["0"] * 3_000] * 5)
-    send = Columns.send
-    sizes: list[int] = []
-
-    def noted(self, batch, txn):
-        sizes.append(batch.num_rows)
-        return send(self, batch, txn)
-
-    monkeypatch.setattr(Columns, "send", noted)
+    sizes = note_calls(monkeypatch, Columns, "send", lambda columns, batch, txn: batch.num_rows)
     _driver.commit(sink, written)
     assert sizes == [10_000, 5_000]
 
@@ -297,8 +283,8 @@ def test_a_driver_that_is_replaced_while_it_has_two_transactions_leaves_none_ope
 
 def test_rows_of_small_tasks_are_aborted_at_once_when_the_driver_fails_before_its_claim(sink, query, monkeypatch):
     written = write(sink, BatchId(query, "sink", 0, new_run()), SMALL)
-    monkeypatch.setattr(_driver, "_check_alive", lambda *given: [][0])
-    with pytest.raises(IndexError):
+    fail_call(monkeypatch, _driver, "_check_alive", ZeroDivisionError, EACH)
+    with pytest.raises(ZeroDivisionError):
         _driver.commit(sink, written)
     assert left_open(sink, query) == []
 
