@@ -85,8 +85,7 @@ def test_records_that_come_while_it_is_read_are_left_for_the_next_reading(log):
 
 def test_reading_ends_where_the_log_ends(log):
     first, second = append(log, b"0", b"1")
-    beyond = (second[0] + 7, *(0 for _ in second[1:]))
-    assert read(log, first, beyond) == [(first, b"0"), (second, b"1")]
+    assert read(log, first, (second[0] + 7, *(0 for _ in second[1:]))) == [(first, b"0"), (second, b"1")]
 
 
 def test_a_reading_that_nobody_finishes_does_not_disturb_the_next(log):
@@ -101,8 +100,7 @@ def test_a_reading_that_nobody_finishes_does_not_disturb_the_next(log):
 def test_two_readings_at_once_do_not_disturb_each_other(log):
     at = append(log, *(b"%d" % number for number in range(400)))
     one, other = (iter(log.read(at[first], None, Deadline(SOON))) for first in (0, 200))
-    pairs = [(next(one)[0], next(other)[0]) for _ in range(200)]
-    assert pairs == list(zip(at[:200], at[200:], strict=True))
+    assert [(next(one)[0], next(other)[0]) for _ in range(200)] == list(zip(at[:200], at[200:], strict=True))
 
 
 def test_many_threads_append_and_read_one_order(log):

@@ -69,8 +69,7 @@ def test_a_span_whose_task_is_cancelled_anywhere_is_all_or_none(moment, tmp_path
         with monkeypatch.context() as patch:
             cancelling = Cancelling(patch, number, moment)
             partial(anyio.run, backend="asyncio")(cancelling.run, program.run)
-        found = [values(url, "t") for url in urls]
-        assert found == [[b"1"] if program.told is Outcome.COMMITTED else []] * 2
+        assert [values(url, "t") for url in urls] == [[b"1"] if program.told is Outcome.COMMITTED else []] * 2
         for url in urls:
             with txnbridge.connect(url) as bridge:
                 assert bridge.admin.transactions() == []

@@ -146,8 +146,7 @@ def test_brokers_of_a_cluster_take_over_from_each_other_and_come_back(start_puls
     broker.restart()
     assert answering(broker.url) == 2
     if LISTENERS.exists():
-        everywhere = {address for node in broker.nodes for address, _ in listening(broker.pid(node))}
-        assert everywhere == {"127.0.0.1"}
+        assert {address for node in broker.nodes for address, _ in listening(broker.pid(node))} == {"127.0.0.1"}
 
 
 def _loads_all(broker: brokers.PulsarCluster, port: int) -> bool:

@@ -162,8 +162,7 @@ def test_a_reader_in_the_middle_may_miss_what_is_committed_meanwhile_and_no_othe
 
 
 def test_a_message_that_was_read_once_and_is_absent_later_was_of_an_aborted_transaction():
-    story = Story().txn("a", "1", result=None).txn("b", what="poll", polls=["1"])
-    assert story.read().found() == ["G1a"]
+    assert Story().txn("a", "1", result=None).txn("b", what="poll", polls=["1"]).read().found() == ["G1a"]
 
 
 def test_a_copy_that_our_readers_drop_is_told_and_no_other_copy():
@@ -195,8 +194,7 @@ def test_a_committed_transaction_of_which_nothing_is_there_was_a_lie():
 
 def test_a_prepared_transaction_whose_commit_was_not_answered_may_be_there_or_not():
     for log in ((), ("1",)):
-        story = prepared_story().txn("b", what="finish", transaction="x", result=None)
-        assert story.read(*log).found() == []
+        assert prepared_story().txn("b", what="finish", transaction="x", result=None).read(*log).found() == []
 
 
 def test_an_outcome_that_was_told_is_not_lost_later():

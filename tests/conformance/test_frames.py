@@ -80,8 +80,7 @@ def test_a_stream_that_ends_anywhere_comes_out_whole(framing, end):
 def test_after_a_length_that_no_frame_has_all_passes_as_it_comes(length):
     lost = struct.pack(">i", length)
     stream = frame(b"12345678") + lost + frame(b"87654321")
-    found = pieces([stream])
-    assert [piece.head for piece in found] == [b"12345678", None, None]
+    assert [piece.head for piece in pieces([stream])] == [b"12345678", None, None]
     splitter = FrameSplitter(HEAD)
     list(splitter.feed(lost))
     assert list(splitter.feed(b"x")) == [StreamPiece(b"x")]
@@ -90,8 +89,7 @@ def test_after_a_length_that_no_frame_has_all_passes_as_it_comes(length):
 @pytest.mark.parametrize(("length", "head"), [(3, 0), (4, 1), (100, 97), (100, 2**32 - 1), (GIANT, LONGEST - 3)])
 def test_after_a_head_that_no_frame_has_all_passes_as_it_comes(length, head):
     stream = frame(sized_head(b"good")) + struct.pack(">iI", length, head) + frame(sized_head(b"lost"))
-    found = pieces([stream], None)
-    assert [piece.head for piece in found] == [sized_head(b"good"), None, None]
+    assert [piece.head for piece in pieces([stream], None)] == [sized_head(b"good"), None, None]
 
 
 def test_a_head_is_waited_for_in_no_more_memory_than_the_bytes_that_came():

@@ -74,8 +74,7 @@ def test_a_long_log_is_read_in_passing(broker):
             "INSERT INTO log_records VALUES (?, ?)", ((log._base | n, b"x" * 100) for n in range(100_000))
         )
         connection.execute("UPDATE logs SET next = 100000")
-    count = sum(1 for _ in log.read(None, None, Deadline(30)))
-    assert count == 100_000
+    assert sum(1 for _ in log.read(None, None, Deadline(30))) == 100_000
     assert len(read(log, (99_990,))) == 10
 
 

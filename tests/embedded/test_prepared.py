@@ -22,8 +22,7 @@ def test_a_large_prepared_transaction_comes_whole(opened):
 
 
 def test_an_empty_transaction_can_be_prepared(broker):
-    token = prepare(broker, "orders")
-    assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
+    assert broker.commit(prepare(broker, "orders"), NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -72,8 +72,7 @@ def test_columns_have_the_same_rows_as_messages(transactions, most, start):
             _, (end,) = bridge.admin.bounds("orders")["orders", 1]
             consumer.seek({("orders", 1): (min(start, end),)})
         while messages := [message._replace(source=None) for message in one.poll(most, 0)]:
-            found = other.poll_columns(most, 0)
-            assert [row for columns in found for row in rows(columns)] == messages
+            assert [row for columns in other.poll_columns(most, 0) for row in rows(columns)] == messages
             assert other.positions() == one.positions()
         assert other.poll_columns(most, 0) == []
 

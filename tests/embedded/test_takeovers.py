@@ -221,8 +221,7 @@ def test_every_message_is_moved_exactly_once_by_members_that_are_killed_and_paus
     finish(broker, count)
     for member in members:
         member.kill()
-    done = Counter(int(value) for value in kit.values(broker, "done"))
-    assert done == dict.fromkeys(range(count), 1)
+    assert Counter(int(value) for value in kit.values(broker, "done")) == dict.fromkeys(range(count), 1)
 
 
 def finish(broker: EmbeddedBroker, count: int) -> None:

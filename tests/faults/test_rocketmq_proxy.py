@@ -99,8 +99,7 @@ def test_addresses_in_an_answer_become_the_proxys_however_it_is_cut(cut):
             with RemotingClient([mine]) as client:
                 request = RpcRequest("asking", 105, document)
                 assert client.ask_name_server(request, LONG) == {"brokers": [mine, other, *foreign]}
-                untouched = RpcRequest("asking", 206, document)
-                assert client.ask_name_server(untouched, LONG) == json.loads(told[0])
+                assert client.ask_name_server(RpcRequest("asking", 206, document), LONG) == json.loads(told[0])
 
 
 @contextmanager

@@ -83,8 +83,7 @@ def test_the_readme_has_its_two_commands_each_in_one_line():
 
 def test_every_link_to_a_file_leads_somewhere():
     pages = [path for path in project_files() if path.suffix == ".md"]
-    broken = {page.relative_to(ROOT): links for page in pages if (links := broken_links(page))}
-    assert broken == {}
+    assert {page.relative_to(ROOT): links for page in pages if (links := broken_links(page))} == {}
 
 
 def test_the_map_in_contributing_is_the_real_tree():

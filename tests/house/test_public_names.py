@@ -106,8 +106,7 @@ def test_the_asynchronous_classes_have_the_names_and_parameters_of_the_synchrono
 
 def test_no_further_module_is_public():
     found = {info.name for info in pkgutil.iter_modules(txnbridge.__path__)}
-    public = {name for name in found if not name.startswith("_")}
-    assert public - {*PUBLIC_MODULES, "cli", "sql"} == set()
+    assert {name for name in found if not name.startswith("_")} - {*PUBLIC_MODULES, "cli", "sql"} == set()
 
 
 def test_a_name_that_is_bound_and_public_is_seen():

@@ -767,8 +767,7 @@ def forget_markers(broker: brokers.Broker, admin: Administrator) -> tuple[str, s
         write(producer, topic, *(b"%d" % number for number in range(300)))
         producer.commit_transaction(LONG)
         broker.restart()
-        told = admin.requests.describe([id], Deadline(LONG))[id]
-        assert told.state in ("PrepareCommit", "CompleteCommit")
+        assert admin.requests.describe([id], Deadline(LONG))[id].state in ("PrepareCommit", "CompleteCommit")
         assert wait_until(partial(is_complete, admin, id), LONG)
         if problems(admin, f"transaction {id}"):
             return id, topic

@@ -762,8 +762,7 @@ def test_a_node_that_stands_still_does_not_hold_up_the_others(cluster):
 @pytest.mark.full
 def test_the_answers_of_three_nodes_are_put_together(cluster):
     who = cluster.begun()
-    listed = {each.id for each in cluster.requests.transactions(Deadline(LONG), ["Ongoing"])}
-    assert cluster.id in listed
+    assert cluster.id in {each.id for each in cluster.requests.transactions(Deadline(LONG), ["Ongoing"])}
     ((producer,),) = cluster.requests.producers([(cluster.topic, 0)], Deadline(LONG)).values()
     assert (producer.pid, producer.epoch) == who
     cluster.requests.write_markers(*who, COMMIT, [(cluster.topic, 0)], Deadline(LONG))

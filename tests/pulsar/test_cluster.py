@@ -109,8 +109,7 @@ def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(cluster,
     with bridge.transaction() as txn:
         for number in range(3):
             txn.send(topic, b"x", partition=number)
-        number_of_it = str(flush(txn))
-        assert number_of_it in [found.transaction for found in bridge.admin.transactions()]
+        assert str(flush(txn)) in [found.transaction for found in bridge.admin.transactions()]
     bridge.admin.delete_topic(topic)
     assert topic not in [found.name for found in bridge.admin.topics()]
 

@@ -525,6 +525,5 @@ def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topi
     found = reader.take(6)
     for _ in range(2):
         reader.seek({(topic, 0): found[0].position})
-        again = reader.take(6)
-        assert all(m.deliveries > 1 for m in again)
+        assert all(m.deliveries > 1 for m in reader.take(6))
     assert len(reader.partition(topic)._delivery_counts) <= 4

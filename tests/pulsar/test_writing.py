@@ -319,5 +319,4 @@ def test_every_topic_of_our_own_is_kept_by_a_subscription(pulsar_broker: brokers
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
     for ours in (writing_kit.fence_of(bridge).topic, writing_kit.proof_topic_of(txn)):
-        stats = admin(pulsar_broker, "GET", f"{path_of(ours)}/stats")
-        assert SUBSCRIPTION in stats["subscriptions"]
+        assert SUBSCRIPTION in admin(pulsar_broker, "GET", f"{path_of(ours)}/stats")["subscriptions"]

@@ -183,5 +183,4 @@ def test_a_giant_frame_costs_only_what_has_come():
 
 
 def test_many_frames_in_one_chunk_take_time_in_proportion():
-    stream = frame(0, 1, 1) * 20_000
-    assert len(fed([stream])) == 20_000
+    assert len(fed([(frame(0, 1, 1) * 20_000)])) == 20_000

@@ -62,8 +62,7 @@ def test_every_request_of_a_connection_is_signed():
             broker.address, LONG, ConnectionSettings(credentials=Credentials("user", "s3cret"))
         )
         connection.submit(echo(body=b"x"), LONG)
-        command = broker.peer().next()
-        assert command.fields == Credentials("user", "s3cret").sign({}, b"x")
+        assert broker.peer().next().fields == Credentials("user", "s3cret").sign({}, b"x")
         connection.close()
 
 

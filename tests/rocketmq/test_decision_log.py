@@ -263,8 +263,7 @@ def test_records_that_a_broker_has_dropped_are_missed(start_rocketmq, opened):
         read(log, at[0])
     begin, end = bounds(log)
     assert at[0] < begin <= end == at[-1]
-    left = read(log)
-    assert [position for position, _ in left] == at[at.index(begin) :]
+    assert [position for position, _ in read(log)] == at[at.index(begin) :]
     # No process takes the log for a new one.
     with pytest.raises((errors.EvidenceLost, errors.OutcomeUnknown)):
         Decisions(log, timeout=20).claim("id", Decision.COMMIT)

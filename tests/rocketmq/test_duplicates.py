@@ -155,8 +155,7 @@ def test_a_copy_that_comes_much_later_is_a_repeat_also_where_the_first_one_is_fo
     queue = in_order(100)
     queue.publish(3)
     reading = Reading(queue, remembered=10)
-    found = [offset for start in range(0, 101, 32) for offset in reading.read(start, 32)]
-    assert found == list(range(100))
+    assert [offset for start in range(0, 101, 32) for offset in reading.read(start, 32)] == list(range(100))
     assert reading.looked_up == 1
 
 

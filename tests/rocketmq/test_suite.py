@@ -20,8 +20,7 @@ def _nothing_was_published_twice(rocketmq_broker, administrator):
         for name in (each.name for each in administrator.admin.topics() if each.name.startswith("conformance-")):
             for (_, queue), (_, (end,)) in administrator.admin.bounds(name).items():
                 found.update(unique_keys(client, name, queue, end))
-    twice = [key for key, times in found.items() if times > 1]
-    assert twice == []
+    assert [key for key, times in found.items() if times > 1] == []
 
 
 def unique_keys(client, topic, queue, end):  # noqa: F811

@@ -244,8 +244,7 @@ def test_a_stream_goes_on_with_what_is_committed_since(url, bridge, topic):
     send(bridge, topic, range(10, 15), partition=0)
     send(bridge, topic, range(15, 20), partition=1)
     assert stream.run() == [list(range(10, 20))]
-    earlier = Stream(url, topic, startingOffsets="earliest")
-    assert earlier.run() == [[1, *range(10, 20)]]
+    assert Stream(url, topic, startingOffsets="earliest").run() == [[1, *range(10, 20)]]
 
 
 def test_rows_behind_an_open_transaction_come_after_it_has_ended(url, bridge, topic):
@@ -277,8 +276,7 @@ def test_a_batch_that_is_repeated_has_the_same_rows_whatever_was_committed_meanw
         txn.abort()
     send(bridge, topic, range(10, 30))
     bridge.admin.grow_topic(topic, 3)
-    again = Stream(url, topic, start=stream.at)
-    assert again.read(end) == list(range(10)) == stream.read(end)
+    assert Stream(url, topic, start=stream.at).read(end) == list(range(10)) == stream.read(end)
 
 
 @where_positions_are_numbers
@@ -293,8 +291,7 @@ def test_a_process_that_reads_ranges_again_and_again_reads_each_of_them_whole(ur
     for _ in range(4):
         assert [values(reader, [task]) for task in tasks] == whole
         for task, rows in zip(tasks, whole, strict=True):
-            half = replace(task.value, start=(10,))
-            assert values(reader, [InputPartition(half)]) == rows[10:]
+            assert values(reader, [InputPartition(replace(task.value, start=(10,)))]) == rows[10:]
 
 
 @where_positions_are_numbers

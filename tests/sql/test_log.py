@@ -384,8 +384,7 @@ def connect(tmp_path):
 
 def test_a_bridges_decisions_are_in_the_database_that_it_was_told(url, connect, behind):
     with_sql = connect(decision_log=url, application="billing")
-    claim = with_sql.decisions().claim(("run", 1), Decision.COMMIT)
-    assert claim.mine
+    assert with_sql.decisions().claim(("run", 1), Decision.COMMIT).mine
     assert behind.scalar(sa.text("SELECT name FROM txnbridge_logs")) == "billing"
     assert connect(decision_log=url, application="billing").decisions().claim(("run", 1), Decision.ABORT).decision is (
         Decision.COMMIT

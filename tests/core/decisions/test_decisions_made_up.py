@@ -85,8 +85,7 @@ def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):
     other.decisions.begin()
     other.decisions.tidy()
     assert openings(log) == []
-    newest = owner.ledger.newest_opening(Deadline(60))
-    assert newest == ("made-up", {"host": "h"})
+    assert owner.ledger.newest_opening(Deadline(60)) == ("made-up", {"host": "h"})
     begin = owner.prepare("after")
     for reader in (other, Process(log)):
         (entry,) = reader.decisions.ledger("made-up").find("after", Deadline(60), log=begin)
@@ -105,6 +104,5 @@ def test_a_bridge_without_an_id_makes_one_up(tmp_path):
 def test_every_copy_of_the_opening_of_a_made_up_id_is_the_same_opening(log):
     owner = Process(log, "made-up").open().open()
     owner.prepare("t")
-    opened = {record.under for _, record in decoded(log.records) if isinstance(record, Opened)}
-    assert len(opened) == 1
+    assert len({record.under for _, record in decoded(log.records) if isinstance(record, Opened)}) == 1
     assert owner.ledger.newest_opening(Deadline(60)) == ("made-up", {"host": "h"})

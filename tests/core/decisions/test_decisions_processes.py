@@ -53,8 +53,7 @@ def decide_a_batch(url: str) -> None:
 def check_the_batch(url: str) -> None:
     with txnbridge.connect(url) as bridge:
         decisions = bridge.decisions("query")
-        reading = decisions.read("batch")
-        assert reading.done_up_to == 0
+        assert decisions.read("batch").done_up_to == 0
         assert decisions.read(("batch", 0)).done
         decisions.close()
 

@@ -33,8 +33,7 @@ def test_openings_and_transactions_go_on_after_a_renewal_of_the_log(log):
         operator.open()
     operator.decisions.renew(timeout=5)
     for process in (operator, Process(log)):
-        begin = process.open().begin()
-        assert process.claim("new", begin) is COMMIT
+        assert process.claim("new", process.open().begin()) is COMMIT
         assert process.unfinished() == ["new"]
 
 

@@ -203,8 +203,7 @@ def test_a_commit_that_somebody_may_have_to_carry_out_is_not_forgotten():
             founding = part.completeness.founding_snapshot
             if founding is None or founding[0] != record:
                 continue  # it did not suffice, and a later snapshot does not list what has expired since
-            known = last_commits(part)
-            assert {key: at for key, at in known.items() if key in needed} == needed
+            assert {key: at for key, at in last_commits(part).items() if key in needed} == needed
             compared += len(needed)
     assert compared > 20
 
