@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -160,7 +159,4 @@ def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that gives bridges, also open ones, other durations and limits than those of programs."""
 
-    def change(**changes: Any) -> None:
-        monkeypatch.setattr(Connection, "timing", replace(Connection.timing, **changes))
-
-    return change
+    return lambda **changes: monkeypatch.setattr(Connection, "timing", replace(Connection.timing, **changes))

@@ -142,9 +142,6 @@ def test_a_child_talks_through_its_pipe_and_is_waited_for():
 def test_work_in_the_background_is_stopped_at_the_end_of_the_block_and_waited_for():
     ended = []
 
-    def work(stop):
-        ended.append(stop.wait(10))
-
-    with _harness.background(work):
+    with _harness.background(lambda stop: ended.append(stop.wait(10))):
         assert ended == []
     assert ended == [True]

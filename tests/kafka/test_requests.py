@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -696,11 +697,8 @@ def test_many_threads_share_the_runner_of_requests(world):
         assert world.requests.end(id, *who, ABORT, Deadline(LONG)).code == 0
         found.append(who)
 
-    threads = [threading.Thread(target=work, args=[id]) for id in ids]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(ids)) as pool:
+        list(pool.map(work, ids))
     assert len({pid for pid, _ in found}) == 12
     assert len(world.requests._runner._idle) <= request_retry._MOST_IDLE
 

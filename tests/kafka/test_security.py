@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -449,12 +450,8 @@ def test_the_scope_is_asked_for(endpoint):
 
 
 def test_many_threads_ask_for_one_token(endpoint):
-    provider, found = tokens(endpoint), set[str]()
-    threads = [threading.Thread(target=lambda: found.add(provider.token(LATE))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        found = {*pool.map(tokens(endpoint).token, [LATE] * 8)}
     assert (len(found), endpoint.answers) == (1, [200])
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from txnbridge_rocketmq.client import errors
@@ -179,11 +180,8 @@ def test_a_call_ends_by_its_time_wherever_it_waits(cluster):
 
 
 def test_many_threads_that_submit_first_share_one_connection(cluster, client):
-    threads = [threading.Thread(target=lambda: client.submit("a", echo(), LONG).result()) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda _: client.submit("a", echo(), LONG).result(), range(16)))
     assert len(cluster.requests(9001)) == 16
     assert len(cluster.broker.peers) == 1
 

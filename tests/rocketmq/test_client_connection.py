@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -84,10 +85,7 @@ def test_answers_belong_to_their_requests_in_any_order(connection, peer):
 
 
 def test_many_threads_share_a_connection():
-    def reply(peer: Peer, command: RemotingCommand) -> None:
-        peer.answer(command, body=command.body)
-
-    with FakeBroker(reply) as broker:
+    with FakeBroker(lambda peer, command: peer.answer(command, body=command.body)) as broker:
         connection = RemotingConnection(broker.address, LONG)
         wrong = []
 
@@ -97,11 +95,8 @@ def test_many_threads_share_a_connection():
                 if connection.call(echo(body=said.encode()), LONG) != said:
                     wrong.append(said)
 
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(8)))
         connection.close()
     assert wrong == []
 

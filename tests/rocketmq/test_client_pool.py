@@ -219,9 +219,6 @@ def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
 def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_connection():
     files = ("client.py", "connection.py", "transport.py", "signal_safe_locks.py")
 
-    def ask() -> str:
-        return client.submit("b", echo(), LONG).result()
-
     def answers() -> bool:
         with suppress(errors.Disconnected):  # the interrupt has closed the connection, and its thread does not know yet
             return client.submit("b", echo(), 5.0).result() == ""
@@ -229,7 +226,7 @@ def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_conn
 
     with FakeBroker(back) as broker, client_of(broker) as client:
         number = 1
-        while where := interrupted_at(ask, number, files):
+        while where := interrupted_at(lambda: client.submit("b", echo(), LONG).result(), number, files):
             assert becomes_true(answers), f"wrong after an interrupt at {where}"
             number += 1
     assert number > 20
@@ -271,10 +268,7 @@ def test_large_requests_and_responses_cross_encrypted(server: ssl.SSLContext, tr
 def test_every_request_ends_in_time_and_makes_room_whatever_a_broker_does(deeds, at_once):
     left = iter(deeds)
 
-    def reply(peer: Peer, command: RemotingCommand) -> None:
-        DEEDS[next(left, "answer")](peer, command)
-
-    with FakeBroker(reply) as broker:
+    with FakeBroker(lambda peer, command: DEEDS[next(left, "answer")](peer, command)) as broker:
         pool = BlockingPool(broker.address, ConnectionSettings(), most=1)
         for _ in range(0, len(deeds), at_once):
             results: list[object] = []

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -81,11 +82,8 @@ def test_one_of_two_members_that_begin_at_once_decides_where_the_group_starts(jo
         known = starts.resolve(wishes, queues, Deadline(SOON)).known
         found.append({partition: place.next for partition, place in known.items()})
 
-    threads = [threading.Thread(target=settle, args=(starts,)) for starts in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(settle, both))
     assert found[0] == found[1] == stands(readers[0])
 
 
@@ -277,11 +275,8 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(rocketmq_
 
     with ExitStack() as stack:
         bridges = [stack.enter_context(connect_to(rocketmq_broker.url)) for _ in range(2)]
-        threads = [threading.Thread(target=work, args=(each,)) for each in bridges]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(bridges)) as pool:
+            list(pool.map(work, bridges))
     publish(client, target, b"end")
     assert join(target).up_to(b"end") == sorted(done, key=int) == [b"%d" % number for number in range(30)]
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,15 +58,12 @@ def test_the_recorder_writes_one_whole_line_an_event_from_many_threads(tmp_path:
     recorder = JsonLinesRecorder(tmp_path / "events.jsonl")
     emitter = Emitter("b", [recorder])
 
-    def emit_many() -> None:
+    def emit_many(_: int) -> None:
         for i in range(200):
             emitter.emit("ack", "after", "t", n=i)
 
-    threads = [threading.Thread(target=emit_many) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(emit_many, range(4)))
     recorder.close()
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert len(lines) == 800

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -788,11 +789,8 @@ def test_threads_of_one_process_race_and_agree(join, log):
         for number in range(60):
             answers[number].add(decisions.claim(("q", number), choice).decision)
 
-    threads = [threading.Thread(target=race, args=(choice,)) for choice in (COMMIT, ABORT, COMMIT, ABORT)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(race, (COMMIT, ABORT, COMMIT, ABORT)))
     assert all(len(seen) == 1 for seen in answers.values())
     assert {next(iter(seen)) for seen in answers.values()} <= {COMMIT, ABORT}
     assert kinds(log).count("presence") == 1
