@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_kafka import backend
 from txnbridge_kafka.settings import read
 from txnbridge_kafka.settings.timing import Timing
@@ -91,3 +92,10 @@ def kill_broker(kafka_under_test: brokers.Broker) -> Callable[[], object]:
 def proxy(kafka_broker: brokers.Broker) -> Iterator[faults.Proxy]:
     with faults.proxy(kafka_broker) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="module")
+def unverified() -> Iterator[brokers.Broker]:
+    """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
+    with kafka_or_skip(container=False, settings={"transaction.partition.verification.enable": "false"}) as broker:
+        yield broker

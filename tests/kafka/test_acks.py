@@ -124,14 +124,8 @@ def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(bri
     ],
 )
 def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
-    bridge: txnbridge.Bridge,
-    restart: Callable[[], None],
-    new_topic: Callable[[], str],
-    txnbridge_url: str,
-    group: str,
-    name: str,
-    phase: str,
-) -> None:
+    bridge, restart, new_topic, txnbridge_url, group, name, phase
+):
     source, target = new_topic(), new_topic()
     expected = [b"%d" % number for number in range(30)]
     send(bridge, source, *expected)

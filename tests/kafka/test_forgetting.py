@@ -6,7 +6,6 @@ Otherwise that would take in what the last one left behind, and an abort would d
 from collections.abc import Callable
 
 import pytest
-from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
@@ -14,7 +13,6 @@ from txnbridge_kafka.client.marker_proof import CoordinatorSession
 import txnbridge
 from tests.kafka.kit import describe, flush, requests_of, without_epoch_bumps
 from tests.kafka.test_admin import LONG, MakeAdmin, commit_one, make_admin, producer_of, visible, write  # noqa: F401
-from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge, Outcome, Token, Transaction
 from txnbridge.spi import Deadline
 
@@ -60,14 +58,8 @@ WHEN = {
 @pytest.mark.parametrize("when", WHEN.values(), ids=WHEN)
 @pytest.mark.parametrize("first", ["commit", "abort"])
 def test_a_transaction_that_ended_right_before_a_broker_was_killed_stays_as_it_ended(
-    connect: Connect,
-    owner: str,
-    new_topic: NewTopic,
-    kill_broker: Callable[[], object],
-    first: str,
-    when: int,
-    rounds: int,
-) -> None:
+    connect, owner, new_topic, kill_broker, first, when, rounds
+):
     """The writer's next transaction ends the other way."""
     bridge = connect(transactional_id=owner, writers=1, timeout=60)
     for number in range(rounds):
@@ -114,13 +106,13 @@ def send_in_steps(
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_ending_by_token_finishes_what_a_coordinator_forgot_that_died_meanwhile(
-    unverified: brokers.Broker,  # noqa: F811
-    make_admin: MakeAdmin,  # noqa: F811
-    owner: str,
-    commit: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    unverified,
+    make_admin,  # noqa: F811
+    owner,
+    commit,
+    monkeypatch,
+    caplog,
+):
     without_epoch_bumps(monkeypatch)  # else its producer could not write on
     make_admin(unverified).create_topic(owner, 1, Deadline(LONG))
     producer = producer_of(unverified, owner)

@@ -1,13 +1,12 @@
 """Markers that a broker forgot: the plain client's next abort destroys what was committed, ours finishes it first."""
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.observing import send
 from txnbridge_kafka.client.protocol_types import ActiveProducer
 from txnbridge_kafka.outcome import hanging_transactions
@@ -23,13 +22,6 @@ from txnbridge.errors import AccessDenied, StorageFailed
 from txnbridge.spi import Deadline
 
 Hold = Callable[[bool], Held]
-
-
-@pytest.fixture(scope="module")
-def unverified() -> Iterator[brokers.Broker]:
-    """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
-    with kafka_or_skip(container=False, settings={"transaction.partition.verification.enable": "false"}) as broker:
-        yield broker
 
 
 @pytest.fixture

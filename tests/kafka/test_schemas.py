@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from txnbridge_conformance.brokers import _broker, _jars
 
 from tests.in_time import wait_until
-from txnbridge import Bridge, Topic, codecs
+from txnbridge import Topic, codecs
 
 # The registry's clients leave their sockets to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -88,9 +88,7 @@ def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(bridge
     assert "schema 99: the registry does not know it" in str(dict(dead.headers))
 
 
-def test_an_official_producer_and_a_bridge_read_each_other(
-    bridge: Bridge, registry: Registry, unique: Callable[[str], str], kafka_broker
-) -> None:
+def test_an_official_producer_and_a_bridge_read_each_other(bridge, registry, unique, kafka_broker):
     client = SchemaRegistryClient({"url": registry.url})
     schema = '{"title": "Order", "type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}'
     codec = codecs.confluent(JSONSerializer(schema, client), JSONDeserializer(schema))

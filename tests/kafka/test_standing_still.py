@@ -26,7 +26,6 @@ import txnbridge
 from tests.failing import EACH, fail_call
 from tests.kafka.kit import cluster_of, describe, requests_of
 from tests.kafka.test_admin import LONG, producer_of, visible, write
-from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge
 from txnbridge.errors import AccessDenied, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
@@ -36,7 +35,7 @@ _left: list[str] = []  # transactional ids of transactions that may still hang
 
 
 @pytest.fixture
-def bridge(unverified: brokers.Broker) -> Iterator[Bridge]:  # noqa: F811
+def bridge(unverified: brokers.Broker) -> Iterator[Bridge]:
     with txnbridge.connect(unverified.url, create_topics=1) as bridge:
         yield bridge
         # Groups share a partition of positions, in which one that is left hanging would hold up the next test's.
@@ -86,11 +85,7 @@ class Still:
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
-def test_a_group_that_stands_still_goes_on_as_its_transaction_was_decided(
-    unverified: brokers.Broker,  # noqa: F811
-    bridge: Bridge,
-    commit: bool,
-) -> None:
+def test_a_group_that_stands_still_goes_on_as_its_transaction_was_decided(unverified, bridge, commit):
     one = Still(unverified, bridge, commit)
     with bridge.consumer(one.source, one.group) as consumer:
         assert values(take(consumer, 1 if commit else 3)) == ([b"3"] if commit else [b"1", b"2", b"3"])
@@ -98,7 +93,7 @@ def test_a_group_that_stands_still_goes_on_as_its_transaction_was_decided(
     assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)  # what was forgotten there, too
 
 
-def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Broker, bridge: Bridge) -> None:  # noqa: F811
+def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Broker, bridge: Bridge) -> None:
     one = Still(unverified, bridge, True)
     producer = producer_of(unverified, one.id)
     with bridge.consumer(one.source, one.group) as consumer:
@@ -108,11 +103,7 @@ def test_a_producer_that_has_opened_the_id_again_keeps_it(unverified: brokers.Br
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind", b"later"], LONG)
 
 
-def test_a_group_waits_for_a_transaction_that_has_not_ended(
-    unverified: brokers.Broker,  # noqa: F811
-    bridge: Bridge,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_group_waits_for_a_transaction_that_has_not_ended(unverified, bridge, monkeypatch):
     name, looks = f"open-{next(_numbers)}", []
 
     def look(*args: Any) -> list[str]:
@@ -141,11 +132,8 @@ def test_a_group_waits_for_a_transaction_that_has_not_ended(
 
 
 def test_a_reader_without_the_right_to_write_markers_logs_the_remedy_and_touches_nothing(
-    unverified: brokers.Broker,  # noqa: F811
-    bridge: Bridge,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    unverified, bridge, monkeypatch, caplog
+):
     one = Still(unverified, bridge, True)
 
     with monkeypatch.context() as patch, bridge.consumer(one.source, one.group) as consumer:
@@ -165,11 +153,8 @@ def test_a_reader_without_the_right_to_write_markers_logs_the_remedy_and_touches
 
 @pytest.mark.parametrize("role", ["reads", "writes"])
 def test_a_transaction_that_a_gone_process_left_is_finished_by_any_bridge_at_work_there(
-    unverified: brokers.Broker,  # noqa: F811
-    bridge: Bridge,
-    with_timing: Callable[..., None],
-    role: str,
-) -> None:
+    unverified, bridge, with_timing, role
+):
     with_timing(monitor_interval=0.5, monitor_longest_interval=0.5)
     one = Still(unverified, bridge, True)
     with txnbridge.connect(unverified.url) as other:
@@ -181,12 +166,7 @@ def test_a_transaction_that_a_gone_process_left_is_finished_by_any_bridge_at_wor
         assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)
 
 
-def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(
-    unverified: brokers.Broker,  # noqa: F811
-    bridge: Bridge,
-    monkeypatch: pytest.MonkeyPatch,
-    with_timing: Callable[..., None],
-) -> None:
+def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(unverified, bridge, monkeypatch, with_timing):
     with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
     name, looks = f"open-{next(_numbers)}", list[int]()
 
@@ -207,12 +187,8 @@ def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(
 
 
 def test_a_bridge_that_may_not_finish_a_gone_transaction_says_so_and_looks_no_more(
-    unverified: brokers.Broker,  # noqa: F811
-    bridge: Bridge,
-    monkeypatch: pytest.MonkeyPatch,
-    with_timing: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    unverified, bridge, monkeypatch, with_timing, caplog
+):
     with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
     one = Still(unverified, bridge, True)
     with monkeypatch.context() as patch, txnbridge.connect(unverified.url) as other:

@@ -164,9 +164,7 @@ def test_a_cleanup_keeps_the_records_that_the_slot_of_an_unresolved_transaction_
     assert bridge.commit(unresolved) is bridge.abort(unresolved) is Outcome.COMMITTED
 
 
-def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
-    open_bridge: writing_kit.Connect, with_timing: writing_kit.WithTiming
-):
+def test_a_writer_says_anew_until_when_its_transactions_can_be_open(open_bridge, with_timing):
     bridge = open_bridge()
     topic = writing_kit.new_topic(bridge)
     first, second = (writing_kit.evidence_of(commit(bridge, topic, value))[1] for value in (b"1", b"2"))

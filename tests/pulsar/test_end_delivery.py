@@ -120,12 +120,8 @@ def test_a_topic_unloaded_a_moment_after_a_commit_is_told_of_it_too(bridge, unlo
 
 
 def test_a_bridge_closed_right_after_a_commit_first_tells_it_to_a_topic_that_is_unloaded(
-    open_bridge: writing_kit.Connect,
-    bridge: Bridge,
-    unload: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    with_timing: writing_kit.WithTiming,
-) -> None:
+    open_bridge, bridge, unload, monkeypatch, with_timing
+):
     topic = movable(bridge)
     with with_timing(unload_notice_seconds=3.0):  # a broker unloads within milliseconds, if it is not busy
         hasty = open_bridge()

@@ -10,7 +10,6 @@ from tests.group_commit import (  # noqa: F401
     test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member,
     test_transactions_that_share_are_whole_while_the_broker_is_killed,
 )
-from txnbridge import Bridge
 
 
 @pytest.fixture
@@ -18,10 +17,7 @@ def committing(pulsar_broker: brokers.Pulsar) -> tuple[brokers.Pulsar, str]:
     return pulsar_broker, "END_TXN"
 
 
-def test_messages_of_transactions_that_are_alone_are_entries_of_their_own(
-    bridge: Bridge,
-    topic: str,  # noqa: F811
-):
+def test_messages_of_transactions_that_are_alone_are_entries_of_their_own(bridge, topic):  # noqa: F811
     """Members of a group get whole entries, and transactions that share one of the broker's share entries, too."""
 
     def send(number: int) -> None:

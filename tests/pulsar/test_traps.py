@@ -347,12 +347,8 @@ def told_by_rest(bridge: Bridge, name: str) -> dict[wire.TxnId, list[Any]]:
 
 
 def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours_does_not(
-    bridge: Bridge,
-    client: wire.PulsarClient,
-    pulsar_broker: brokers.Pulsar,
-    topic: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    bridge, client, pulsar_broker, topic, monkeypatch
+):
     """A coordinator that was never told of a topic does what one does that forgets it while it is unloaded."""
     name, register = writing_kit.concrete(topic), wire.Transactions.register
 

@@ -58,14 +58,8 @@ def test_acknowledgements_and_messages_are_decided_together_in_a_log_elsewhere(
 
 
 def test_a_token_is_committed_from_another_process_that_decides_there_too(
-    rocketmq_broker: brokers.RocketMQ,
-    open_bridge: Open,
-    bridge: Bridge,
-    client: RemotingClient,
-    topic: str,
-    application: str,
-    place: str,
-) -> None:
+    rocketmq_broker, open_bridge, bridge, client, topic, application, place
+):
     with Child(
         writing_kit.prepare_some, rocketmq_broker.url, [topic], 3, 60.0, application, place, kill="status/before"
     ) as child:

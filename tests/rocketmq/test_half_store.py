@@ -175,14 +175,8 @@ def sell(url: str, topic: str, group: str) -> None:
 
 
 def test_half_messages_decided_before_the_broker_discarded_them_are_published_by_a_resolver(
-    run: RunChild,
-    settings: Callable[..., None],
-    rocketmq_broker: brokers.RocketMQ,
-    open_bridge: OpenBridge,
-    client: Any,
-    topic: str,
-    with_timing: Callable[..., None],
-) -> None:
+    run, settings, rocketmq_broker, open_bridge, client, topic, with_timing
+):
     group = unique("halves")
     run(sell, rocketmq_broker.url, topic, group, kill="step:publish/before").stopped()
     settings(transactionCheckMax=2)
@@ -197,13 +191,8 @@ def test_half_messages_decided_before_the_broker_discarded_them_are_published_by
 
 @pytest.mark.parametrize(("messages", "end"), [(1, Bridge.commit), (1, Bridge.abort), (2, Bridge.commit)])
 def test_an_end_by_token_of_a_half_message_waits_for_an_owner_that_may_be_publishing(
-    open_bridge: OpenBridge,
-    client: Any,
-    topic: str,
-    monkeypatch: pytest.MonkeyPatch,
-    messages: int,
-    end: Callable[[Bridge, str], Outcome],
-) -> None:
+    open_bridge, client, topic, monkeypatch, messages, end
+):
     other, ended = open_bridge(), list[Future[Outcome]]()
 
     def find_token(txn: Any, _: Any) -> Decision:

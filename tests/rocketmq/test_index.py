@@ -2,7 +2,6 @@
 
 import struct
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,11 +33,8 @@ def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
 
 @pytest.mark.full
 def test_an_index_that_a_killed_broker_lost_holds_all_up_until_message_index_safe_is_set(
-    rocketmq_broker: brokers.RocketMQ,
-    settings: Callable[..., None],
-    open_bridge: Callable[..., Bridge],
-    client: RemotingClient,
-) -> None:
+    rocketmq_broker, settings, open_bridge, client
+):
     topic, group, bridge = new_topic(client), unique("group"), open_bridge()
     token = prepare(bridge, topic, *numbered(10))
     bridge.commit(token)

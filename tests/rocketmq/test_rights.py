@@ -222,12 +222,8 @@ def waiting(root: Bridge, client: RemotingClient) -> Iterator[None]:
 
 @pytest.mark.parametrize("missing", [None, *LOG, *FINISH, (TOPIC, "Pub")], ids=named)
 def test_a_resolver_without_a_right_says_so_and_one_with_all_rights_finishes_its_work(
-    rocketmq_broker: brokers.RocketMQ,
-    client: RemotingClient,
-    root: Bridge,
-    caplog: pytest.LogCaptureFixture,
-    missing: Right | None,
-) -> None:
+    rocketmq_broker, client, root, caplog, missing
+):
     topic, group = new_topic(client), unique("halves")  # without a message in it
     undecided = lambda *_: Decision.UNDECIDED  # noqa: E731
     with root.half_messages(group, execute=undecided, check=undecided) as halves:

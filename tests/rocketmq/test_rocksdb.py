@@ -93,13 +93,8 @@ def test_messages_that_a_dead_owner_decided_are_published_by_others_once_and_in_
 
 @pytest.mark.full  # waits for the last check-back, and restarts the broker
 def test_decided_messages_that_the_broker_gave_up_are_lost_until_a_restart_with_more_checks(
-    rocketmq_broker: brokers.RocketMQ,
-    settings: Callable[..., None],
-    open_bridge: Open,
-    client: RemotingClient,
-    one: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    rocketmq_broker, settings, open_bridge, client, one, monkeypatch
+):
     settings(transactionCheckMax=10)
     application, id, owned = unique("application"), unique("owner"), new_topic(client)
     given_up = [

@@ -260,14 +260,8 @@ def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: st
 
 @pytest.mark.parametrize("ended", [0, 2], ids=["before it published anything", "when it had published some"])
 def test_unpublished_messages_of_a_dead_owners_commit_are_published_once_and_in_order(
-    rocketmq_broker: brokers.RocketMQ,
-    proxy: faults.Proxy,
-    bridge: Bridge,
-    client: RemotingClient,
-    one: str,
-    two: str,
-    ended: int,
-) -> None:
+    rocketmq_broker, proxy, bridge, client, one, two, ended
+):
     with Child(writing_kit.commit_some, proxy.url, [one, two], 4) as child:
         # In each queue, one half is ended at a time.
         first = proxy.hold(requests="END_TRANSACTION", count=ended or 2)
@@ -367,12 +361,8 @@ def test_a_message_asked_about_after_a_kill_is_not_published_again(start_rocketm
 
 @pytest.mark.full  # waits for the last check-back
 def test_messages_decided_and_then_discarded_are_published_by_the_next_bridge(
-    rocketmq_broker: brokers.RocketMQ,
-    settings: Callable[..., None],
-    open_bridge: Open,
-    client: RemotingClient,
-    one: str,
-) -> None:
+    rocketmq_broker, settings, open_bridge, client, one
+):
     settings(transactionCheckMax=10)
     application = unique("application")
     with Child(

@@ -134,9 +134,7 @@ def test_a_reading_takes_all_records_that_this_process_has_stored(join, log, poo
     assert log.readings == readings + 1
 
 
-def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(
-    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
-) -> None:
+def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(join, log, pool):
     decisions, other = join(), join()
     decisions.open("owner")
     for number in range(20):
@@ -145,11 +143,11 @@ def test_no_thread_sees_conclusions_from_a_part_of_a_reading_that_begins_anew(
     assert log.records[0][0] > (1,)  # what `decisions` has read is trimmed
 
     def begin_anew(first: Position | None, last: Position | None, deadline: Deadline | None = None) -> object:
-        log.read = HeldLog.read.__get__(log)  # type: ignore[method-assign]
+        log.read = HeldLog.read.__get__(log)
         log.hold("read")  # the next one, which reads from the log's begin
         return log.read(first, last)
 
-    log.read = begin_anew  # type: ignore[assignment,method-assign]
+    log.read = begin_anew
     reading = pool.submit(decisions.read, "3")
     log.wait_until_held()
 

@@ -175,13 +175,8 @@ def look(bridge: Bridge, topic: str) -> None:
     ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_a_user_who_may_not_use_a_topic_is_told_what_to_grant_and_then_can_use_it(
-    secured: Secured,
-    superuser: Bridge,
-    connect: Connect,
-    call: Callable[[Bridge, str], None],
-    has: tuple[str, ...],
-    wants: str,
-) -> None:
+    secured, superuser, connect, call, has, wants
+):
     namespace = unique("locked")
     admin(secured.broker, "PUT", f"namespaces/public/{namespace}")
     topic = f"persistent://public/{namespace}/orders"
@@ -235,14 +230,8 @@ def test_an_id_is_not_opened_by_a_user_who_cannot_end_what_its_older_owner_has_o
 
 @pytest.mark.parametrize("role", ["user", "admin"])
 def test_superusers_end_a_transaction_on_a_forgotten_topic_and_others_are_told_what_to_run(
-    secured: Secured,
-    superuser: Bridge,
-    connect: Connect,
-    topic: str,
-    role: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    secured, superuser, connect, topic, role, monkeypatch, caplog
+):
     """See the tests of unloading: a coordinator that was never told of a topic does what one does that forgets it."""
     whole, register, end = concrete(topic), Transactions.register, Transactions.end
 
