@@ -256,29 +256,27 @@ async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_a
         scope.cancel()
 
     url = f"embedded:{tmp_path}/other.db"
-    async with (
-        aio.connect(url, timeout=2) as other,
-        bridge.half_messages("g", execute=undecided, check=undecided) as half,
-    ):
-        block = {
-            "transaction": lambda: bridge.transaction(timeout=1),
-            "half messages": lambda: half.transaction(timeout=1),
-            "span": lambda: aio.spanning(bridge, other, timeout=1),
-            "publisher": other.publisher,
-        }[kind]
-        try:
-            with anyio.fail_after(SOON):
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(cancel)
-                    with anyio.CancelScope() as scope, suppress(DeadlineExceeded):  # of the publisher
-                        async with block() as opened:
-                            sender = opened.on(bridge) if kind == "span" else opened
-                            await sender.send(hanging, b"1")
-            assert scope.cancel_called
-        finally:
-            go_on.set()
-        if kind != "publisher":
-            assert await sender.settle() is Outcome.ABORTED
+    async with aio.connect(url, timeout=2) as other:
+        async with bridge.half_messages("g", execute=undecided, check=undecided) as half:
+            block = {
+                "transaction": lambda: bridge.transaction(timeout=1),
+                "half messages": lambda: half.transaction(timeout=1),
+                "span": lambda: aio.spanning(bridge, other, timeout=1),
+                "publisher": other.publisher,
+            }[kind]
+            try:
+                with anyio.fail_after(SOON):
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(cancel)
+                        with anyio.CancelScope() as scope, suppress(DeadlineExceeded):  # of the publisher
+                            async with block() as opened:
+                                sender = opened.on(bridge) if kind == "span" else opened
+                                await sender.send(hanging, b"1")
+                assert scope.cancel_called
+            finally:
+                go_on.set()
+            if kind != "publisher":
+                assert await sender.settle() is Outcome.ABORTED
 
 
 async def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(held, bridge):

@@ -56,25 +56,23 @@ sent = st.tuples(
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(sent, min_size=1, max_size=6))), st.integers(1, 7), st.integers(0, 5))
 def test_columns_have_the_same_rows_as_messages(transactions, most, start):
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        txnbridge.connect(f"embedded:{folder}/b.db", create_topics=2) as bridge,
-    ):
-        bridge.ensure_topics("orders")
-        for commits, messages in transactions:
-            with bridge.transaction() as txn:
-                for partition, key, value, headers in messages:
-                    txn.send("orders", value, key=key, headers=headers, partition=partition, timestamp=partition)
-                if not commits:
-                    txn.abort()
-        one, other = bridge.consumer("orders"), bridge.consumer("orders")
-        for consumer in (one, other):
-            _, (end,) = bridge.admin.bounds("orders")["orders", 1]
-            consumer.seek({("orders", 1): (min(start, end),)})
-        while messages := [message._replace(source=None) for message in one.poll(most, 0)]:
-            assert [row for columns in other.poll_columns(most, 0) for row in rows(columns)] == messages
-            assert other.positions() == one.positions()
-        assert other.poll_columns(most, 0) == []
+    with tempfile.TemporaryDirectory() as folder:
+        with txnbridge.connect(f"embedded:{folder}/b.db", create_topics=2) as bridge:
+            bridge.ensure_topics("orders")
+            for commits, messages in transactions:
+                with bridge.transaction() as txn:
+                    for partition, key, value, headers in messages:
+                        txn.send("orders", value, key=key, headers=headers, partition=partition, timestamp=partition)
+                    if not commits:
+                        txn.abort()
+            one, other = bridge.consumer("orders"), bridge.consumer("orders")
+            for consumer in (one, other):
+                _, (end,) = bridge.admin.bounds("orders")["orders", 1]
+                consumer.seek({("orders", 1): (min(start, end),)})
+            while messages := [message._replace(source=None) for message in one.poll(most, 0)]:
+                assert [row for columns in other.poll_columns(most, 0) for row in rows(columns)] == messages
+                assert other.positions() == one.positions()
+            assert other.poll_columns(most, 0) == []
 
 
 def test_an_aborted_message_is_never_seen_and_leaves_no_lag(broker, reading):

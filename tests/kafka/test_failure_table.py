@@ -513,11 +513,9 @@ def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(w
     world.cluster.fail_topic(INPUT, code)
     try:
         send(bridge)
-        with (
-            pytest.raises(errors.NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied),
-            bridge.transaction() as txn,
-        ):
-            txn.send(INPUT, b"2")
+        with pytest.raises(errors.NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied):
+            with bridge.transaction() as txn:
+                txn.send(INPUT, b"2")
     finally:
         world.cluster.fail_topic(INPUT, 0)
 

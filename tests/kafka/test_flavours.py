@@ -45,23 +45,20 @@ def txnbridge_url(flavour: faults.Proxy) -> str:
 
 def test_an_owner_goes_on_after_a_dead_one_and_the_doctor_says_what_is_missing(txnbridge_url, topic, with_timing):
     with_timing(monitor_interval=0.1)
-    with (
-        txnbridge.connect(txnbridge_url, transactional_id="owner", create_topics=1) as first,
-        pytest.raises(Fenced),
-        first.transaction() as abandoned,
-    ):
-        abandoned.send(topic, b"abandoned")
-        with first.transaction(prepare=True) as prepared:
-            prepared.send(topic, b"prepared")
-        assert prepared.token is not None
-        with txnbridge.connect(txnbridge_url, transactional_id="owner") as second:
-            assert second.commit(prepared.token) is Outcome.COMMITTED
-            with second.transaction() as txn:
-                txn.send(topic, b"next")
-            assert second.status(prepared.token).state.value == "committed"
-            assert [m.value for m in second.read(topic, 10)] == [b"prepared", b"next"]
-            lists = bool(second.capabilities[Capability.LIST_OPEN])
-            assert any("does not have" in each.text for each in second.admin.doctor()) is (not lists)
-            if not lists:
-                with pytest.raises(NotSupported, match="list-open"):
-                    second.admin.transactions()
+    with txnbridge.connect(txnbridge_url, transactional_id="owner", create_topics=1) as first, pytest.raises(Fenced):
+        with first.transaction() as abandoned:
+            abandoned.send(topic, b"abandoned")
+            with first.transaction(prepare=True) as prepared:
+                prepared.send(topic, b"prepared")
+            assert prepared.token is not None
+            with txnbridge.connect(txnbridge_url, transactional_id="owner") as second:
+                assert second.commit(prepared.token) is Outcome.COMMITTED
+                with second.transaction() as txn:
+                    txn.send(topic, b"next")
+                assert second.status(prepared.token).state.value == "committed"
+                assert [m.value for m in second.read(topic, 10)] == [b"prepared", b"next"]
+                lists = bool(second.capabilities[Capability.LIST_OPEN])
+                assert any("does not have" in each.text for each in second.admin.doctor()) is (not lists)
+                if not lists:
+                    with pytest.raises(NotSupported, match="list-open"):
+                        second.admin.transactions()

@@ -78,12 +78,10 @@ def world(tmp_path_factory) -> Iterator[World]:
     folder: Path = tmp_path_factory.mktemp("certificates")
     ours, foreign = Authority(folder, "ours"), Authority(folder, "foreign")
     ports = dict(zip(LISTENERS, free_ports(len(LISTENERS)), strict=True))
-    with (
-        kafka_or_skip(container=False, port=ports["PLAINTEXT"], settings=broker_settings(ports, ours)),
-        Endpoint() as endpoint,
-    ):
-        add_scram_user(ports["PLAINTEXT"])
-        yield World(ports, ours, foreign, endpoint)
+    with kafka_or_skip(container=False, port=ports["PLAINTEXT"], settings=broker_settings(ports, ours)):
+        with Endpoint() as endpoint:
+            add_scram_user(ports["PLAINTEXT"])
+            yield World(ports, ours, foreign, endpoint)
 
 
 def broker_settings(ports: dict[str, int], authority: Authority) -> dict[str, str]:

@@ -129,11 +129,9 @@ def test_a_broker_too_old_for_the_first_request_is_named_as_such() -> None:
     with closing(Babbler(older)) as broker:
         host, port = broker.address.split(":")
         url = Url("kafka", ((host, int(port)),), "", f"kafka://{broker.address}")
-        with (
-            closing(Requests(read(url=url))) as requests,
-            pytest.raises(NotSupported, match="does not have version 3 of ApiVersions"),
-        ):
-            requests.cluster_id(Deadline(30))
+        with closing(Requests(read(url=url))) as requests:
+            with pytest.raises(NotSupported, match="does not have version 3 of ApiVersions"):
+                requests.cluster_id(Deadline(30))
 
 
 @pytest.mark.parametrize("mechanism", LOGINS)

@@ -219,15 +219,13 @@ def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs
     with with_timing(**LONG_AGO), writing_kit.connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:
         topic = writing_kit.new_topic(bridge)
         old = [commit(bridge, topic, b"%d" % number) for number in range(4)]
-    with (
-        with_timing(transactions_per_presence=1),
-        writing_kit.connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge,
-    ):
-        young = [commit(bridge, topic, b"%d" % number) for number in range(4)]
-        clean_up(bridge, proof_of(young[0]))
-        eventually(lambda: bridge.status(old[0]).permanent, "the broker drops what it may")
-        assert [writing_kit.state_of(bridge, token) for token in young] == [TokenState.COMMITTED] * 4
-        with bridge.transaction() as txn:
-            txn.send(topic, b"5")
-            writing_kit.flush(txn)
-            assert writing_kit.proof_topic_of(txn) == proof_of(young[0])
+    with with_timing(transactions_per_presence=1):
+        with writing_kit.connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:
+            young = [commit(bridge, topic, b"%d" % number) for number in range(4)]
+            clean_up(bridge, proof_of(young[0]))
+            eventually(lambda: bridge.status(old[0]).permanent, "the broker drops what it may")
+            assert [writing_kit.state_of(bridge, token) for token in young] == [TokenState.COMMITTED] * 4
+            with bridge.transaction() as txn:
+                txn.send(topic, b"5")
+                writing_kit.flush(txn)
+                assert writing_kit.proof_topic_of(txn) == proof_of(young[0])

@@ -404,12 +404,10 @@ def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
 
 
 def test_a_quiet_broker_that_answers_pings_is_kept():
-    with (
-        fake_broker(ping=lambda peer, fields: peer.say("pong")) as broker,
-        closing(connect(broker, keepalive_seconds=0.1)) as connection,
-    ):
-        broker.wait_for("ping", 5)
-        assert not connection.closed
+    with fake_broker(ping=lambda peer, fields: peer.say("pong")) as broker:
+        with closing(connect(broker, keepalive_seconds=0.1)) as connection:
+            broker.wait_for("ping", 5)
+            assert not connection.closed
 
 
 # ---------------------------------------------------------------------------------------------------- credentials
@@ -747,23 +745,20 @@ def test_an_opening_that_is_not_answered_in_time_is_taken_back(broker, client):
 
 @pytest.mark.parametrize("kind", ["producer", "subscribe"])
 def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_the_topic_by_then(kind):
-    with (
-        fake_broker() as silent,
-        fake_broker() as other,
-        wire.PulsarClient(silent.url, opening_attempt_seconds=0.2) as client,
-    ):
-        for broker in (silent, other):
-            owns_everything(broker)
+    with fake_broker() as silent, fake_broker() as other:
+        with wire.PulsarClient(silent.url, opening_attempt_seconds=0.2) as client:
+            for broker in (silent, other):
+                owns_everything(broker)
 
-        def says_nothing(peer: Peer, fields: dict[str, Any]) -> None:
-            silent.handlers["lookup"] = other.handlers["lookup"]
+            def says_nothing(peer: Peer, fields: dict[str, Any]) -> None:
+                silent.handlers["lookup"] = other.handlers["lookup"]
 
-        silent.handlers[kind] = says_nothing
-        if kind == "producer":
-            client.create_producer("t", timeout=SOON)
-        else:
-            client.subscribe("t", "group", timeout=SOON)
-        assert len(silent.wait_for(kind)) == len(other.wait_for(kind)) == 1
+            silent.handlers[kind] = says_nothing
+            if kind == "producer":
+                client.create_producer("t", timeout=SOON)
+            else:
+                client.subscribe("t", "group", timeout=SOON)
+            assert len(silent.wait_for(kind)) == len(other.wait_for(kind)) == 1
 
 
 def test_a_producer_that_waits_for_its_turn_is_ready_when_the_turn_comes(broker, client):

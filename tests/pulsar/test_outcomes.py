@@ -55,17 +55,15 @@ def test_the_result_of_an_end_is_certain_only_where_every_request_was_answered(a
         peer.say("end_txn_response", request_id=fields["request_id"], **error)
 
     connected_to = replies("tc_client_connect_response")
-    with (
-        fake_broker(tc_client_connect_request=connected_to, end_txn=end_txn) as broker,
-        PulsarClient(broker.url) as client,
-    ):
-        owns_everything(broker)
-        cluster: Any = SimpleNamespace(client=client)
-        if isinstance(expected, EndResult):
-            assert outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
-        else:
-            with pytest.raises(expected):
-                outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
+    with fake_broker(tc_client_connect_request=connected_to, end_txn=end_txn) as broker:
+        with PulsarClient(broker.url) as client:
+            owns_everything(broker)
+            cluster: Any = SimpleNamespace(client=client)
+            if isinstance(expected, EndResult):
+                assert outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
+            else:
+                with pytest.raises(expected):
+                    outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
     assert not waiting
 
 

@@ -357,14 +357,11 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     ) -> None:
         register(self, txn, timeout, [each for each in topics if each != name], subscriptions)
 
-    with (
-        monkeypatch.context() as patch,
-        next_commit(bridge, Outcome.UNKNOWN),
-        pytest.raises(errors.OutcomeUnknown) as caught,
-    ):
-        patch.setattr(wire.Transactions, "register", not_that)
-        with bridge.transaction() as txn:
-            txn.send(topic, b"committed")
+    with monkeypatch.context() as patch, next_commit(bridge, Outcome.UNKNOWN):
+        with pytest.raises(errors.OutcomeUnknown) as caught:
+            patch.setattr(wire.Transactions, "register", not_that)
+            with bridge.transaction() as txn:
+                txn.send(topic, b"committed")
     token = str(caught.value.token)
     its_own, proof = writing_kit.evidence_of(token)
     ended = {commit: begin(client, name) for commit in (True, False)}

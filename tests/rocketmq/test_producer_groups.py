@@ -73,13 +73,11 @@ def test_a_thread_that_waits_for_anothers_change_of_the_groups_keeps_its_deadlin
 
 def test_the_doctor_names_other_clients_in_the_groups_of_bridges(rocketmq_broker, open_bridge):
     application = unique("shop")
-    with (
-        RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")], client_id="stranger") as stranger,
-        open_bridge(application=application) as bridge,
-    ):
-        group = f"_txnbridge-app-{application}"
-        stranger.join(Membership(frozenset({group})), LONG)
-        (advice,) = [each for each in bridge.admin.doctor() if "stranger" in each.text]
-        assert (advice.level, advice.subject) == ("problem", f"producer group {group}")
-        with pytest.raises(InvalidOption, match="stranger"):
-            open_bridge(application=application)
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")], client_id="stranger") as stranger:
+        with open_bridge(application=application) as bridge:
+            group = f"_txnbridge-app-{application}"
+            stranger.join(Membership(frozenset({group})), LONG)
+            (advice,) = [each for each in bridge.admin.doctor() if "stranger" in each.text]
+            assert (advice.level, advice.subject) == ("problem", f"producer group {group}")
+            with pytest.raises(InvalidOption, match="stranger"):
+                open_bridge(application=application)

@@ -35,29 +35,27 @@ def test_a_message_that_its_end_alone_has_published_is_not_aborted_when_retentio
     monkeypatch.setattr(writers, "DIRECT_SLACK_SECONDS", 0.0)
     topic = unique("dropped")
     elsewhere = f"sqlite:///{tmp_path}/log.db" if log == "in SQLite" else None
-    with (
-        connect_to(broker.url, application="keeper", decision_log=elsewhere) as bridge,
-        RemotingClient([broker.url.removeprefix("rocketmq://")]) as client,
-    ):
-        with bridge.transaction() as txn:  # only a broker that was seen to publish needs no decision
-            txn.send(topic, b"before")
-        with monkeypatch.context() as lost:
-            publish_fresh = HalfEnder.publish_fresh
-            lost.setattr(HalfEnder, "publish_fresh", lambda *args: publish_fresh(*args) and False)
-            # The answer is lost for good, so that the bridge does not ask at once.
-            fail_call(lost, writers.RocketMQWriter, "_end_direct", EvidenceLost("the answer is lost"), EACH)
-            with pytest.raises(OutcomeUnknown) as unknown, bridge.transaction(timeout=5) as txn:
-                txn.send(topic, b"seen")
-        token = str(unknown.value.token)
-        assert bridge.status(token).state is TokenState.COMMITTED
-        publish(client, new_topic(client), *[b"x" * (_FILE_BYTES // 2)] * 6)
-        expire = RpcRequest("dropping old files", _DELETE_EXPIRED, nothing, fields())
-        client.call(BROKER, expire, LONG)
-        eventually(lambda: not found(client, topic), "retention has dropped the message")
-        assert becomes_true(lambda: bridge.status(token).state is not TokenState.COMMITTED)
-        time.sleep(2)  # its deadline is past, on every host
-        status = bridge.status(token)
-        assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
+    with connect_to(broker.url, application="keeper", decision_log=elsewhere) as bridge:
+        with RemotingClient([broker.url.removeprefix("rocketmq://")]) as client:
+            with bridge.transaction() as txn:  # only a broker that was seen to publish needs no decision
+                txn.send(topic, b"before")
+            with monkeypatch.context() as lost:
+                publish_fresh = HalfEnder.publish_fresh
+                lost.setattr(HalfEnder, "publish_fresh", lambda *args: publish_fresh(*args) and False)
+                # The answer is lost for good, so that the bridge does not ask at once.
+                fail_call(lost, writers.RocketMQWriter, "_end_direct", EvidenceLost("the answer is lost"), EACH)
+                with pytest.raises(OutcomeUnknown) as unknown, bridge.transaction(timeout=5) as txn:
+                    txn.send(topic, b"seen")
+            token = str(unknown.value.token)
+            assert bridge.status(token).state is TokenState.COMMITTED
+            publish(client, new_topic(client), *[b"x" * (_FILE_BYTES // 2)] * 6)
+            expire = RpcRequest("dropping old files", _DELETE_EXPIRED, nothing, fields())
+            client.call(BROKER, expire, LONG)
+            eventually(lambda: not found(client, topic), "retention has dropped the message")
+            assert becomes_true(lambda: bridge.status(token).state is not TokenState.COMMITTED)
+            time.sleep(2)  # its deadline is past, on every host
+            status = bridge.status(token)
+            assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
 
 
 def found(client, topic):

@@ -157,18 +157,15 @@ def test_a_check_that_hangs_keeps_no_others_from_being_published_and_nobody_take
 
     with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
         sales.close()
-        with (
-            bridge.resolver(group, check=hang, parallel=1),
-            connect(txnbridge_url) as other,
-            other.resolver(group, check=note),
-        ):
-            sell(sales, topic, b"asked about", UNDECIDED)
-            assert asked.wait(60)
-            sell(sales, topic, b"1")
-            assert values(seen(bridge, topic)) == [b"1"]
-            threading.Event().wait(1.5)
-            held.set()
-            eventually(lambda: values(seen(bridge, topic)) == [b"1", b"asked about"], "the other one is, too")
+        with bridge.resolver(group, check=hang, parallel=1), connect(txnbridge_url) as other:
+            with other.resolver(group, check=note):
+                sell(sales, topic, b"asked about", UNDECIDED)
+                assert asked.wait(60)
+                sell(sales, topic, b"1")
+                assert values(seen(bridge, topic)) == [b"1"]
+                threading.Event().wait(1.5)
+                held.set()
+                eventually(lambda: values(seen(bridge, topic)) == [b"1", b"asked about"], "the other one is, too")
     assert others == []
 
 
@@ -401,20 +398,18 @@ def test_half_messages_of_a_key_committed_behind_a_refused_one_wait_for_it(
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
 def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic, group, decision, monkeypatch):
     behind_a_trim = errors.PositionLost("the half's holder has just removed old records")
-    with (
-        connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
-        asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,
-    ):
-        with sales.transaction(UNDECIDED, timeout=2) as txn:
-            txn.send(topic, b"1")
-        eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
-        [half] = bridge.admin.parked(group)
-        assert (half.transaction, [message.value for message in half.messages]) == (txn.id, [b"1"])
-        fail_call(monkeypatch, LaneIndex, "read_all", behind_a_trim)
-        assert bridge.admin.parked(group) == [half]
-        bridge.admin.end_parked(group, txn.id, decision)
-        assert bridge.admin.parked(group) == []
-        sell(sales, topic, b"2")
+    with connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking:
+        with asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+            with sales.transaction(UNDECIDED, timeout=2) as txn:
+                txn.send(topic, b"1")
+            eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
+            [half] = bridge.admin.parked(group)
+            assert (half.transaction, [message.value for message in half.messages]) == (txn.id, [b"1"])
+            fail_call(monkeypatch, LaneIndex, "read_all", behind_a_trim)
+            assert bridge.admin.parked(group) == [half]
+            bridge.admin.end_parked(group, txn.id, decision)
+            assert bridge.admin.parked(group) == []
+            sell(sales, topic, b"2")
     assert values(seen(bridge, topic)) == ([b"1", b"2"] if decision is COMMIT else [b"2"])
 
 

@@ -190,12 +190,9 @@ def test_what_cannot_be_a_span_is_refused(pair):
             spanning(*given)
     with pytest.raises(errors.InvalidOption, match="two or more clusters"):
         a.processor("t", group="g", each=move, to=a)
-    with (
-        spanning(a, b) as span,
-        txnbridge.connect(a.url) as other,
-        pytest.raises(errors.InvalidOption, match="on\\(\\) takes"),
-    ):
-        span.on(other)
+    with spanning(a, b) as span, txnbridge.connect(a.url) as other:
+        with pytest.raises(errors.InvalidOption, match="on\\(\\) takes"):
+            span.on(other)
     with pytest.raises(errors.InvalidState):
         span.on(a)
     with spanning(a, b) as span, pytest.raises(errors.InvalidState, match="its span ends it"), span.on(b):
