@@ -188,4 +188,4 @@ def close_logging_errors(close: Callable[..., object], *arguments: object) -> No
     try:
         close(*arguments)
     except Exception as error:
-        _log.warning("closing: %s", error)
+        _log.warning("closing: %s", str(error))  # a record that is kept would keep the error's frames
