@@ -426,9 +426,7 @@ def _seconds(value: Any) -> None:
 
 
 def _position(value: Any) -> Position:
-    if type(value) is not list:
-        raise ValueError(f"a position is a list of numbers, not {value!r}")
-    return tuple(map(_number, value))
+    return tuple(map(_number, _list("the numbers of a position", value)))
 
 
 def _number(value: Any) -> int:

@@ -1062,7 +1062,7 @@ class HasOneLog(Broken):
         return super().decision_log(name.removesuffix("-too"), deadline)
 
 
-@caught_by("test_reading_decides_nothing", "test_the_first_claim_counts_for_everybody")
+@caught_by("test_the_first_claim_counts_for_everybody")
 class LosesWhatIsDecided(Broken):
     breaks_with = (OutcomeUnknown,)
 

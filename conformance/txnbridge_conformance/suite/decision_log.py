@@ -20,18 +20,13 @@ def log(unique: Callable[[str], str]) -> str:
 @proves(Capability.DECISION_LOG)
 def test_the_first_claim_counts_for_everybody(connect: Connect, log: str) -> None:
     one, two, three = (connect().decisions(log) for _ in range(3))
+    assert three.read("order").claim is None  # reading decides nothing
     first = one.claim("order", Decision.COMMIT, {"lot": 7})
     second = two.claim("order", Decision.ABORT, {"lot": 8})
     assert (first.decision, first.mine) == (Decision.COMMIT, True)
     assert (second.decision, second.mine, second.data) == (Decision.COMMIT, False, {"lot": 7})
     read = three.read("order").claim
     assert read is not None and (read.decision, read.data) == (Decision.COMMIT, {"lot": 7})
-
-
-@proves(Capability.DECISION_LOG)
-def test_reading_decides_nothing(connect: Connect, log: str) -> None:
-    assert connect().decisions(log).read("order").claim is None
-    assert connect().decisions(log).claim("order", Decision.ABORT).decision is Decision.ABORT
 
 
 @proves(Capability.DECISION_LOG)
