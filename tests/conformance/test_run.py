@@ -479,6 +479,25 @@ def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_
     assert check(history).counts["lost-prepare"] == len(prepared)
 
 
+def test_a_reader_that_stalls_although_there_is_more_to_read_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("txnbridge_conformance.run.settling._SETTLING_SECONDS", 0.5)
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 0.1, str(tmp_path))
+    run, watcher = (
+        Client(plan, name, Recorder(tmp_path / f"{name}.jsonl", name, "c"), random.Random(1))
+        for name in ("run", "watch0")
+    )
+    with closing(run.recorder), closing(watcher.recorder), run.bridge() as bridge:
+        for topic in plan.all_topics:
+            bridge.admin.create_topic(topic, 3)
+        threading.Timer(1, watcher.stop.set).start()
+        run.transact(bridge, run.single(plan.named("left")))
+        watch(watcher)
+        for found in ([], ["hang"]):
+            Settling(run, bridge, ("watch",), lambda _: None, lambda: None, raw=False).settle()
+            assert check(read_history([tmp_path])).names == found
+            run.transact(bridge, run.single(plan.named("left")))
+
+
 def test_the_end_of_a_run_waits_for_the_control_markers_that_a_killed_broker_has_left_out(tmp_path, monkeypatch):
     hanging = Advice("problem", "transaction a", "hangs in txnbridge-run-a-left[0]", "transactions repair a")
     answers = [[hanging], [hanging], []]

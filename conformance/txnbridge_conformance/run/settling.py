@@ -12,7 +12,7 @@ import txnbridge
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance.checker import COMMITTED, Findings, fates
-from txnbridge_conformance.history import History, Operation, read_history
+from txnbridge_conformance.history import CHANGED, History, Operation, read_history
 from txnbridge_conformance.run.bodies import sent_as
 from txnbridge_conformance.run.client import Client
 from txnbridge_conformance.run.plan import PARTITIONS
@@ -85,6 +85,9 @@ class Settling:
             self._await(self._ended_all(), "transactions of the run are still open")
         groups = self._plan.groups(self._roles)
         drained = [self._wait(functools.partial(self._is_drained, group, self._sent(history))) for group in groups]
+        if "watch" in self._roles:
+            text = "a reader without a group has not received all that can be read"
+            self._await(self._is_watched, text, _SETTLING_SECONDS)
         self._stop((*_MEMBERS, "watch", "witness"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
@@ -215,6 +218,14 @@ class Settling:
 
     def _sold(self) -> set[str]:
         return {sent_as(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
+
+    def _is_watched(self) -> bool:
+        """Return whether processes of the role "watch" have received all messages that can be read of their topics."""
+        polls = read_history([self._plan.folder]).polls
+        received = {value.removeprefix(CHANGED) for _, _, messages in polls for *_, value in messages if value}
+        topics = self._plan.named("left"), self._plan.named("right")
+        self._left = len({sent_as(each) for topic in topics for each in self._bridge.read(topic, ALL)} - received)
+        return not self._left
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
