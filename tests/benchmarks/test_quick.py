@@ -30,7 +30,7 @@ TARGETS = {
         "small": 2,
     }
     | {"tokens": 1, "telemetry": 4, "outbox": 7, "processor_db": 0, "spark_write": 6, "spark_read": 2}
-    | {"spark_recover": 1, "spans": 2, "copy": 1}
+    | {"spark_recover": 1, "spans": 2, "copy": 1, "mirror": 1}
     | GROWTH,
     "pulsar": {"write": 3, "read": 2, "process": 1, "commit": 1, "group_commit": 3, "half_messages": 4, "memory": 4}
     | {"spark_write": 0, "spans": 2, "copy": 1, "day": 0},
