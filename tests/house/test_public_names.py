@@ -5,13 +5,14 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 import txnbridge
-from tests.house.rooms import PUBLIC_MODULES
+from tests.house.rooms import PUBLIC_MODULES, ROOT
 from txnbridge import aio
 
 EVERY_PUBLIC_MODULE = ["txnbridge", *(f"txnbridge.{name}" for name in PUBLIC_MODULES)]
@@ -102,6 +103,12 @@ def test_the_asynchronous_classes_have_the_names_and_parameters_of_the_synchrono
             missing |= {f"{method}({p.name})" for p in parameters if own.get(p.name) != str(p)}
     assert missing == ONLY_SYNCHRONOUS[name].keys()
     assert [member for member in ours if not is_documented(getattr(getattr(aio, name), member))] == []
+
+
+def test_a_property_that_is_delegated_has_its_type_for_every_type_checker():
+    source = "".join(path.read_text() for path in (ROOT / "txnbridge" / "aio").glob("*.py"))
+    written = re.findall(r"(.*) = delegated_property\(", source)
+    assert len(written) > 10 and [each for each in written if "Final[" not in each] == []
 
 
 def test_no_further_module_is_public():

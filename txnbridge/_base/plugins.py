@@ -64,7 +64,7 @@ class Plugins:
     """The registry of plug-ins in this process."""
 
     def __init__(self, entry_points: bool = True) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self._entry_points = entry_points
         self._manager: pluggy.PluginManager | None = None
         self.failed: dict[str, BaseException] = {}  # the errors of plug-ins that failed, by entry point name

@@ -106,12 +106,12 @@ class Bridge(ClosedByBlock):
         """The synchronous bridge below this one, for other threads: its calls would block an event loop."""
         return self._sync
 
-    url: Final = delegated_property(txnbridge.Bridge.url)
-    backend: Final = delegated_property(txnbridge.Bridge.backend)
-    cluster: Final = delegated_property(txnbridge.Bridge.cluster)
-    transactional_id: Final = delegated_property(txnbridge.Bridge.transactional_id)
-    capabilities: Final = delegated_property(txnbridge.Bridge.capabilities)
-    limits: Final = delegated_property(txnbridge.Bridge.limits)
+    url: Final[str] = delegated_property(txnbridge.Bridge.url)
+    backend: Final[str] = delegated_property(txnbridge.Bridge.backend)
+    cluster: Final[str] = delegated_property(txnbridge.Bridge.cluster)
+    transactional_id: Final[str | None] = delegated_property(txnbridge.Bridge.transactional_id)
+    capabilities: Final[txnbridge.Capabilities] = delegated_property(txnbridge.Bridge.capabilities)
+    limits: Final[txnbridge.Limits] = delegated_property(txnbridge.Bridge.limits)
 
     @property
     def admin(self) -> Admin:

@@ -369,7 +369,7 @@ def delegated(
 def delegated_property(read: Callable[[Any], R]) -> R:
     """Return the property that reads this property of the synchronous object, with its docstring.
 
-    Type checkers take a property of a class for a function, and this one for an attribute with its value's type.
+    Write its type where it is assigned: Pyright does not take a property of a class for a function, as mypy does.
     """
     shown: Any = read
     made: Any = property(attrgetter(f"_sync.{shown.fget.__name__}"), doc=shown.__doc__)

@@ -31,9 +31,8 @@ class HalfTransaction(EndedByBlock):
 
     _sync: txnbridge.HalfTransaction
 
-    id: Final = delegated_property(txnbridge.HalfTransaction.id)
-
-    deadline: Final = delegated_property(txnbridge.HalfTransaction.deadline)
+    id: Final[str] = delegated_property(txnbridge.HalfTransaction.id)
+    deadline: Final[float] = delegated_property(txnbridge.HalfTransaction.deadline)
 
     send: Final = delegated(txnbridge.HalfTransaction.send)
     send_many: Final = delegated(txnbridge.HalfTransaction.send_many)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import txnbridge
 from txnbridge._base.messages import Batch, Message
 from txnbridge._base.service_stop import leaving_seconds
+from txnbridge._process.processor import ProcessorStats
 from txnbridge._process.side_by_side import RecordedSends
 from txnbridge.aio._calls import Call, Threads, delegated_property
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
@@ -96,9 +97,9 @@ class Processor(LoopService):
         """Ask the loop to stop after the running transaction. Return at once; any thread or task may call this."""
         self._sync.stop()
 
-    healthy: Final = delegated_property(txnbridge.Processor.healthy)
-    lag: Final = delegated_property(txnbridge.Processor.lag)
-    stats: Final = delegated_property(txnbridge.Processor.stats)
+    healthy: Final[bool] = delegated_property(txnbridge.Processor.healthy)
+    lag: Final[int | None] = delegated_property(txnbridge.Processor.lag)
+    stats: Final[ProcessorStats] = delegated_property(txnbridge.Processor.stats)
 
     def __repr__(self) -> str:
         return repr(self._sync)

@@ -36,11 +36,10 @@ class Transaction(EndedByBlock):
 
     _sync: txnbridge.Transaction
 
-    id: Final = delegated_property(txnbridge.Transaction.id)
-    state: Final = delegated_property(txnbridge.Transaction.state)
-
-    deadline: Final = delegated_property(txnbridge.Transaction.deadline)
-    token: Final = delegated_property(txnbridge.Transaction.token)
+    id: Final[str] = delegated_property(txnbridge.Transaction.id)
+    state: Final[State] = delegated_property(txnbridge.Transaction.state)
+    deadline: Final[float] = delegated_property(txnbridge.Transaction.deadline)
+    token: Final[txnbridge.Token | None] = delegated_property(txnbridge.Transaction.token)
 
     async def send(
         self,
