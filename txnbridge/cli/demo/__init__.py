@@ -24,8 +24,8 @@ from txnbridge.cli._common import Cli, ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from txnbridge.cli.demo.actors import Shop
-    from txnbridge.cli.demo.stage import Stage
+    from txnbridge.cli.demo._actors import Shop
+    from txnbridge.cli.demo._stage import Stage
 
 _WIDTH = 100  # the largest width of the output in characters: longer lines are harder to read
 
@@ -42,7 +42,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
     It plays on a temporary embedded broker; with BROKER (kafka, pulsar, rocketmq) on a real broker that is started for
     the story; with --url on your broker. Exit code 0 only if every promise was checked and kept.
     """
-    from txnbridge.cli.demo.stage import Stage
+    from txnbridge.cli.demo._stage import Stage
 
     if broker is not None and (own is not None or keep):
         raise InvalidOption("a broker that is started for the demo ends with it: use --url for a running broker")
@@ -110,7 +110,7 @@ def _ended_by_signals() -> AbstractContextManager[None]:
 
 def _play(stage: Stage, clean: bool) -> str | None:
     """Run all scenes of the demonstration; return the text of the error that ended it early, or None."""
-    from txnbridge.cli.demo.scenes import STORY
+    from txnbridge.cli.demo._scenes import STORY
 
     stage.begin()
     try:

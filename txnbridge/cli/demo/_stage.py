@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from txnbridge._base.service_stop import signals_handled
-from txnbridge.cli.demo.actors import Shop
+from txnbridge.cli.demo._actors import Shop
 from txnbridge.testing.child_processes import Child
 
 # The timeout of one step of a process. A step takes less than a second, but longer on a busy machine.

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 
 from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
-from txnbridge.cli.demo.actors import (
+from txnbridge.cli.demo._actors import (
     CardDeclined,
     book,
     finish,
@@ -18,7 +18,7 @@ from txnbridge.cli.demo.actors import (
     ship,
     was_booked,
 )
-from txnbridge.cli.demo.stage import PATIENCE, Stage
+from txnbridge.cli.demo._stage import PATIENCE, Stage
 
 MARKER = b"marker"
 # The limit of a read: more messages than any of the demo's topics has, so that unexpected messages are seen, too.
