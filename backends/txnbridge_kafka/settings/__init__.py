@@ -104,7 +104,6 @@ _POLL = "the number is an argument of poll() and batches()"
 _NOTHING_LIKE_IT = "the client library has no setting like it"
 _KEYS = "certificates and keys are PEM files or text here, because two clients need them"
 _OIDC = "only a client's id and secret are supported for a token endpoint"
-_KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
 
 # The client settings that a user may not set, each with the reason, which the error's text has.
 REFUSED: Mapping[str, str] = {
@@ -146,7 +145,7 @@ REFUSED: Mapping[str, str] = {
         "sasl.oauthbearer.assertion.file sasl.oauthbearer.assertion.jwt.template.file "
         "sasl.oauthbearer.assertion.template.file sasl.oauthbearer.assertion.private.key.file "
         "sasl.oauthbearer.assertion.private.key.passphrase sasl.oauthbearer.assertion.private.key.pem",
-        _KERBEROS: "sasl.kerberos.keytab sasl.kerberos.kinit.cmd sasl.kerberos.min.time.before.relogin "
+        security.KERBEROS: "sasl.kerberos.keytab sasl.kerberos.kinit.cmd sasl.kerberos.min.time.before.relogin "
         "sasl.kerberos.principal sasl.kerberos.service.name sasl.kerberos.ticket.renew.jitter "
         "sasl.kerberos.ticket.renew.window.factor",
         _NOTHING_LIKE_IT: "metadata.max.idle.ms exclude.internal.topics security.providers ssl.provider "

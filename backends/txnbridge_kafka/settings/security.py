@@ -25,6 +25,7 @@ from txnbridge_kafka.settings.names import COMMON
 _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _OAUTH = "OAUTHBEARER"
+KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
 _SECRETS = ("sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password", "ssl.key.pem")
 _ENDPOINT = "sasl.oauthbearer.token.endpoint.url"
 _OAUTH_NEEDS = (_ENDPOINT, "sasl.oauthbearer.client.id", "sasl.oauthbearer.client.secret")
@@ -63,7 +64,7 @@ def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
         needed = _OAUTH_NEEDS
         completed = {"sasl.mechanism": mechanism, "sasl.oauthbearer.method": "oidc"}
     else:
-        raise InvalidOption(f"'sasl.mechanism' is one of {', '.join((*_PASSWORDS, _OAUTH))}")
+        raise InvalidOption(f"'sasl.mechanism' is one of {', '.join((*_PASSWORDS, _OAUTH))}; {KERBEROS}")
     for name in needed:
         if not settings.get(name):
             raise InvalidOption(f"sasl.mechanism={mechanism} needs {name!r}")
