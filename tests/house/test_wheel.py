@@ -1,4 +1,4 @@
-"""The built wheel works by itself: in a fresh environment, away from the checkout, without any extra."""
+"""The wheel, built from the sdist, works by itself: in a fresh environment, away from the checkout, without extras."""
 
 import os
 import subprocess
@@ -67,9 +67,9 @@ class Environment:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    (built,) = folder.iterdir()
+    (built,) = folder.glob("*.whl")  # made from the sdist, which lies beside it
     return built
 
 
