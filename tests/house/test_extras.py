@@ -1,4 +1,4 @@
-"""What lacks a library says which extra of the package has it."""
+"""A module that lacks a library says which extra of the package has it."""
 
 import subprocess
 import sys
@@ -20,9 +20,3 @@ def test_a_missing_extra_is_named(library, program, extra):
     missing = f"import sys; sys.modules[{library!r}] = None; {program}"
     done = subprocess.run([sys.executable, "-c", missing], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0 and f"pip install -e '.[{extra}]'" in done.stderr.splitlines()[-1]
-
-
-def test_a_host_without_a_scheme_is_told_what_to_write():
-    program = "import txnbridge; txnbridge.connect('localhost:9092')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert "a host is kafka://localhost:9092, say" in done.stderr

@@ -5,19 +5,8 @@ import sys
 
 from tests.house.rooms import packages
 
-HEAVY = {
-    "asyncio",
-    "anyio",
-    "trio",
-    "sqlalchemy",
-    "click",
-    "rich",
-    "tenacity",
-    "pluggy",
-    "confluent_kafka",
-    "pyspark",
-    "pyarrow",
-}
+COMMANDS_AND_CLIENTS = {"click", "rich", "confluent_kafka", "pyspark", "pyarrow"}
+HEAVY = {"asyncio", "anyio", "trio", "sqlalchemy", "tenacity", "pluggy", *COMMANDS_AND_CLIENTS}
 NOT_THE_CORE = {package.name for package in packages()} - {"txnbridge"}
 
 
@@ -38,13 +27,9 @@ def test_importing_txnbridge_loads_nothing_heavy():
 def test_connecting_loads_no_command_and_no_client_of_another_broker(tmp_path):
     """Although every plug-in is loaded: some bring listeners."""
     loaded = heavy_modules_after(f"import txnbridge; txnbridge.connect('embedded:{tmp_path}/a.db').close()")
-    assert loaded & {"click", "rich", "confluent_kafka", "pyspark", "pyarrow"} == set()
+    assert loaded & COMMANDS_AND_CLIENTS == set()
 
 
 def test_an_import_of_a_heavy_module_would_be_seen():
-    assert heavy_modules_after("import asyncio, txnbridge, click, sqlalchemy.orm, txnbridge_embedded") == {
-        "asyncio",
-        "click",
-        "sqlalchemy",
-        "txnbridge_embedded",
-    }
+    seen = heavy_modules_after("import asyncio, txnbridge, click, sqlalchemy.orm, txnbridge_embedded")
+    assert seen == {"asyncio", "click", "sqlalchemy", "txnbridge_embedded"}

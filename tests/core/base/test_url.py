@@ -103,12 +103,14 @@ def test_a_value_that_is_not_where_it_should_be_is_an_error(value: str) -> None:
 def test_an_unknown_scheme_names_the_known_ones_and_one_of_ours_what_to_install(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(BackendMissing, match="embedded"):  # which is known
         find_backend("amqp")
+    with pytest.raises(BackendMissing, match="a host is kafka://localhost:9092, say"):
+        connect("localhost:9092")
     monkeypatch.setattr(plugins, "backends", list)
     with pytest.raises(BackendMissing, match=r"pip install -e '\.\[pulsar\]'"):
         find_backend("pulsar")
 
 
-def test_nobodys_orders_land_in_a_local_file_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_orders_land_in_a_local_file_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
     with pytest.raises(InvalidOption, match="TXNBRIDGE_URL"):
         connect()
