@@ -1,4 +1,4 @@
-"""What children of the gate's tests need: the fork server of `Child` imports it once, and last, and not each child.
+"""The imports that children of the gate's tests need: the fork server of `Child` makes them once, and no child does.
 
 A child that imports its test module takes up to 40 ms longer, and one that looks for installed plug-ins 13 ms.
 """

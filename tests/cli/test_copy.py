@@ -123,7 +123,7 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
         assert sorted(message.value or b"" for message in target.read("orders", 10_000)) == sorted(numbers)
 
 
-def test_what_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):
+def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         for bridge in (source, target):
             bridge.ensure_topics("source", "target")

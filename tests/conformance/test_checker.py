@@ -446,7 +446,7 @@ def test_a_span_is_torn_if_one_part_is_there_and_another_is_not_when_all_work_ha
     assert judgement.sentence.startswith(f"Broken: {found[-1]}, in" if found else "Kept: ")
 
 
-def test_nothing_is_wrong_is_not_said_above_findings_that_break_no_promise():
+def test_a_report_of_findings_that_break_no_promise_does_not_say_that_nothing_is_wrong():
     history = Story().txn("a", "1", "3").txn("b", "2", result="unknown").read("1", "2", "3").history()
     sentence = judge(history, check(history), {}).sentence
     assert sentence.startswith("Kept: nothing is wrong but int-send-skip (breaks no promise) in 1 committed")

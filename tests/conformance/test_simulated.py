@@ -59,7 +59,7 @@ def test_each_defect_is_found_and_rightly_named(defect, seeds):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant or "plain")
-def test_nothing_is_found_on_a_sound_broker(variant, seeds):
+def test_no_finding_comes_of_a_sound_broker(variant, seeds):
     judged = {seed: findings(history(seed, variant=variant)) for seed in range(seeds)}
     assert {seed: set(found) for seed, found in judged.items() if found} == {}
 

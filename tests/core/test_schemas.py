@@ -91,7 +91,7 @@ def test_a_message_of_an_older_schema_is_read_and_one_that_does_not_fit_names_it
         assert "secret" not in str(caught.value)
 
 
-def test_nothing_is_poison_while_the_registry_is_away():
+def test_no_message_is_poison_while_the_registry_is_away():
     client = SchemaRegistryClient({"url": "http://127.0.0.1:9", "max.retries": 0})
     topic = Topic("orders", codecs.avro(Item, client))
     for call in (lambda: topic.encode_value(Item("pen", 1.0)), lambda: topic.decode(message(b"\0\0\0\0\1x"))):

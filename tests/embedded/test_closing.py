@@ -142,7 +142,7 @@ def test_transactions_that_were_dropped_before_they_prepared_leave_no_descriptor
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
 @pytest.mark.parametrize("what", ["writers", "a publisher"])
-def test_what_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, what):
+def test_a_store_that_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, what):
     with txnbridge.connect(f"embedded:{path}") as bridge:
 
         def attempt(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Who may import whom: a backend the contract, the suite and Spark the public interface, the core nobody."""
+"""The imports that are allowed: a backend the contract, the suite and Spark the public interface, the core nobody."""
 
 import ast
 from collections.abc import Iterator
@@ -163,13 +163,10 @@ def test_an_import_within_the_rules_passes(importer, source):
 def climbs(importer: str, source: str) -> list[str]:
     """Return what a module of the core imports from rooms above its own, but not late, inside functions."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    imports = [each for each in parsed(source).body if isinstance(each, ast.Import | ast.ImportFrom)]
-    names = [
-        name for each in imports for name in imported(importer, ast.unparse(each)) if is_inside(name, {"txnbridge"})
-    ]
-    rooms = {name: f"{name}.__init__".split(".")[1] for name in names}
-    own = floor[importer.split(".")[1]]
-    return [name for name, room in rooms.items() if floor.get(room, floor["__init__"]) > own]
+    imports = [ast.unparse(each) for each in parsed(source).body if isinstance(each, ast.Import | ast.ImportFrom)]
+    names = [name for name in imported(importer, "\n".join(imports)) if is_inside(name, {"txnbridge"})]
+    own, door = floor[importer.split(".")[1]], floor["__init__"]
+    return [name for name in names if floor.get(f"{name}.".split(".")[1], door) > own]
 
 
 def test_a_room_of_the_core_imports_none_above_it():

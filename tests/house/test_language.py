@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.rooms import packages, parsed
+from tests.house.rooms import ROOT, packages, parsed
 from tests.house.test_import_rules import imported, modules
 
 pytestmark = pytest.mark.xdist_group("sources")
@@ -70,12 +70,18 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
+@pytest.mark.parametrize("package", [*packages(), ROOT / "tests"], ids=lambda package: package.name)
 def test_hardly_a_docstring_is_headless(package):
     found = list(docstrings(package))
     headless = [f"{place}: {text.splitlines()[0]}" for place, text in found if HEADLESS.match(text)]
     assert len(found) > 10
     assert len(headless) <= MOST_HEADLESS * len(found), headless
+
+
+def test_no_name_of_a_test_is_headless():
+    names = re.findall(r"def test_(\w+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")))
+    assert len(names) > 3000
+    assert [name for name in names if re.match("what|who|nothing|nobody", name)] == []
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)

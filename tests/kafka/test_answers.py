@@ -1,4 +1,4 @@
-"""What an answer of the broker means for a request: it was carried out, it is repeated, or it is refused.
+"""The meaning of a broker's answer for a request: it was carried out, it is repeated, or it is refused.
 
 The answers are made up, each as Kafka's own source gives it.
 """
@@ -107,7 +107,7 @@ def test_offsets_are_asked_for_again_when_a_leaders_disk_has_failed(cluster: Clu
 
 @pytest.mark.parametrize("hidden", [topic("secret", DENIED), topic("leaderless", leader=-1)], ids=["denied", "offline"])
 def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, requests: Requests, hidden: Fields):
-    """As when a right to one of the topics that a bridge has used is taken away."""
+    """A right to one of the topics that a bridge has used may be taken away."""
     cluster.topics.append(hidden)
     partition = Fields(partition_index=0, error_code=0, active_producers=[])
     cluster.answers = [Fields(topics=[Fields(name="orders", partitions=[partition])])]
@@ -126,7 +126,7 @@ def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(clust
 
 
 def test_a_group_that_this_user_may_not_describe_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may describe the cluster is told the names of all groups."""
+    """A user that may describe the cluster is told the names of all groups."""
     answer_calls(monkeypatch, groups, "ConfluentAdminClient", Administrator())
     kafka: Any = Fields(settings=read())
     found = groups.KafkaGroups(kafka, Deadline(1))
@@ -264,7 +264,7 @@ def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(
 
 
 @pytest.mark.parametrize(("named", "decision"), [("shop/x/1", Decision.ABORT), ("shop.p0", Decision.COMMIT)])
-def test_what_an_unreadable_log_may_have_prepared_is_called_neither_ended_nor_unprepared(named, decision):
+def test_an_id_that_an_unreadable_log_may_have_prepared_is_called_neither_ended_nor_unprepared(named, decision):
     leftovers = Leftovers()
     leftovers.state, leftovers.hanging = "Ongoing", {"shop.p0": 1}
     topics = Fields(all=lambda deadline: {read().log_topic("shop"): None})

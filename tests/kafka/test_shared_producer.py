@@ -95,7 +95,7 @@ def test_a_record_that_the_client_refuses_has_its_error_at_once(client: Client) 
     assert report is not None and report[0] is not None and report[0].code() == KafkaError._QUEUE_FULL
 
 
-def test_what_a_client_says_again_and_again_is_logged_once_a_minute(caplog, monkeypatch):
+def test_a_line_that_a_client_repeats_is_logged_once_a_minute(caplog, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("txnbridge_kafka.client.librdkafka.time", SimpleNamespace(monotonic=lambda: clock[0]))
     log = logging.getLogger("txnbridge.kafka.client")

@@ -213,7 +213,7 @@ def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(s
 
 
 @mostly_embedded
-def test_what_an_older_run_left_open_is_aborted_before_the_first_row_comes(sink, query):
+def test_a_transaction_that_an_older_run_left_open_is_aborted_before_the_first_row_comes(sink, query):
     write(sink, BatchId(query, "sink", 0, new_run()), MIXED)
     forget()
     assert left_open(sink, query) != []

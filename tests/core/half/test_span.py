@@ -183,7 +183,7 @@ def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatc
     assert values(pair) == [[], []]
 
 
-def test_what_cannot_be_a_span_is_refused(pair):
+def test_a_pair_that_cannot_be_a_span_is_refused(pair):
     a, b = pair
     for given in ((), (a,), (a.url, a)):
         with pytest.raises(errors.InvalidOption, match="bridges to two or more clusters"):

@@ -92,7 +92,7 @@ def test_a_failure_is_its_messages_and_nothing_else_is_handled_twice(bridge):
 
 
 @pytest.mark.parametrize("ending", [SystemExit, asyncio.CancelledError])
-def test_what_is_no_exception_ends_the_processor_as_it_does_in_one_thread(bridge, ending):
+def test_an_error_that_is_no_exception_ends_the_processor_as_it_does_in_one_thread(bridge, ending):
     feed(bridge, 3 * KEYS)
 
     def end(message: Message, txn: Transaction) -> None:

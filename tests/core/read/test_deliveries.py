@@ -375,7 +375,7 @@ class Program(RuleBasedStateMachine):
     # --- and in the end
 
     def teardown(self) -> None:
-        """When nothing fails any more, everything that is left comes, is acknowledged, and nothing is missing."""
+        """Everything that is left comes once nothing fails any more, is acknowledged, and nothing is missing."""
         if not hasattr(self, "world"):
             return
         self.world.failing.clear()
