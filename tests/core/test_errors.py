@@ -41,14 +41,16 @@ def test_poison_keeps_its_message_over_a_pickle() -> None:
     assert copy.message == message and str(copy) == "cannot be decoded"
 
 
+def test_deadlines_and_missing_rights_are_errors_of_python_too() -> None:
+    assert issubclass(errors.DeadlineExceeded, TimeoutError) and issubclass(errors.AccessDenied, PermissionError)
+
+
 def test_signals_are_no_errors_of_ours() -> None:
-    assert not issubclass(Abort, TxnBridgeError)
-    assert not issubclass(Poison, TxnBridgeError)
+    assert not issubclass(Abort, TxnBridgeError) and not issubclass(Poison, TxnBridgeError)
 
 
 def test_only_lost_evidence_says_that_asking_later_will_not_help() -> None:
-    assert not OutcomeUnknown("x").permanent
-    assert EvidenceLost("x").permanent
+    assert EvidenceLost("x").permanent and not OutcomeUnknown("x").permanent
 
 
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)

@@ -198,3 +198,5 @@ def test_a_time_may_be_a_datetime_with_a_time_zone(path: Path):
             assert [(message.value, message.timestamp) for message in consumer.poll()] == [(b"2", 1_767_268_800_000)]
             consumer.seek(noon - timedelta(hours=2))
             assert [message.value for message in consumer.poll()] == [b"1", b"2"]
+        bridge.consumer("orders", "readers").close()
+        assert bridge.admin.reset_group("readers", noon) == {("orders", 0): (1,)}

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
 import sqlalchemy as sa
@@ -91,10 +92,10 @@ def relay_all(bridge, engine, **settings):
 
 
 def test_a_message_is_published_if_its_database_transaction_commits_and_as_it_was_sent(engine, bridge):
-    box = outbox()
+    box, day = outbox(), datetime(1970, 1, 2, tzinfo=UTC)
     topic = txnbridge.Topic(TOPIC, codecs.json)
     with orm.Session(engine) as session, session.begin():
-        box.send(session, topic, {"id": 1}, key="one", headers={"a": b"\xff", "b": None}, partition=2, timestamp=17)
+        box.send(session, topic, {"id": 1}, key="one", headers={"a": b"\xff", "b": None}, partition=2, timestamp=day)
         with session.begin_nested() as nested:
             box.send(session, TOPIC, b"in a savepoint that is rolled back")
             session.flush()
@@ -109,7 +110,7 @@ def test_a_message_is_published_if_its_database_transaction_commits_and_as_it_wa
     found = {message.value: message for message in bridge.read(topic.name, 10)}
     assert found.keys() == {b'{"id":1}', None, b"", b"x" * 1_000_000}
     first = found[b'{"id":1}']
-    assert (first.key, first.partition, first.timestamp) == (b"one", 2, 17)
+    assert (first.key, first.partition, first.timestamp) == (b"one", 2, 86_400_000)
     assert list(first.headers.raw) == [("a", b"\xff"), ("b", None)]
     assert found[None].key == b"\x00"
 
