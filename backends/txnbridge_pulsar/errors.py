@@ -7,18 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from txnbridge.errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    DeadlineExceeded,
-    Fenced,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge import errors
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.settings.topic_names import whole_topic
@@ -36,41 +25,43 @@ _NO_PARTITION = "Partition metadata not found"
 _QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_EXCEEDED_EXCEPTION)
 
 
-def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
+def translate(error: wire.PulsarError, what: str) -> errors.TxnBridgeError:
     """Return txnbridge's error for a client error, from which the caller raises it; `what` names the action.
 
     Use this only for reads, and for requests that decide nothing about a transaction.
     """
     text = f"{what}: {error}"
     if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
-        return AccessDenied(text + _REMEDIES.get(type(error), ""))
+        return errors.AccessDenied(text + _REMEDIES.get(type(error), ""))
     if isinstance(error, wire.TopicNotFound) or _NO_PARTITION in text:
-        return NotFound(text)
+        return errors.NotFound(text)
     if isinstance(error, wire.ProducerFenced):
-        return Fenced(text)
+        return errors.Fenced(text)
     if isinstance(error, wire.NotAllowed | wire.TopicTerminated):
-        return NotSupported(text)
+        return errors.NotSupported(text)
     if isinstance(error, wire.MessageTooLarge | wire.MissingLibrary):
-        return InvalidOption(text)
+        return errors.InvalidOption(text)
     if isinstance(error, wire.CorruptEntry):
-        return StorageFailed(text)
+        return errors.StorageFailed(text)
     if isinstance(error, wire.RequestTimedOut):
-        return DeadlineExceeded(text)
+        return errors.DeadlineExceeded(text)
     if isinstance(error, wire.Closed):
-        return InvalidState(text)
+        return errors.InvalidState(text)
     if isinstance(error, wire.ServerError):
         return _refusal(error, text)
-    return BrokerUnavailable(text)
+    return errors.BrokerUnavailable(text)
 
 
-def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
+def _refusal(error: wire.ServerError, text: str) -> errors.TxnBridgeError:
     if error.code == wire.ServerErrorCode.INVALID_TOPIC_NAME:
-        return InvalidOption(text)
+        return errors.InvalidOption(text)
     if error.code == wire.ServerErrorCode.INCOMPATIBLE_SCHEMA:
-        return NotSupported(f"{text}; messages of a bridge have no schema: switch isSchemaValidationEnforced off there")
+        return errors.NotSupported(
+            f"{text}; messages of a bridge have no schema: switch isSchemaValidationEnforced off there"
+        )
     if error.code == wire.ServerErrorCode.PERSISTENCE or error.code in _QUOTA:
-        return StorageFailed(text)
-    return BrokerUnavailable(text)
+        return errors.StorageFailed(text)
+    return errors.BrokerUnavailable(text)
 
 
 @contextmanager
@@ -93,7 +84,7 @@ def needing(actions: str, scope: str) -> Iterator[None]:
     except wire.NotAuthorized as error:
         scope, _ = whole_topic(scope)
         kind = "topics" if "://" in scope else "namespaces"
-        raise AccessDenied(
+        raise errors.AccessDenied(
             f"{scope}: {error}; an administrator grants it to this user's role:"
             f"\n  pulsar-admin {kind} grant-permission --role ROLE --actions {actions} {scope}"
         ) from error
@@ -103,24 +94,24 @@ def retry_translated(
     attempt: Callable[[], T],
     what: str,
     deadline: Deadline,
-    words: Callable[[wire.PulsarError, str], TxnBridgeError] = translate,
+    words: Callable[[wire.PulsarError, str], errors.TxnBridgeError] = translate,
 ) -> T:
     """Call `attempt`, which must be harmless to repeat, until it returns, fails for good, or the deadline passes.
 
     Return its result. `what` describes the action, and `words` translates the client's errors about it. Raise the
     translated error, or `DeadlineExceeded` at the deadline.
     """
-    answer: TxnBridgeError | None = None
+    answer: errors.TxnBridgeError | None = None
     while True:
         try:
             return attempt()
         except wire.PulsarError as error:
             refused = words(error, what)
-            if answer is not None and type(refused) is DeadlineExceeded:
-                raise DeadlineExceeded(f"{refused}; before that: {answer}") from error
-            if type(refused) is not BrokerUnavailable:
+            if answer is not None and type(refused) is errors.DeadlineExceeded:
+                raise errors.DeadlineExceeded(f"{refused}; before that: {answer}") from error
+            if type(refused) is not errors.BrokerUnavailable:
                 raise refused from error
             answer = refused
             if deadline.left() <= _RETRY_PAUSE_SECONDS:
-                raise DeadlineExceeded(f"{refused}; repeated for {deadline.seconds:g} s") from error
+                raise errors.DeadlineExceeded(f"{refused}; repeated for {deadline.seconds:g} s") from error
         time.sleep(_RETRY_PAUSE_SECONDS)
