@@ -36,15 +36,13 @@ def environment(project: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (project / "site", Path(__file__).parents[2])))}
 
 
+def call(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=project, env=environment(project), capture_output=True, text=True)
+
+
 def run(project: Path, *arguments: str) -> str:
     """Return pytest's result in that project."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments],
-        cwd=project,
-        env=environment(project),
-        capture_output=True,
-        text=True,
-    ).stdout
+    return call(project, sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments).stdout
 
 
 def test_three_short_files_are_enough(project):
@@ -53,8 +51,7 @@ def test_three_short_files_are_enough(project):
 
 
 def conformance(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", "txnbridge.cli", "conformance", *arguments)
-    return subprocess.run(command, cwd=project, env=environment(project), capture_output=True, text=True)
+    return call(project, sys.executable, "-m", "txnbridge.cli", "conformance", *arguments)
 
 
 def test_the_command_line_finds_an_installed_backend(project):
@@ -67,16 +64,8 @@ def test_a_plug_in_may_be_in_the_current_folder_and_says_why_it_cannot_be_import
     (project / "unfinished.py").write_text("import no_such_client")
     # As the installed program is started; `python -m` searches the current folder by itself.
     program = (sys.executable, "-P", "-c", "from txnbridge.cli import main; main()")
-    done, refused = (
-        subprocess.run(
-            [*program, "conformance", "plan", "toy:mine", "--plugin", name],
-            cwd=project,
-            env=environment(project),
-            capture_output=True,
-            text=True,
-        )
-        for name in ("my_backend", "unfinished")
-    )
+    plan = (*program, "conformance", "plan", "toy:mine", "--plugin")
+    done, refused = (call(project, *plan, name) for name in ("my_backend", "unfinished"))
     assert (done.stderr, "sell (the broker has no half-messages)" in done.stdout) == ("", True)
     assert refused.returncode == 2
     assert "unfinished cannot be imported: ModuleNotFoundError: No module named 'no_such_client'" in refused.stderr

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from jsonschema import Draft202012Validator
 from txnbridge_conformance.checker import MEANINGS, Findings, check
+from txnbridge_conformance.checker._clocks import RealTime
 from txnbridge_conformance.history import History, HistoryError
 from txnbridge_conformance.report.promises import rows
 from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, evidence, judge
@@ -202,6 +204,16 @@ def test_an_outcome_that_was_told_is_not_lost_later():
         story = prepared_story().txn("b", what="finish", transaction="x", wish="commit", outcome="committed")
         told = {"error": error} if error else {"outcome": "unknown", "final": final}
         assert story.txn("b", what="status", transaction="x", **told).found() == ["split-decision"] * lies
+
+
+def test_calls_for_one_transaction_are_not_each_compared_with_all_others(monkeypatch):
+    compared = create_autospec(RealTime.ended_before, side_effect=RealTime.ended_before)
+    monkeypatch.setattr(RealTime, "ended_before", compared)
+    story = prepared_story()
+    for number in range(200):
+        story.txn("b", what="status", transaction="x", outcome="prepared" if number % 2 else "committed")
+    assert check(story.history()).counts["split-decision"] == 100
+    assert sum(len(each.args[1]) for each in compared.call_args_list) < 1000
 
 
 def test_a_check_back_shows_the_messages_of_its_transaction():
@@ -598,14 +610,7 @@ def broken_lines() -> Iterator[tuple[list[bytes], str]]:
     begin = b'{"start":0,"what":"x","mono":1}\n'
     for line in (b"{}", b"[]", b"1", b"[" * 100_000, b'{"end":0,"result":"ok","mono":1,"outcome":"COMMITTED"}'):
         yield [head, begin, line + b"\n"], "a, line 3: "
-    for more in (
-        b'"deadline":"1"',
-        b'"hold":1e400',
-        b'"ending":"now"',
-        b'"what":null',
-        b'"about":[]',
-        b'"error":"\\ud800"',
-    ):
+    for more in b'"deadline":"1" "hold":1e400 "ending":"now" "what":null "about":[] "error":"\\ud800"'.split():
         yield [head, begin[:-2].replace(b"0", b"1") + b"," + more + b"}\n"], "a, line 2: "
     yield [head, begin, begin], "line 3: call 0 begins, and has not ended"
 
@@ -639,9 +644,7 @@ def test_a_value_that_two_calls_send_is_refused_with_both_calls():
         story.history()
 
 
-WRONG: tuple[Any, ...] = (
-    *(None, 0, -1, 1 << 64, 1.5, True, "", "a", "ab", [], [0], ["a"], [[]], [[0, 0]], [["t", 0]], {}, {"a": 1}),
-)
+WRONG: Any = (None, 0, -1, 1 << 64, 1.5, True, "", "a", "ab", [], [0], ["a"], [[]], [[0, 0]], [["t", 0]], {}, {"a": 1})
 
 
 def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line():

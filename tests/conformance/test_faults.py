@@ -34,9 +34,8 @@ def program(tmp_path: Path) -> str:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "txnbridge_conformance.faults", *arguments], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "txnbridge_conformance.faults", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def stored(url: str) -> list[object]:

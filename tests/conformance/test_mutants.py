@@ -33,10 +33,9 @@ def assert_found(
     for seed in seeds:
         out = folder / str(seed)
         command = [sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--out", str(out), *more]
+        command += ["--seed", str(seed)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-        done = subprocess.run(
-            [*command, "--seed", str(seed)], capture_output=True, text=True, timeout=300, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode in (0, 1, 4), done.stderr + done.stdout
         report = json.loads((out / "report.json").read_text())
         found[seed] = {finding["name"] for finding in report["findings"]}

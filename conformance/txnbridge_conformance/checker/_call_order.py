@@ -91,7 +91,7 @@ def check_claims(tables: Tables, findings: Findings) -> None:
         if operation.what == "claim" and operation.transaction:
             claims[operation.transaction].append(operation)
     for name, each in claims.items():
-        wishes = tuple(claim.fields.get("wish") or "" for claim in each)  # "commit" begins "committed"
+        wishes = tuple({claim.fields.get("wish") or "" for claim in each})  # "commit" begins "committed"
         for claim in [one for one in each if told_by(one) and not str(one.outcome).startswith(wishes)][:1]:
             text = f"{name} was decided as {claim.outcome}, and all {len(each)} claims asked for the opposite"
             findings.add("split-decision", text, [claim.order])
@@ -127,23 +127,21 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
     _check_statuses(tables, time, asked, findings)
     aborts = _AdminAborts(tables)
     for operation in tables.operations:
-        if operation.what != "transaction" or operation.outcome != "prepared":
-            continue
-        if not operation.transaction or operation.end is None:
+        prepared = operation.what == "transaction" and operation.outcome == "prepared"
+        if not prepared or not operation.transaction or operation.end is None:
             continue
         calls, clock = asked[operation.transaction], tables.clock[operation.order]
         here = [call for call in calls if tables.clock[call.order] == clock]
         hold = operation.fields.get("hold", 0) * 1e9
         if fate[operation.order] == ABORTED:
-            answers = [call for call in here if call.outcome == "aborted" and call.end is not None]
-            known = min((call.end for call in answers if call.end is not None), default=0)
+            known = min((one.end for one in here if one.outcome == "aborted" and one.end is not None), default=math.inf)
             # A call for an abort that began later changed nothing.
             wanted = any(
                 call.fields.get("wish") == "abort" and (call.start < known or tables.clock[call.order] != clock)
                 for call in calls
             )
             expires = operation.fields.get("ending", operation.start) + hold
-            if answers and known < expires and not wanted and not aborts.explain(operation, known):
+            if known < expires and not wanted and not aborts.explain(operation, known):
                 text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
                 findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
         elif fate[operation.order] == COMMITTED and "hold" in operation.fields and len(here) == len(calls):
@@ -159,12 +157,14 @@ def check_prepared(tables: Tables, fate: Numbers, time: RealTime, findings: Find
 def _check_statuses(tables: Tables, time: RealTime, asked: dict[str, list[Operation]], findings: Findings) -> None:
     """Find calls that returned that a transaction is prepared, or for ever unknown, behind another with its outcome."""
     for calls in asked.values():
-        finals = [call.order for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
+        known = [call for call in calls if call.outcome in ("committed", "aborted") and call.end is not None]
+        known.sort(key=lambda call: (call.end, call.order), reverse=True)
+        finals = np.array([*{(call.process, call.clock): call.order for call in known}.values()])  # the first of each
         lost = [call for call in calls if call.fields.get("final", call.fields.get("error") == "EvidenceLost")]
         said = {call.order: "its outcome is lost" for call in lost if call.outcome in (None, "unknown")}
         said |= {call.order: "it is prepared" for call in calls if call.outcome == "prepared"}
-        for status, text in said.items() if finals else ():
-            before = np.array(finals)[time.ended_before(np.array(finals), np.full(len(finals), status))]
+        for status, text in said.items() if known else ():
+            before = finals[time.ended_before(finals, np.full(len(finals), status))]
             if len(before):
                 text = f"{tables.name(status)} returned that {text}, after its outcome had been returned"
                 findings.add("split-decision", text, [int(before[0]), status])
@@ -184,7 +184,7 @@ class _AdminAborts:
         self._clocks = {tables.clock_of(fault) for fault in unknown}
         self._unknown = sorted((fault.mono, tables.clock_of(fault), fault.target) for fault in unknown)
 
-    def explain(self, prepared: Operation, known: int) -> bool:
+    def explain(self, prepared: Operation, known: float) -> bool:
         """Return whether an administrator may have aborted this transaction, by the time `known` at the latest."""
         if prepared.transaction in self._targets:
             return True
