@@ -490,10 +490,14 @@ def test_evidence_is_counted_by_what_could_have_been_broken():
 
 def test_a_promise_of_which_two_cases_were_tried_is_not_kept():
     story = Story().txn("a", "1", result="fail", acks=["i"]).txn("a", "2", acks=["i"]).read("2")
+    for number in range(2):
+        story.txn("a", f"p{number}", transaction=f"{number}", outcome="prepared")
+        story.txn("b", what="finish", transaction=f"{number}", outcome="committed")
     findings = check(story.history())
     verdicts = {row.promise.name: row for row in rows(findings, judge(story.history(), findings), ())}
     row = verdicts["exactly once"]
     assert (row.verdict, row.evidence) == ("too thin", "1 committed, 1 read, 2 acks with outputs, 1 taken again")
+    assert verdicts["resolvable"].verdict == "too thin"
 
 
 def test_a_capability_that_a_broker_has_not_hides_no_other_finding_of_its_promise():

@@ -15,7 +15,7 @@ class Promise:
     """One promise. `findings` are the names of findings that break it.
 
     A run does not test the promise if one of its counts `needs` is 0, and is too thin for it if one is below its least
-    number by `floor_of`.
+    number by `floor_of`, else below 3.
     """
 
     name: str
@@ -130,6 +130,6 @@ def _judged(promise: Promise, findings: Findings, judgement: Judgement, absent: 
     if missing:
         return "not tested", f"no {', no '.join(missing)}"
     tried = ", ".join(f"{counts[name]:,} {name}" for name in promise.needs)
-    least = floor_of(WORKLOADS)
-    thin = any(counts[name] < least.get(name, 1) for name in promise.needs)
+    least = {"broker kills": 1, **floor_of(WORKLOADS)}  # a kill concerns all that was committed before it
+    thin = any(counts[name] < least.get(name, 3) for name in promise.needs)
     return "too thin" if thin else "kept", tried
