@@ -35,10 +35,7 @@ def findings(simulated: Simulated) -> frozenset[str]:
 
 @cache
 def findings_by_seed(defect: str, seeds: int) -> dict[int, frozenset[str]]:
-    """Return the findings in those histories of the first `seeds` seeds that show this defect, by seed.
-
-    The histories of a few seeds are small, so that the gate can pay for them.
-    """
+    """Return the findings in the histories of the first seeds that show this defect, by seed; few seeds: small ones."""
     simulated = {seed: history(seed, defect, is_small=seeds < 100) for seed in range(seeds)}
     return {seed: findings(each) for seed, each in simulated.items() if each.is_planted}
 
@@ -75,6 +72,9 @@ def test_the_command_judges_a_simulated_history(tmp_path):
     assert (result.exit_code, "duplicate" in result.stdout) == (1, True)
     written = {path.suffix: path.read_text() for path in (tmp_path / "new" / "report").iterdir()}
     assert (sorted(written), written[".txt"]) == ([".html", ".json", ".txt"], result.stdout)
+    page = written[".html"]  # what breaks no promise is folded, behind the timeline
+    places = [page.index(text) for text in ("<details open>", ">duplicate</span>", 'id="time"', ">G0</span>")]
+    assert (places, page.count("<details open>")) == (sorted(places), 1)
 
 
 def test_a_run_that_was_cut_off_is_too_thin_however_much_it_tried(tmp_path):
@@ -111,10 +111,8 @@ def failures(junit: Path) -> set[str | None]:
 def test_the_comparison_of_many_runs_fails_if_one_is_worse_than_the_first(tmp_path):
     for name, defect, more in ("sound", "", 1), ("twice", "duplicate", 1), ("thin", "", 1000):
         history(3, defect).write(tmp_path / name)
-        floor = [f"--floor={count}=1" for count in ("aborted", "read", "faults")]
-        judged = CliRunner().invoke(
-            command, ["check", str(tmp_path / name), "--json", f"--floor=committed={more}", *floor]
-        )
+        floor = ["--json", *(f"--floor={count}=1" for count in ("aborted", "read", "faults"))]
+        judged = CliRunner().invoke(command, ["check", str(tmp_path / name), f"--floor=committed={more}", *floor])
         (tmp_path / name / "report.json").write_text(judged.stdout)
 
     def compared(*names: str) -> int:
