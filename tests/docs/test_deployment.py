@@ -42,6 +42,14 @@ def test_the_commands_and_the_grace_period_for_kubernetes_fit():
     assert pods[0]["terminationGracePeriodSeconds"] > App().stop_timeout + KILLED_AFTER
 
 
+def test_the_command_of_a_broker_s_pipeline_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "known.txt").touch()
+    steps = yaml.safe_load((DOCS / "conformance-workflow.yaml").read_text())["jobs"]["run"]["steps"]
+    (command,) = (each["run"] for each in steps if each.get("run", "").startswith("txnbridge "))
+    assert parses(command.split()[1:])
+
+
 def test_the_unit_of_systemd_fits():
     unit = re.findall(r"^```ini\n(.+?)^```$", (DOCS / "deployment.md").read_text(), re.MULTILINE | re.DOTALL)[0]
     assert parses(unit.partition("bin/txnbridge ")[2].partition("\n")[0].split())
