@@ -44,8 +44,6 @@ def assert_found(
     pytest.fail(f"no run found one of {sorted(expected)}: {found}")
 
 
-# --- embedded ---------------------------------------------------------------------------------------------------------
-
 # Leases and check-backs shorter than the pauses of a run.
 OPTIONS = "lease_seconds=1&half_check_seconds=0.5"
 
@@ -118,9 +116,6 @@ def test_a_mutant_of_spans_over_two_embedded_brokers_is_found_under_its_name(nam
     mutant = SPANS.by_name[name]
     more = ["--time", str(mutant.seconds), "--workload", mutant.workload, "--plugin", "tests.conformance.mutants.spans"]
     assert_found(mutant.finds, mutant.seeds, tmp_path, f"embedded:{tmp_path / 'broker.db'}", *more, **{VARIABLE: name})
-
-
-# --- Kafka, Pulsar and RocketMQ ------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -475,7 +475,8 @@ def test_some_deadlines_end_long_before_the_hold_and_an_abort_that_nobody_asked_
             Settling(client, bridge, (), lambda _: None, lambda: None, raw=False).settle()
     history = read_history([tmp_path])
     prepared = [each for each in history.operations if each.outcome == "prepared" and each.what == "transaction"]
-    assert {each.fields["deadline"] for each in prepared} == {plan.timeout, 2.0}
+    for name, values in ("deadline", {plan.timeout, 2.0}), ("hold", {plan.hold, 5.0}):
+        assert {each.fields[name] for each in prepared} == values
     assert check(history).counts["lost-prepare"] == len(prepared)
 
 
@@ -633,6 +634,7 @@ def test_only_committed_transactions_acknowledge_messages(tmp_path):
     recorder.close()
     history = read_history([tmp_path])
     assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T1", "another in T1"}, set())
+    assert history.processes[0].host.endswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
 
 
 def test_a_member_aborts_nothing_that_it_has_prepared_once_the_run_waits_for_its_group(tmp_path):
