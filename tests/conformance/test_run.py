@@ -499,14 +499,16 @@ def test_a_reader_that_stalls_although_there_is_more_to_read_is_found(tmp_path, 
             run.transact(bridge, run.single(plan.named("left")))
 
 
-def test_the_end_of_a_run_waits_for_the_control_markers_that_a_killed_broker_has_left_out(tmp_path, monkeypatch):
+def test_the_end_of_a_run_tells_the_settings_and_waits_for_markers_that_a_killed_broker_left_out(tmp_path, monkeypatch):
     hanging = Advice("problem", "transaction a", "hangs in txnbridge-run-a-left[0]", "transactions repair a")
-    answers = [[hanging], [hanging], []]
-    monkeypatch.setattr(EmbeddedAdmin, "check", lambda *_: answers.pop(0))
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path), workloads=("transactions",))
-    with closing(Hunt(plan, print, None, None, clients=False)) as hunted, hunted.topics():
+    answers, worked = [[hanging], [hanging], [hanging], []], list[str]()
+    monkeypatch.setattr(EmbeddedAdmin, "check", lambda *_: answers.pop(0) if worked else [])
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path), workloads=("decisions",))
+    with closing(Hunt(plan, worked.append, None, None, clients=False)) as hunted, hunted.topics() as bridge:
+        hunted.work(bridge)
         hunted.settle()
-    assert not answers
+    told = [each.fields["settings"] for each in read_history([tmp_path]).operations if "settings" in each.fields]
+    assert (told, answers) == ([["transaction a: hangs in txnbridge-run-a-left[0]"]], [])
 
 
 def test_a_part_of_a_run_that_stands_still_is_a_hang_of_its_history(tmp_path):

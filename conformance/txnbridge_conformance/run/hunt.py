@@ -28,7 +28,7 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
-from txnbridge_conformance.history import Recorder
+from txnbridge_conformance.history import RecordedCall, Recorder
 from txnbridge_conformance.run import official_readers as official
 from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
@@ -123,7 +123,7 @@ class Hunt:
 
     def work(self, bridge: Bridge) -> None:
         """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""
-        self._start(bridge)
+        declares = self._start(bridge)
         begin = time.monotonic()
         faults_until = begin + self._plan.seconds * (1 - _QUIET_SHARE)
         while (now := time.monotonic()) < begin + self._plan.seconds:
@@ -139,12 +139,11 @@ class Hunt:
             self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {deeds}")
             time.sleep(self._random.uniform(0.1, 0.6))
         self._heal(math.inf)
+        with suppress(TxnBridgeError):  # a right may be missing; Kafka has some of its topics only now
+            declares.end("ok", settings=[f"{each.subject}: {each.text}" for each in bridge.admin.doctor()])
 
-    def _start(self, bridge: Bridge) -> None:
+    def _start(self, bridge: Bridge) -> RecordedCall:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
-        settings: list[str] = []
-        with suppress(TxnBridgeError):  # a right may be missing
-            settings = [f"{each.subject}: {each.text}" for each in bridge.admin.doctor()]
         workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
         about = {
             "product": f"{bridge.capabilities.broker} {self._plan.version}".strip(),
@@ -155,8 +154,8 @@ class Hunt:
             "duration": f"{self._plan.seconds:g} s",
             "txnbridge": txnbridge.__version__,
         }
-        declared = {"absent": absent, "about": about, "settings": settings, "workloads": workloads}
-        self._recorder.start("declares", **declared, kills=self._clients and not self._plan.raw).end("ok")
+        declared = {"absent": absent, "about": about, "workloads": workloads}
+        call = self._recorder.start("declares", **declared, kills=self._clients and not self._plan.raw)
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
         for role, count in self._roles.items():
@@ -164,6 +163,7 @@ class Hunt:
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
                 plan = replace(self._plan, url=self._through) if self._through and number == 0 else self._plan
                 self._processes.append(Process(plan, role, number, self._next_kill, self._complain))
+        return call
 
     def _attack(self, now: float) -> None:
         if not self._faults:
