@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-# By the roles that can meet it, what goes wrong, and the findings that say so by the words of docs/conformance.md. No
-# finding's words fit a defect without any.
+# By the roles that can meet it, what goes wrong, and the findings that say so by the words of docs/conformance.md.
 _DEFECTS = {
     "write own finish watch": {
         "torn-killed": ("torn across topics, the process killed in its commit", "torn-transaction"),
         "zombie-killed": ("a fenced owner commits, and is killed in the commit", "zombie-write"),
         "dirty-read": ("a message of an open transaction, committed later, is read", "early-read"),
-        "late-commit": ("a prepared transaction is committed 100 s after its hold", ""),
+        "late-commit": ("a prepared transaction is committed 100 s after its hold", "hang"),
         "stale-status": ("`status` returns prepared after a commit was answered", "split-decision"),
         "copy-partition": ("a message is also in another partition of its topic", "wrong-partition"),
         "copy-topic": ("a message is also in another topic", "wrong-partition"),
