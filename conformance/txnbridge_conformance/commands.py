@@ -164,7 +164,7 @@ def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
 )
 @click.option("--workload", "workloads", callback=_names, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}.")
 @click.option("--second", default="", metavar="URL", help="The other broker of `spanning`, instead of a file.")
-@click.option("--version", help="The version of the broker that the run starts.")
+@click.option("--version", help="The version of the broker that the run starts; at a URL only for the report.")
 @click.option("--through", type=click.Choice(["bridge", "raw"]), help="With raw, use the broker's plain client.")
 @click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
@@ -201,8 +201,8 @@ def run(
     if folder.exists():
         raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
     starts = url in _BROKERS
-    if not starts and ({*faults} - {"client"} or version):
-        text = "network and broker faults, and --version, need a broker that the run starts"
+    if not starts and {*faults} - {"client"}:
+        text = "network and broker faults need a broker that the run starts"
         raise click.BadParameter(f"{text}: {', '.join(sorted(_BROKERS))}")
     if second and "spanning" not in workloads:
         raise click.BadParameter("it is for --workload spanning", param_hint="--second")
@@ -224,7 +224,7 @@ def run(
             for name, options in known.items()
         }
         others: dict[str, Any] = {"workloads": workloads, "raw": raw, "grpc": grpc, "second": second}
-        plan = Plan(address, name, seed, seconds, str(folder), settings, modules, **others)
+        plan = Plan(address, name, seed, seconds, str(folder), settings, modules, version=version or "", **others)
         if contract:
             from txnbridge_conformance.contract_run import run_contract  # pytest would slow down every other command
 

@@ -69,7 +69,7 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     # So few bytes that most transactions go to the file before their end.
     url = f"embedded:{tmp_path / 'broker.db'}?half_check_seconds=0.5&spill_bytes=400"
     hook, calls = recording_hook(tmp_path)
-    more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
+    more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net", "--version=1.2"]
     more += [f"--floor={name}={least}" for name, least in TRIED.items()]
     for seconds in ("3", "30"):  # a loaded machine may commit nothing in three
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -89,8 +89,8 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     both = here("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
     assert {"what": "verdict", "runs": ["kept", "kept"]} in json.loads(both.stdout), both.stderr
     about = report["about"]
-    assert (about["product"], about["txnbridge"]) == ("the embedded broker", txnbridge.__version__)
-    assert f"product the embedded broker; url {url.partition('?')[0]}; " in done.stdout
+    assert (about["product"], about["txnbridge"]) == ("the embedded broker 1.2", txnbridge.__version__)
+    assert f"product the embedded broker 1.2; url {url.partition('?')[0]}; " in done.stdout
     lost = cut(tmp_path / "out")
     found = here("check", str(tmp_path / "out"))
     assert found.exit_code == 1
@@ -306,7 +306,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "embedded:{tmp}/b.db", "--hook", "false", "--target", "a:b", "--out", "{tmp}/out"], 3, "ended with 1"),
         (["run", "embedded:{tmp}/b.db", "--workload", "dances"], 2, "is not a list of transactions"),
         (["run", "embedded:{tmp}/b.db", "--through", "raw"], 2, "Kafka, Pulsar and RocketMQ"),
-        (["run", "embedded:{tmp}/b.db", "--version", "1"], 2, "need a broker that the run starts"),
+        (["run", "embedded:{tmp}/b.db", "--faults", "broker"], 2, "need a broker that the run starts"),
         (["run", "nothing:here", "--out", "{tmp}/out"], 2, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 2, "No module named"),
         (["check", "{tmp}"], 3, "no history"),
