@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import IsolationLevel, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import free_ports
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_option, properties
@@ -166,7 +167,11 @@ def mirror(settings: Settings, _: str) -> None:
             with mirror_maker(settings.folder, name, source, other.url, topic):
                 return last_part(admin, f"{name}.{topic}", count)
 
-        turns = {"copy": partial(by_copy, BATCH), "large": partial(by_copy, LARGE), "MirrorMaker": by_mirror_maker}
+        turns: dict[str, Turn] = {
+            "copy": partial(by_copy, BATCH),
+            "large": partial(by_copy, LARGE),
+            "MirrorMaker": by_mirror_maker,
+        }
         found = in_turn(turns, settings.rounds)
         report = Report(settings, f"Kafka to Kafka: {count:,} x {SIZE} B")
         report.ratio("a copy / MirrorMaker 2", found["copy"], found["MirrorMaker"], at_least(1.0))
@@ -192,7 +197,7 @@ def committed_end(admin: AdminClient, topic: str) -> int:
     if topic not in admin.list_topics(timeout=10).topics:  # asked for its end, the client would not notice it later
         return 0
     place = TopicPartition(topic, 0)
-    wanted = {place: OffsetSpec.latest()}
+    wanted = {place: OffsetSpec.latest()}  # type: ignore[no-untyped-call]
     answer = admin.list_offsets(wanted, isolation_level=IsolationLevel.READ_COMMITTED)[place]
     return 0 if answer.exception() else answer.result().offset
 
