@@ -534,8 +534,9 @@ def end_by_definition(db):
     db.execute(sa.text("CREATE TABLE more (id INTEGER)"))
 
 
+@pytest.mark.parametrize("writes_on", [False, True])
 @pytest.mark.parametrize("end", [end_by_text, end_by_conflict, end_by_definition])
-def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_processor(bridge, shop, run, end):
+def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_processor(bridge, shop, run, end, writes_on):
     needed = {end_by_conflict: "sqlite", end_by_definition: "mysql"}.get(end, "")
     if not shop.database.startswith(needed):
         pytest.skip("another database does so")
@@ -545,6 +546,8 @@ def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_proce
             record(message, db)
         if message.value == b"1" or (message.value == b"2" and end is not end_by_definition):
             end(db)  # alone it would be an error of the database, after which the pass is repeated
+            if writes_on:  # in the transaction that the driver begins by itself
+                record(message, db)
 
     with bridge.transaction() as txn:
         txn.send_many("in", [(value, b"key") for value in numbers(3)])
