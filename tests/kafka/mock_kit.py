@@ -48,6 +48,7 @@ class MockCluster:
         self._client = ctypes.c_void_p(self._library.rd_kafka_new(_PRODUCER, conf, None, ctypes.c_size_t(0)))
         self._cluster = ctypes.c_void_p(self._library.rd_kafka_mock_cluster_new(self._client, 1))
         self.url = f"kafka://{self._library.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()}"
+        self._topics = topics
         for topic in topics:
             self._library.rd_kafka_mock_topic_create(self._cluster, topic.encode(), 1, 1)
 
@@ -59,12 +60,14 @@ class MockCluster:
         )
 
     def fail_topic(self, topic: str, code: int) -> None:
-        """Answer questions about a topic with this error; with 0 the topic is as it was."""
+        """Answer questions about a topic with this error, until the cluster is healed."""
         self._library.rd_kafka_mock_topic_set_error(self._cluster, topic.encode(), code)
 
     def heal(self) -> None:
         for key in KEYS.values():
             self._library.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(key))
+        for topic in self._topics:
+            self.fail_topic(topic, 0)
 
     def close(self) -> None:
         self._library.rd_kafka_mock_cluster_destroy(self._cluster)

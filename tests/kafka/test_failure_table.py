@@ -511,13 +511,18 @@ def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(w
     with pytest.raises(TransactionAborted):
         one_transaction(world, bridge)
     world.cluster.fail_topic(INPUT, code)
-    try:
-        send(bridge)
-        with pytest.raises(errors.NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied):
-            with bridge.transaction() as txn:
-                txn.send(INPUT, b"2")
-    finally:
-        world.cluster.fail_topic(INPUT, 0)
+    send(bridge)
+    with pytest.raises(errors.NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied):
+        with bridge.transaction() as txn:
+            txn.send(INPUT, b"2")
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("code", [K.UNKNOWN_TOPIC_OR_PART, K.TOPIC_AUTHORIZATION_FAILED], ids=title)
+def test_an_owner_that_cannot_see_the_topic_of_positions_acknowledges(world: World, bridge: Bridge, caplog, code: int):
+    world.cluster.fail_topic("__consumer_offsets", code)
+    assert one_transaction(world, bridge, acks=True).outcome is Outcome.COMMITTED
+    assert ("cannot be looked for" in caplog.text) is (code == K.TOPIC_AUTHORIZATION_FAILED)
 
 
 def test_an_owner_that_opens_an_id_while_a_newer_one_does_is_fenced(world: World) -> None:

@@ -242,15 +242,14 @@ class KafkaWriter(Writer):
         self.quick[topic] = self._producer().produce
 
     def _check_group(self, group: str, deadline: Deadline) -> None:
-        """Before a group's first offsets, write this id's missing control markers in the partition with these offsets.
-
-        A writer whose user may not see `__consumer_offsets`, as in most clouds, logs a warning and continues.
-        """
+        """Before a group's first offsets, write this id's missing control markers in their partition, if it is seen."""
         if self.session.previous_transaction is not None:
             try:
                 count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
-            except errors.AccessDenied as error:
+            except errors.AccessDenied as error:  # as in most clouds
                 _log.warning("without the right to describe, hanging transactions cannot be looked for: %s", error)
+            except errors.NotFound as error:  # a broker may keep positions elsewhere
+                _log.debug("hanging transactions are not looked for among the positions of groups: %s", error)
             else:
                 self.session.write_missing_markers([offsets_partition(group, count)], deadline)
         self._checked_groups.add(group)
