@@ -222,15 +222,10 @@ def test_a_connection_that_never_was_made_costs_no_new_opening(connect: Connect,
                 opened.append(event)
 
     with txnbridge.plugins.registered(Listener()):
-        dead = connect_with_a_dead_address(bridge.url)
-        with dead:
+        with txnbridge.connect(f"{bridge.url},127.0.0.1:1", writers=1) as dead:
             for number in range(20):
                 send(dead, topic, b"%d" % number)
     assert len(opened) == 1
-
-
-def connect_with_a_dead_address(url: str) -> Bridge:
-    return txnbridge.connect(f"{url},127.0.0.1:1", writers=1)
 
 
 @pytest.mark.parametrize("hold", [None, 600.0], ids=["", "opened again for another hold"])

@@ -10,10 +10,6 @@ from tests.in_time import within
 from tests.pulsar.client_kit import SOON, begin, everything
 
 
-def producer_on(client: wire.PulsarClient, topic: str):
-    return client.create_producer(topic, timeout=SOON, transactions=True)
-
-
 def end(client: wire.PulsarClient, txn: wire.TxnId, commit: bool = True) -> None:
     client.transactions.end(txn, commit, SOON)
 
@@ -32,7 +28,8 @@ def test_ending_twice_is_told_as_not_found_whatever_the_first_was(client, topic,
 
 def test_one_of_many_concurrent_ends_succeeds_and_the_others_learn_the_state(client, topic):
     txn = begin(client, topic)
-    producer_on(client, topic).send(wire.Single(b"x"), txn, timeout=SOON).result(SOON)
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    producer.send(wire.Single(b"x"), txn, timeout=SOON).result(SOON)
     start = threading.Barrier(5)
 
     def commit() -> wire.PulsarError | None:

@@ -69,10 +69,6 @@ def topic_on(cluster: Cluster, bridge: Bridge, node: int) -> str:
     return topic
 
 
-def nodes_of(cluster: Cluster, topic: str, partitions: int) -> set[int]:
-    return {cluster.node_of(concrete(topic, number)) for number in range(partitions)}
-
-
 def official_sees(cluster: Cluster, node: int, topic: str) -> list[str]:
     """Return the messages of a topic that the official client reads when it knows one node alone."""
     if importlib.util.find_spec("pulsar") is None:
@@ -121,7 +117,7 @@ def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(cluster,
 def test_a_transaction_over_both_brokers_is_seen_whole_or_not_at_all(cluster, open_bridge, commit):
     bridge, other = open_bridge(1), open_bridge(2)
     orders = new_topic(bridge, partitions=6)
-    assert nodes_of(cluster, orders, 6) == {1, 2}
+    assert {cluster.node_of(concrete(orders, number)) for number in range(6)} == {1, 2}
     expected = []
     used: Counter[int] = Counter()
     for node in (1, 2):

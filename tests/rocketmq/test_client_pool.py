@@ -24,6 +24,8 @@ from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, fra
 from tests.rocketmq.test_client_connection import DEEDS
 from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
 
+pytestmark = pytest.mark.offline
+
 LONG = 30.0
 SHORT = 0.2
 
@@ -264,6 +266,7 @@ def test_large_requests_and_responses_cross_encrypted(server: ssl.SSLContext, tr
         pool.close()
 
 
+@pytest.mark.live
 @given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8), st.integers(1, 3))
 def test_every_request_ends_in_time_and_makes_room_whatever_a_broker_does(deeds, at_once):
     left = iter(deeds)

@@ -600,6 +600,7 @@ def test_positions_of_more_than_a_number_have_a_column_of_their_own():
     assert pa.types.is_int32(found.column("partition").type)
 
 
+@pytest.mark.offline
 def test_a_time_beyond_sparks_timestamps_names_its_message_and_may_be_null_or_clipped():
     times = 1_700_000_000_000, 1_700_000_000_000_000_000, -(1 << 62)  # the second one is in nanoseconds
     messages = [Message("a", 2, (7 + each,), None, b"v", NO_HEADERS, time, 1, None) for each, time in enumerate(times)]
