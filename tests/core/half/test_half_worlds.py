@@ -143,12 +143,12 @@ class Actor:
             for number in listed(self.group, deadline):
                 lane = open_lane(self.group, number, deadline)
                 opened.append(lane)
-                with lane_turn(lane):
+                with _turns.setdefault(id(lane), threading.Lock()):  # one actor reads a lane, as one thread tends it
                     bodies = lane.bodies(list(lane.index.undone), deadline)
-                for id, messages in bodies.items():
+                for name, messages in bodies.items():
                     self.gate()
-                    done = self.world.works.setdefault(id, False)
-                    self.end(Half("g", id, messages, 0, 0, how=lane.how), COMMIT if done else ABORT)
+                    done = self.world.works.setdefault(name, False)
+                    self.end(Half("g", name, messages, 0, 0, how=lane.how), COMMIT if done else ABORT)
                 lane.tend(deadline)
         except TxnBridgeError as error:
             if half_lane.is_lost(error) and lane is not None:
@@ -159,11 +159,6 @@ class Actor:
 
 _here = threading.local()
 _turns: dict[int, threading.Lock] = {}
-
-
-def lane_turn(lane: Lane) -> threading.Lock:
-    """Return a lock by which only one actor of a process reads a lane, as only one thread tends it."""
-    return _turns.setdefault(id(lane), threading.Lock())
 
 
 @pytest.fixture(autouse=True)
