@@ -43,12 +43,13 @@ def make_pool(
     common_logs: bool = True,
     longest_ms: int = LONGEST_MS,
     describe: Callable[..., Any] = lambda *asked: {},
+    default_ms: int = LONGEST_MS,
 ) -> PreparedIdPool:
     nothing = SimpleNamespace(describe=describe)
     owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
     owner.check = owner.open_once = lambda deadline: None
     cluster: Any = SimpleNamespace(requests=nothing, settings=SimpleNamespace(common_logs=common_logs))
-    return PreparedIdPool(cluster, owner, longest_ms, longest_ms)
+    return PreparedIdPool(cluster, owner, min(default_ms, longest_ms), longest_ms)
 
 
 @pytest.fixture
@@ -76,6 +77,11 @@ def test_an_id_is_opened_ahead_with_the_time_out_that_was_last_asked_for(run, op
         run(hold)
     assert [timeout_ms for _, timeout_ms in openings] == [LONGEST_MS if hold is None else 40_000] * 5
     assert [id for id, _ in openings[:4]] == ["shop.None.p2", "shop.None.p3", "shop.None.p0", "shop.None.p1"]
+
+
+@pytest.mark.parametrize("hold", [None, 0.0, 0.5])
+def test_a_short_hold_is_rounded_up_to_a_time_out_that_the_client_takes(hold):
+    assert make_pool(4, default_ms=1500).timeout_ms(Begin("txn", Deadline(1), prepare=True, hold=hold)) == 2000
 
 
 def test_a_part_of_a_span_tells_by_its_time_out_how_long_its_process_may_prepare_it() -> None:

@@ -169,9 +169,10 @@ def test_a_transaction_that_a_gone_process_left_is_finished_by_any_bridge_at_wor
 def test_an_open_transaction_is_left_alone_where_a_bridge_is_at_work(unverified, bridge, monkeypatch, with_timing):
     with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
     name, looks = f"open-{next(_numbers)}", list[int]()
+    write_missing_markers = hanging_transactions.write_missing_markers_of_others
 
     def look(*args: Any) -> list[str]:
-        looks.append(len(found := hanging_transactions.write_missing_markers_of_others(*args)))
+        looks.append(len(found := write_missing_markers(*args)))
         return found
 
     monkeypatch.setattr(hanging_transactions, "write_missing_markers_of_others", look)

@@ -21,6 +21,7 @@ from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
 from txnbridge_kafka.client.protocol_types import COMMITTED, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.owner import PREPARE, KafkaOwner, evidence_key
+from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
@@ -146,7 +147,8 @@ class PreparedIdPool:
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
         self._owner = owner
-        self._default_ms, self._longest_ms = (each // 1000 * 1000 for each in (timeout_ms, longest_ms))
+        self._longest_ms = longest_ms // 1000 * 1000
+        self._default_ms = min(max(LEAST_TIMEOUT_MS, ceil(timeout_ms / 1000) * 1000), self._longest_ms)
         self._last_ms = self._default_ms  # the time-out of the last transaction that began
         self._ids: list[str] = []
         self._numbers = count()
@@ -170,7 +172,7 @@ class PreparedIdPool:
             return self._default_ms
         seconds = max(1, ceil(begin.deadline.seconds))
         told = seconds if begin.in_span and seconds < 1000 and self._cluster.settings.common_logs else 0
-        return min(1000 * (seconds + ceil(begin.hold)) + told, self._longest_ms)
+        return min(max(LEAST_TIMEOUT_MS, 1000 * (seconds + ceil(begin.hold))) + told, self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
         """Return a writer with a newly opened id; wait while every id has an unresolved transaction.

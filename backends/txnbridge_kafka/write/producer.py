@@ -20,8 +20,8 @@ from txnbridge_kafka.settings import KafkaSettings
 _log = logging.getLogger("txnbridge.kafka.client")
 _log.addHandler(logging.NullHandler())  # without it Python prints the lines if the program configures no logging
 
-# The shortest transaction time-out that librdkafka and a broker accept.
-LEAST_TIMEOUT_MS = 1000
+# The shortest transaction time-out: librdkafka wants it as long as its patience for an answer, 1.5 seconds by default.
+LEAST_TIMEOUT_MS = 2000
 # The log lines about connections that were never established: no request can be under way on them.
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
 # The longest single call of the client. A call cannot be interrupted, and a program that stops shortens its deadlines.
