@@ -209,9 +209,8 @@ def test_the_timeout_reaches_the_bridge(invoke):
 
     @_common.command("probe")
     def probe(cli: Cli):
-        with cli.connect() as bridge:
-            with bridge.transaction() as txn:
-                seen.append(txn.deadline)
+        with cli.connect() as bridge, bridge.transaction() as txn:
+            seen.append(txn.deadline)
 
     with plugins.registered(ToyBackend()):
         CliRunner().invoke(probe, ["--url", "toy:", "--timeout", "7"], catch_exceptions=False)

@@ -109,16 +109,14 @@ def test_a_commit_cannot_be_told_to_succeed(bridge: Bridge) -> None:
 
 
 def test_a_block_without_a_commit_is_an_error_and_leaves_nothing_behind(bridge: Bridge) -> None:
-    with pytest.raises(AssertionError, match="no transaction was committed"):
-        with next_commit(bridge, Outcome.UNKNOWN):
-            pass
+    with pytest.raises(AssertionError, match="no transaction was committed"), next_commit(bridge, Outcome.UNKNOWN):
+        pass
     send(bridge, b"1")
 
 
 def test_an_error_in_the_block_is_not_hidden(bridge: Bridge) -> None:
-    with pytest.raises(ZeroDivisionError):
-        with next_commit(bridge, Outcome.UNKNOWN):
-            1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), next_commit(bridge, Outcome.UNKNOWN):
+        1 / 0  # noqa: B018
 
 
 # --- children -------------------------------------------------------------------------------------------------------

@@ -45,9 +45,8 @@ def test_a_group_goes_on_at_a_time_and_in_one_topic_only(bridge):
 
 
 def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge):
-    with bridge.consumer("orders", "shipping") as consumer:
-        with bridge.transaction(prepare=True) as txn:
-            txn.ack(consumer.poll())
+    with bridge.consumer("orders", "shipping") as consumer, bridge.transaction(prepare=True) as txn:
+        txn.ack(consumer.poll())
     with pytest.raises(InvalidState, match=re.escape(txn.id)):
         bridge.admin.reset_group("shipping")
     bridge.abort(str(txn.token))

@@ -266,9 +266,8 @@ def test_leaving_while_the_file_is_locked_ends_in_time_and_leaves_the_lease_to_r
     broker, other = opened(lease_seconds=0.3), opened()
     fill(broker, 1)
     first, second = Member(broker), join(broker=broker)
-    with kit.busy(other):
-        with pytest.raises(DeadlineExceeded):
-            first.reader.close(Deadline(0.2))
+    with kit.busy(other), pytest.raises(DeadlineExceeded):
+        first.reader.close(Deadline(0.2))
     first.close()  # which changes nothing any more
     assert numbers(second.take(1)) == [0]
 

@@ -287,9 +287,8 @@ def test_an_id_is_opened_by_its_first_preparing_writer_and_refused_to_one_of_an_
 
 
 def test_calls_that_share_the_connection_end_at_their_deadline(broker):
-    with broker.session(Deadline(5)):
-        with pytest.raises(errors.DeadlineExceeded, match="other calls"):
-            broker.admin.topics(Deadline(0.05))
+    with broker.session(Deadline(5)), pytest.raises(errors.DeadlineExceeded, match="other calls"):
+        broker.admin.topics(Deadline(0.05))
     assert broker.admin.topics(Deadline(5)) == []
 
 

@@ -78,9 +78,8 @@ def test_a_topic_that_is_deleted_meanwhile_takes_no_other_topics_groups_from_the
 
 def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge: Bridge, read: tuple[str, str]) -> None:
     topic, group = read
-    with bridge.consumer(topic, group) as consumer:
-        with bridge.transaction(prepare=True) as txn:
-            txn.ack(next(iter(consumer)))
+    with bridge.consumer(topic, group) as consumer, bridge.transaction(prepare=True) as txn:
+        txn.ack(next(iter(consumer)))
     with pytest.raises(InvalidState, match="an open transaction has acknowledged"):
         bridge.admin.reset_group(group)
     bridge.abort(str(txn.token))

@@ -85,9 +85,8 @@ def test_a_transaction_never_stored_is_aborted_although_the_coordinator_shows_th
 ) -> None:
     send(through, topic, b"0")
     hold = proxy.hold(requests=request_kind, count=None)
-    with pytest.raises(errors.TxnBridgeError) as caught:
-        with through.transaction() as txn:
-            txn.send(topic, b"never")
+    with pytest.raises(errors.TxnBridgeError) as caught, through.transaction() as txn:
+        txn.send(topic, b"never")
     assert txn.outcome is Outcome.ABORTED, caught.value
     proxy.cut()
     hold.release()
@@ -226,11 +225,10 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_b
 def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_so(connect, bridge, topic):
     slow = connect(writers=1, timeout=1.5)
     send(slow, topic, b"0")
-    with pytest.raises(errors.DeadlineExceeded, match="the transaction"):
-        with slow.transaction() as txn:
-            txn.send(topic, b"never")
-            flush(txn)
-            time.sleep(3)  # longer than the broker lets it live
+    with pytest.raises(errors.DeadlineExceeded, match="the transaction"), slow.transaction() as txn:
+        txn.send(topic, b"never")
+        flush(txn)
+        time.sleep(3)  # longer than the broker lets it live
     assert txn.outcome is Outcome.ABORTED
     send(slow, topic, b"2")
     assert values(seen(bridge, topic)) == [b"0", b"2"]

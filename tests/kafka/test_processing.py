@@ -31,11 +31,13 @@ def test_every_message_is_passed_on_once_while_members_come_and_go(kafka_broker,
 
     @contextmanager
     def member() -> Iterator[Processor]:
-        with txnbridge.connect(kafka_broker.url, writers=1, kafka=PROTOCOLS[how]) as own:
-            with own.processor(
+        with (
+            txnbridge.connect(kafka_broker.url, writers=1, kafka=PROTOCOLS[how]) as own,
+            own.processor(
                 source, group=group, each=lambda m, txn: txn.send(target, m.value), max_messages=10, max_wait=0.05
-            ) as processor:
-                yield processor
+            ) as processor,
+        ):
+            yield processor
 
     with member():
         for number in range(3):
@@ -99,12 +101,11 @@ def test_the_older_of_two_static_members_with_one_name_stops_and_no_message_is_l
     send(bridge, source, b"1", b"2")
     older = static("one")
     with older.consumer(source, group) as shut_out:
-        with pytest.raises(Conflict):
-            with older.transaction() as txn:
-                txn.send(target, b"never")
-                txn.ack(take(shut_out, 2))
-                newer = static("one").processor(source, group=group, each=lambda m, txn: txn.send(target, m.value))
-                newer.run(until_idle=True)
+        with pytest.raises(Conflict), older.transaction() as txn:
+            txn.send(target, b"never")
+            txn.ack(take(shut_out, 2))
+            newer = static("one").processor(source, group=group, each=lambda m, txn: txn.send(target, m.value))
+            newer.run(until_idle=True)
         for _ in range(2):
             with pytest.raises(Fenced, match=r"this group\.instance\.id, so this one must stop"):
                 take(shut_out, 1)

@@ -24,9 +24,8 @@ def test_messages_read_before_a_topic_was_recreated_are_not_acknowledged_in_the_
     with bridge.consumer(topic, group) as consumer:
         old = take(consumer, 10)
         renew(topic)
-        with pytest.raises(PositionLost, match="created again"):
-            with bridge.transaction() as txn:
-                txn.ack(old)
+        with pytest.raises(PositionLost, match="created again"), bridge.transaction() as txn:
+            txn.ack(old)
         assert txn.outcome is Outcome.ABORTED
         with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)

@@ -72,11 +72,10 @@ def test_keys_and_headers_among_plain_values_stay_in_order(bridge, topic):
 @pytest.mark.parametrize("key", [None, b"k"])
 def test_a_message_too_large_among_many_is_named_and_only_abort_is_left(bridge, topic, key):
     items = [b"1", b"2", b"x" * 2_000_000, b"never"]
-    with pytest.raises(TransactionAborted, match="item 2 of send_many"):
-        with bridge.transaction() as txn:
-            with pytest.raises(InvalidOption, match="larger than"):
-                txn.send_many(topic, items if key is None else [(item, key) for item in items])
-            assert writer_of(txn).messages == 2
+    with pytest.raises(TransactionAborted, match="item 2 of send_many"), bridge.transaction() as txn:
+        with pytest.raises(InvalidOption, match="larger than"):
+            txn.send_many(topic, items if key is None else [(item, key) for item in items])
+        assert writer_of(txn).messages == 2
     assert values(bridge, topic) == []
 
 

@@ -272,9 +272,8 @@ def test_garbage_ends_the_connection_and_says_so(data):
 
 
 def test_a_broker_that_says_nothing_lets_nobody_in_and_nobody_hang():
-    with fake_broker(connect=lambda peer, fields: None) as broker:
-        with within(0.2), pytest.raises(wire.ConnectFailed):
-            connect(broker, timeout=0.2)
+    with fake_broker(connect=lambda peer, fields: None) as broker, within(0.2), pytest.raises(wire.ConnectFailed):
+        connect(broker, timeout=0.2)
 
 
 def test_a_port_where_nobody_listens_is_named():
@@ -520,9 +519,8 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
 
 
 def test_a_broker_that_does_not_speak_tls_keeps_nobody_waiting(certified):
-    with fake_broker() as broker:
-        with within(0.3), pytest.raises(wire.ConnectFailed):
-            connect(broker, timeout=0.3, tls=certified[1])
+    with fake_broker() as broker, within(0.3), pytest.raises(wire.ConnectFailed):
+        connect(broker, timeout=0.3, tls=certified[1])
 
 
 # ---------------------------------------------------------------------------------------------------- lookup

@@ -57,9 +57,8 @@ def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
                 send(newer, other, value)
         abandon(left)
     assert writing_kit.read_all(client, writing_kit.concrete(other)) == [b"1", b"2"]
-    with open_bridge() as onlooker, onlooker.consumer(source, group) as consumer:
-        with onlooker.transaction() as again:
-            again.ack(take(consumer, 1))  # what the aborted transaction had acknowledged has come again
+    with open_bridge() as onlooker, onlooker.consumer(source, group) as consumer, onlooker.transaction() as again:
+        again.ack(take(consumer, 1))  # what the aborted transaction had acknowledged has come again
 
 
 def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(open_bridge, client, terminate):

@@ -83,12 +83,11 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(open_br
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(writing_kit.proxied(proxy), timeout=4)
         topic = writing_kit.new_topic(bridge)
-        with pytest.raises(errors.TxnBridgeError) as caught:
-            with bridge.transaction() as txn:
-                txn.send(topic, b"early")
-                writing_kit.flush(txn)
-                held = proxy.hold(requests="SEND")
-                txn.send(topic, b"late")
+        with pytest.raises(errors.TxnBridgeError) as caught, bridge.transaction() as txn:
+            txn.send(topic, b"early")
+            writing_kit.flush(txn)
+            held = proxy.hold(requests="SEND")
+            txn.send(topic, b"late")
         assert txn.outcome is Outcome.ABORTED, caught.value
         held.release()
         held.answered()
@@ -127,9 +126,8 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wi
     writing_kit.producer_of(
         txn, topic
     )._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
-    with pytest.raises(errors.DeliveryFailed, match="dropped"):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"2")
+    with pytest.raises(errors.DeliveryFailed, match="dropped"), bridge.transaction() as txn:
+        txn.send(topic, b"2")
     assert txn.outcome is Outcome.ABORTED
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
@@ -177,13 +175,12 @@ def test_ours_refuses_late_messages_that_it_could_not_wait_for_before_an_abort(o
 def test_ours_refuses_messages_behind_their_transaction(open_bridge: writing_kit.Connect, client: wire.PulsarClient):
     bridge = open_bridge(timeout=20)
     topic, late = writing_kit.new_topic(bridge), writing_kit.new_topic(bridge)
-    with pytest.raises(errors.TransactionAborted):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"in time")
-            number = writing_kit.flush(txn)
-            writing_kit.register(txn, late)
-            client.transactions.end(number, False, SOON)
-            txn.send(late, b"too late")
+    with pytest.raises(errors.TransactionAborted), bridge.transaction() as txn:
+        txn.send(topic, b"in time")
+        number = writing_kit.flush(txn)
+        writing_kit.register(txn, late)
+        client.transactions.end(number, False, SOON)
+        txn.send(late, b"too late")
     assert (
         writing_kit.read_all(client, writing_kit.concrete(topic)),
         writing_kit.read_all(client, writing_kit.concrete(late)),
@@ -507,9 +504,8 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_ours_as
     with wire.PulsarClient(service(broker)) as client, writing_kit.connect_to(broker.url, broker.admin_url) as bridge:
         topic = writing_kit.new_topic(bridge)
         first = client.transactions.begin(60_000, SOON)
-        with pytest.raises(errors.DeadlineExceeded):
-            with bridge.transaction(timeout=0.5) as txn:
-                txn.send(topic, b"never")
+        with pytest.raises(errors.DeadlineExceeded), bridge.transaction(timeout=0.5) as txn:
+            txn.send(topic, b"never")
         with ThreadPoolExecutor(2) as pool:
             naive = pool.submit(client.transactions.begin, 60_000, SOON)
             ours = pool.submit(send, bridge, topic, b"1")

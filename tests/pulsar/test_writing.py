@@ -153,18 +153,17 @@ def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(open_br
     with recorded() as events:
         bridge = open_bridge(proxied(proxy))
     topic = new_topic(bridge)
-    with ThreadPoolExecutor() as pool:
-        with bridge.transaction() as txn:
-            txn.send(topic, b"early")
-            flush(txn)
-            receipts = proxy.hold(answers="SEND")
-            txn.send(topic, b"late")
-            committing = pool.submit(txn.commit)
-            receipts.wait()
-            receipts.answered()
-            assert not [event for event in events if event.name == "step:commit"]
-            receipts.release()
-            committing.result(SOON)
+    with ThreadPoolExecutor() as pool, bridge.transaction() as txn:
+        txn.send(topic, b"early")
+        flush(txn)
+        receipts = proxy.hold(answers="SEND")
+        txn.send(topic, b"late")
+        committing = pool.submit(txn.commit)
+        receipts.wait()
+        receipts.answered()
+        assert not [event for event in events if event.name == "step:commit"]
+        receipts.release()
+        committing.result(SOON)
     assert read_all(client, concrete(topic)) == [b"early", b"late"]
 
 
@@ -188,11 +187,10 @@ def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(open_
     topic = new_topic(other)
     with bridge.transaction(timeout=30) as first:
         first.send(topic, b"1")
-    with pytest.raises(errors.OutcomeUnknown) as caught:
-        with bridge.transaction() as txn:
-            txn.send(topic, b"2")
-            flush(txn)
-            held = proxy.hold(answers="END_TXN")
+    with pytest.raises(errors.OutcomeUnknown) as caught, bridge.transaction() as txn:
+        txn.send(topic, b"2")
+        flush(txn)
+        held = proxy.hold(answers="END_TXN")
     assert caught.value.token is not None
     assert other.status(caught.value.token).state is TokenState.COMMITTED
     held.release()
@@ -204,12 +202,11 @@ def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(open_
 def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, second = new_topic(bridge), new_topic(bridge)
-    with pytest.raises(errors.TransactionAborted):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"never")
-            client.transactions.end(flush(txn), False, SOON)
-            txn.send(topic, b"late")
-            txn.send(second, b"late, and the first there")
+    with pytest.raises(errors.TransactionAborted), bridge.transaction() as txn:
+        txn.send(topic, b"never")
+        client.transactions.end(flush(txn), False, SOON)
+        txn.send(topic, b"late")
+        txn.send(second, b"late, and the first there")
     assert (read_all(client, concrete(topic)), read_all(client, concrete(second))) == ([], [])
 
 
@@ -286,14 +283,13 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
     send(bridge, topic, b"1")
     admin(pulsar_broker, "POST", f"{path_of(concrete(topic, None))}/deduplicationEnabled", body=False)
     eventually(lambda: not cluster_of(bridge).topics.deduplicates(concrete(topic), Deadline(SOON)), "it is off")
-    with pytest.raises(errors.DeliveryFailed):
-        with bridge.transaction() as txn:
-            txn.send(topic, b"2")
-            flush(txn)
-            held = proxy.hold(answers="SEND")
-            txn.send(topic, b"3")
-            dropping = Thread(target=lose, args=(proxy, held))
-            dropping.start()
+    with pytest.raises(errors.DeliveryFailed), bridge.transaction() as txn:
+        txn.send(topic, b"2")
+        flush(txn)
+        held = proxy.hold(answers="SEND")
+        txn.send(topic, b"3")
+        dropping = Thread(target=lose, args=(proxy, held))
+        dropping.start()
     dropping.join()
     assert txn.outcome is Outcome.ABORTED
     assert read_all(client, concrete(topic)) == [b"1"]

@@ -70,9 +70,8 @@ def test_a_client_that_signs_and_checks_the_certificate_is_served(secured, autho
 def test_a_client_that_does_not_sign_or_signs_wrongly_is_refused_without_effect(secured, credentials):
     with client_of(secured, credentials=ROOT) as client:
         make_topic(client, "unsigned")
-        with client_of(secured, credentials=credentials) as stranger:
-            with pytest.raises(ErrorResponse) as caught:
-                stranger.call(BROKER, send(WireMessage("unsigned", b"x"), "shop", 0), LONG)
+        with client_of(secured, credentials=credentials) as stranger, pytest.raises(ErrorResponse) as caught:
+            stranger.call(BROKER, send(WireMessage("unsigned", b"x"), "shop", 0), LONG)
         assert not caught.value.may_have_had_effect
         assert ROOT.secret_key not in str(caught.value)
         assert client.call(BROKER, read_requests.max_offset("unsigned", 0), LONG) == 0

@@ -87,9 +87,8 @@ def test_a_decided_transaction_is_listed_and_published_by_hand(open_bridge, obse
     with monkeypatch.context() as patched, open_bridge(application=unique("gone")) as bridge:
         patched.setattr(HalfEnder, "publish_fresh", lambda *args: False)
         patched.setattr(HalfEnder, "publish", raising(BrokerUnavailable("as if the process were killed")))
-        with pytest.raises(OutcomeUnknown, match="it is committed"):
-            with bridge.transaction(timeout=10) as txn:
-                txn.send(topic, b"late", partition=0)
+        with pytest.raises(OutcomeUnknown, match="it is committed"), bridge.transaction(timeout=10) as txn:
+            txn.send(topic, b"late", partition=0)
     assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
     assert bodies(client, topic) == []
     assert any(txn.id in each.subject and "does not end" in each.text for each in observer.doctor())

@@ -428,9 +428,8 @@ def in_savepoint(connection):
     ],
 )
 def test_a_session_that_no_commit_of_ours_would_end_is_refused(engine, bridge, make, error, match):
-    with engine.connect() as connection, pytest.raises(error, match=match):
-        with bridge.transaction(db=make(connection)):
-            raise AssertionError("the block runs")
+    with engine.connect() as connection, pytest.raises(error, match=match), bridge.transaction(db=make(connection)):
+        raise AssertionError("the block runs")
 
 
 def test_settings_that_do_not_go_together_are_refused(engine, bridge):

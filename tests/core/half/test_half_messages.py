@@ -342,9 +342,8 @@ def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.Monke
     with pytest.raises(errors.InvalidOption, match="parallel"):
         bridge.resolver("g", check=says(COMMIT), parallel=0)
     with bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT)) as sales:
-        with sales.transaction() as txn:
-            with pytest.raises(errors.InvalidOption):
-                txn.send("orders", 7)
+        with sales.transaction() as txn, pytest.raises(errors.InvalidOption):
+            txn.send("orders", 7)
         with pytest.raises(errors.InvalidState, match="has ended"):
             txn.send("orders", b"late")
         with pytest.raises(errors.InvalidState, match="has ended"), txn:

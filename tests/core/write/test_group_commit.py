@@ -61,10 +61,9 @@ def broker(bridge: Bridge) -> ToyBroker:
 
 
 def work(bridge: Bridge, value: bytes, end: Callable[[Transaction], object] = lambda txn: None) -> Transaction:
-    with suppress(errors.TxnBridgeError):
-        with bridge.transaction() as txn:
-            txn.send("t", value)
-            end(txn)
+    with suppress(errors.TxnBridgeError), bridge.transaction() as txn:
+        txn.send("t", value)
+        end(txn)
     return txn
 
 

@@ -76,9 +76,8 @@ def test_a_failed_delivery_leaves_only_abort(bridge: Bridge, writer: ToyWriter) 
 
 def test_a_failed_delivery_that_was_swallowed_is_raised_at_the_end_of_the_block(bridge, writer):
     writer.raises["send"] = [BrokerUnavailable("gone")]
-    with pytest.raises(TransactionAborted) as caught, bridge.transaction() as txn:
-        with pytest.raises(BrokerUnavailable):
-            txn.send("orders", b"1")
+    with pytest.raises(TransactionAborted) as caught, bridge.transaction() as txn, pytest.raises(BrokerUnavailable):
+        txn.send("orders", b"1")
     assert isinstance(caught.value.__cause__, BrokerUnavailable)
     assert txn.outcome is Outcome.ABORTED
 

@@ -244,10 +244,9 @@ def test_superusers_end_a_transaction_on_a_forgotten_topic_and_others_are_told_w
 
     monkeypatch.setattr(Transactions, "register", not_that)
     monkeypatch.setattr(Transactions, "end", unloading)
-    with connect(token=token(role)) as bridge:
-        with bridge.transaction() as txn:
-            txn.send(topic, b"1", partition=0)
-            number = flush(txn)
+    with connect(token=token(role)) as bridge, bridge.transaction() as txn:
+        txn.send(topic, b"1", partition=0)
+        number = flush(txn)
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert [f"{number}" in error and "transactions repair" in error for error in errors] == [True] * (role == "user")
     if role == "user":
