@@ -16,6 +16,7 @@ from tests.cli.conftest import Invoke, started
 from tests.core.half.span_programs import Pair, copy_all
 from tests.failing import EACH, fail_call, on_call
 from tests.in_time import wait_until
+from txnbridge._half.half_messages import HalfMessages
 from txnbridge.testing import Child
 
 
@@ -50,9 +51,9 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
     assert "no topic of" in invoke("copy", urls[1], "--topics", "nosuch*", "--url", urls[0]).stderr
 
 
-def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, monkeypatch):
-    copy = "copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]
-    with txnbridge.connect(urls[0]) as source:
+def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, monkeypatch, quick_sweep):
+    copy = "copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0], "--timeout", "5"
+    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
         with source.transaction() as txn:
             txn.send("orders", b"1")
@@ -64,6 +65,14 @@ def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, mon
         again = invoke(*copy)
         assert again.exit_code == 0 and source.admin.transactions() == []
         assert "waiting for the end of an earlier copy's transactions: 1" in again.stderr
+        with source.transaction() as txn:
+            txn.send("orders", b"2")
+        fail_call(monkeypatch, HalfMessages, "transaction", KeyboardInterrupt, EACH)  # it has prepared
+        fail_call(monkeypatch, txnbridge.Bridge, "abort", KeyboardInterrupt, EACH, when=lambda b, *_: not at_source(b))
+        assert invoke(*copy).exit_code != 0
+        monkeypatch.undo()
+        assert len(target.admin.transactions()) == 1
+        assert invoke(*copy).exit_code == 0 and target.admin.transactions() == []
 
 
 def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(invoke: Invoke, urls: tuple[str, str]):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import click
 
 import txnbridge
-from txnbridge.capabilities import Capability
+from txnbridge._half.span import sweep_of
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
 from txnbridge.cli._object_loading import telling
@@ -72,7 +72,7 @@ def command(
             dead_letter=dead_letter,
         )
         if until_idle:
-            _wait_for_earlier(source, group)
+            _wait_for_earlier([source, other])
         with _told(cli, processor):
             try:
                 processor.run(until_idle)
@@ -100,11 +100,11 @@ def _made_ready(
     return {t.name: t.partitions if there.get(t.name, t.partitions) == t.partitions else 0 for t in chosen}
 
 
-def _wait_for_earlier(source: txnbridge.Bridge, group: str) -> None:
-    """Wait until transactions that a dead copy left open have ended: on some brokers the lag omits their messages."""
+def _wait_for_earlier(bridges: Sequence[txnbridge.Bridge]) -> None:
+    """Wait until what a dead copy left open has ended: some brokers' lag omits its messages, their readers wait."""
     left: set[str] | None = None
-    while source.capabilities[Capability.LIST_OPEN] and left != set():
-        now = {each.transaction for each in source.admin.transactions() if group in each.groups and each.token}
+    while left != set():
+        now = {part.transaction for part in sweep_of(bridges).parts() if part.place >= 0}
         if now and left is None:
             click.echo(f"waiting for the end of an earlier copy's transactions: {len(now)}", err=True)
         left = now if left is None else left & now
@@ -117,11 +117,10 @@ def _told(cli: Cli, processor: txnbridge.Processor) -> Iterator[None]:
     ended = threading.Event()
 
     def tell() -> None:
-        before = 0
+        copied = 0
         while not ended.wait(_SECONDS_BETWEEN_LINES):
-            copied = processor.stats.messages
+            before, copied = copied, processor.stats.messages
             rate = (copied - before) / _SECONDS_BETWEEN_LINES
-            before = copied
             click.echo(f"copied: {copied} messages, {rate:.0f} a second; left: {processor.lag}", err=True)
 
     teller = threading.Thread(target=tell, daemon=True)
