@@ -1,6 +1,7 @@
 """A span with a database: rows and all brokers' messages, or nothing, wherever its process dies."""
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -13,6 +14,7 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.core.half.test_span import no_checks
+from tests.core.test_fork import in_child
 from tests.failing import EACH, answer_calls, fail_call, note_calls, on_call
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
@@ -163,10 +165,9 @@ def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pai
         wait_until(lambda: waiting(pair) == 0)
 
     on_call(monkeypatch, BarrierTable, "commit_row", come_late)
-    with pytest.raises(errors.TransactionAborted):
-        with spanning(*pair, db=engine) as span:
-            for bridge in pair:
-                span.on(bridge).send("sales", b"1")
+    with pytest.raises(errors.TransactionAborted), spanning(*pair, db=engine) as span:
+        for bridge in pair:
+            span.on(bridge).send("sales", b"1")
     assert span.outcome is Outcome.ABORTED
     assert found(pair, engine) == [[]] * 3
 
@@ -228,3 +229,19 @@ def test_everything_is_sold_once_wherever_its_process_dies(tmp_path, kill_walk: 
 
     steps = ("prepare", "half.store", "database.barrier", "database.commit", "resolve", "half.end")
     kill_walk(sell_all, check, fresh, {f"{step}/{phase}" for step in steps for phase in ("before", "after")})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
+def test_a_child_of_a_fork_rolls_nothing_of_its_parent_back(pair, engine, caplog):
+    def check() -> None:
+        spans.pop().__exit__(ValueError, ValueError(), None)
+        gc.collect()
+
+    spans = [spanning(*pair, db=engine)]
+    spans[0].__enter__().db.exec_driver_sql("INSERT INTO sales VALUES (1)")
+    for bridge in pair:
+        spans[0].on(bridge).send("sales", b"1")
+    assert in_child(check) == 0
+    spans[0].__exit__(None, None, None)
+    assert found(pair, engine) == [[1]] * 3
+    assert caplog.text == ""

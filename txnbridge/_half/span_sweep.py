@@ -178,12 +178,10 @@ class SpanSweep(Service):
             return []
         try:
             listed = bridge.admin.transactions()
-        except AccessDenied as error:
-            if not self._denied:
+        except TxnBridgeError as error:
+            if isinstance(error, AccessDenied) and not self._denied:
                 self._denied = True
                 _log.warning("parts of spans whose process died stay prepared until their hold is over: %s", error)
-            return []
-        except TxnBridgeError:
             return []
         found = []
         for each in listed:

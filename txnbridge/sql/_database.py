@@ -85,6 +85,7 @@ class Database:
     def __init__(self, database: str | sa.Engine, what: str, *, in_greenlet: bool = False) -> None:
         self._owned = isinstance(database, str)
         self._what = what
+        self._process = os.getpid()
         engine = _make_engine(database, what) if isinstance(database, str) else database
         self.engine: sa.Engine = engine
         if not isinstance(engine, sa.Engine) or (engine.dialect.is_async and not in_greenlet):
@@ -176,6 +177,9 @@ class Database:
 
     def roll_back(self, transaction: str, leave: Callable[[Commit], None]) -> None:
         """Call `leave`, which rolls a transaction back, on another thread; wait for it for a short time."""
+        if os.getpid() != self._process:  # a fork: this, and garbage collection, would roll the parent's work back
+            _of_parents.append(leave)
+            return
         commit = Commit()
         try:
             self.run(f"a rollback in {self._what}", lambda: leave(commit), Deadline(_CLOSE_SECONDS), commit)
@@ -235,6 +239,7 @@ class _Worker:
             self.work.get()()
 
 
+_of_parents: list[object] = []  # what refers to transactions of the parent process
 os.register_at_fork(after_in_child=_Worker.idle.clear)  # their threads exist in the parent only
 
 
