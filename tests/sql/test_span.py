@@ -97,9 +97,10 @@ def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown
     lose_the_answer_to_its_row(monkeypatch, False)
     answer_calls(monkeypatch, BarrierTable, "settle", Decision.ABORT)
     fail_call(monkeypatch, Bridge, "abort", errors.BrokerUnavailable("a test says so"), EACH)
-    with pytest.raises(errors.OutcomeUnknown), spanning(*pair, db=engine) as span:
+    with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
     assert span.outcome is Outcome.UNKNOWN
+    assert caught.value.token == str(span.token)
 
 
 def test_a_session_of_asyncio_is_refused_because_no_resolver_could_use_its_engine(pair, tmp_path):

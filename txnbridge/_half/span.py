@@ -199,8 +199,7 @@ def _tokens_of(record: bytes | None) -> list[Token]:
 
 
 def _alone(keeper: Connection, opening: threading.Lock, timeout: float | None) -> AbstractContextManager[None]:
-    deadline = keeper.deadline() if timeout is None else Deadline(timeout)
-    return deadline.holding(opening, "another thread opened spans")
+    return (keeper.deadline() if timeout is None else Deadline(timeout)).holding(opening, "another thread opened spans")
 
 
 def spans_over(bridges: Sequence[SpannedBridge], least: int, timeout: float | None = None) -> Spans:
@@ -264,7 +263,7 @@ class Span:
 
     @property
     def token(self) -> Token | None:
-        """The token of the first broker's transaction, whose end decides for all brokers; None until it is prepared."""
+        """The token of the first broker's transaction, whose outcome is that of all; None until it is prepared."""
         return self.tokens[0] if self.tokens else None
 
     @property
@@ -304,6 +303,8 @@ class Span:
                 self._finish()
         except BaseException as failure:
             error, kind, trace = failure, type(failure), failure.__traceback__
+            if isinstance(failure, errors.TxnBridgeError):
+                failure.token = str(self.token) if self.outcome is Outcome.UNKNOWN else None
             raise
         finally:
             if self.outcome in (None, Outcome.ABORTED):
@@ -341,7 +342,6 @@ class Span:
             self._spans.decide(self, self._deadline)
         except errors.TxnBridgeError as error:
             if self.outcome not in (Outcome.COMMITTED, Outcome.ABORTED):
-                error.token = str(self.token) if self.outcome is Outcome.UNKNOWN else None
                 raise
             _log.info("the record of a span is dropped later: %s", error)
         if self.outcome is Outcome.ABORTED:
