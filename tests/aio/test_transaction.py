@@ -147,13 +147,12 @@ async def test_a_cancelled_begin_leaves_no_transaction(url, held):
 
 async def test_a_second_task_is_refused_while_a_call_runs(url, held, bridge):
     held.at = "message.send", "before"
-    async with bridge.transaction() as txn:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(txn.send, "a", b"1")
-            await until(lambda: held.came)
-            with pytest.raises(InvalidState, match="one task at a time"):
-                await txn.send("a", b"2")
-            held.go.set()
+    async with bridge.transaction() as txn, anyio.create_task_group() as tasks:
+        tasks.start_soon(txn.send, "a", b"1")
+        await until(lambda: held.came)
+        with pytest.raises(InvalidState, match="one task at a time"):
+            await txn.send("a", b"2")
+        held.go.set()
     assert values(url, "a") == [b"1"]
 
 

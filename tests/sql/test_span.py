@@ -244,5 +244,4 @@ def test_a_child_of_a_fork_rolls_nothing_of_its_parent_back(pair, engine, caplog
         spans[0].on(bridge).send("sales", b"1")
     assert in_child(check) == 0
     spans[0].__exit__(None, None, None)
-    assert found(pair, engine) == [[1]] * 3
-    assert caplog.text == ""
+    assert (found(pair, engine), caplog.text) == ([[1]] * 3, "")

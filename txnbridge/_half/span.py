@@ -388,8 +388,8 @@ def _holds(
     wanted = min(_HOLD_SECONDS, allowed) if hold is None else hold
     if not 0 <= wanted <= allowed:
         raise errors.InvalidOption(
-            f"these brokers keep a span prepared for at most {max(0.0, allowed):g} s after its timeout, not for"
-            f" {wanted:g} s: set hold= or timeout= lower"
+            f"these brokers keep a span for at most {timeout + allowed:g} s, its timeout of {timeout:g} s included: set"
+            " hold= or timeout= lower"
         )
     return {bridge: wanted + _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)}
 

@@ -203,12 +203,16 @@ def test_a_pair_that_cannot_be_a_span_is_refused(pair):
 
 
 @pytest.mark.parametrize("hold", [0, 5])
-def test_parts_expire_a_minute_after_each_other_however_short_the_hold(pair, hold):
-    with spanning(*pair, timeout=10, hold=hold) as span:
+@pytest.mark.parametrize("pair", ["?like=kafka"], indirect=True)
+def test_parts_expire_a_minute_after_each_other_first_where_the_limit_is_lowest(pair, hold):
+    with spanning(pair[1], pair[0], timeout=10, hold=hold) as span:
         send(span, pair, b"1")
-    first, second = (token.expires_at for token in span.tokens)
-    assert first is not None is not second
+    assert [token.cluster for token in span.tokens] == [bridge.cluster for bridge in pair]
+    first, second = (token.expires_at or 0 for token in span.tokens)
     assert 55_000 < second - first < 65_000
+    for timeout, wanted in ((10, 891), (901, None)):
+        with pytest.raises(errors.InvalidOption, match=f"at most 900 s, its timeout of {timeout} s included"):
+            spanning(*pair, timeout=timeout, hold=wanted)
 
 
 def test_a_processor_sends_to_another_broker_and_acknowledges_all_or_none(pair):
