@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from txnbridge._base.connection import Connection
 from txnbridge._base.service import Service
@@ -166,8 +166,7 @@ class SpanSweep(Service):
         # A span is decided only when all its parts are prepared. The ends of other parts may have taken minutes.
         if decision is Decision.COMMIT or part not in self._listed(part.bridge):
             return None
-        aborted: Outcome = part.bridge.admin.abort(part.transaction, reason=PART_OF_SPAN)
-        return aborted
+        return cast("Outcome", part.bridge.admin.abort(part.transaction, reason=PART_OF_SPAN))
 
     def parts(self) -> list[Part]:
         """Return the single brokers' open and prepared transactions that belong to spans over these clusters."""

@@ -33,6 +33,7 @@ def main(role: str, process: str, number: str) -> None:
     plan = Plan.from_json(sys.stdin.read())
     end_with(plan.run)
     plan.register_plugins()
+    plugins.backends()  # imported now, so that a busy machine does not import within the deadline of the first opening
     if plan.raw and urlsplit(plan.url).scheme == "pulsar":
         from txnbridge_conformance.run.raw import pulsar as raw_pulsar  # it imports all that starts brokers
 

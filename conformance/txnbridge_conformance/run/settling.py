@@ -86,8 +86,7 @@ class Settling:
         groups = self._plan.groups(self._roles)
         drained = [self._wait(functools.partial(self._is_drained, group, self._sent(history))) for group in groups]
         if "watch" in self._roles:
-            text = "a reader without a group has not received all that can be read"
-            self._await(self._is_watched, text, _SETTLING_SECONDS)
+            self._await(self._is_watched, "a reader without a group has not received all", _SETTLING_SECONDS)
         self._stop((*_MEMBERS, "watch", "witness"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
