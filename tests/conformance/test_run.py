@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("conformance-run
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "txnbridge.cli", "conformance", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/backends:{ROOT}/conformance"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
