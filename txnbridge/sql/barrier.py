@@ -414,7 +414,8 @@ class BarrierTransaction(HalfTransaction):
         try:
             return super().__exit__(kind, error, trace)
         finally:
-            self._roll_back(sound=self._error is None and (error is None or isinstance(error, Exception)))
+            if self._db is not None:
+                self._roll_back(sound=self._error is None and (error is None or isinstance(error, Exception)))
 
     def _finish(self) -> None:
         self._check_unended()
