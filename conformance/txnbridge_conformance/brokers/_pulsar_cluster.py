@@ -69,7 +69,9 @@ class PulsarCluster(PulsarProcess):
         for node in self.nodes:
             stores = {"metadataStoreUrl": self._metadata, "configurationMetadataStoreUrl": self._metadata}
             self._file(f"node-{node}").write_text(properties({**self._addresses(node), **stores, **self._settings}))
-        self._start_server(_ZOOKEEPER, self._zookeeper_command(), lambda: _is_zookeeper(self._zookeeper))
+        main = "org.apache.zookeeper.server.ZooKeeperServerMain"
+        command = self._main((*_ZOOKEEPER_MEMORY, _UNSYNCED), main, {}, str(self._file(_ZOOKEEPER)))
+        self._start_server(_ZOOKEEPER, command, lambda: _is_zookeeper(self._zookeeper))
         self._run("setup", self._setup_command())
         command = self._main(_BOOKIE_MEMORY, "org.apache.bookkeeper.server.Main", {"--conf": self._file(_BOOKIE)})
         self._start_server(_BOOKIE, command, lambda: is_open(self._bookie))
@@ -77,10 +79,6 @@ class PulsarCluster(PulsarProcess):
     @property
     def _metadata(self) -> str:
         return f"zk:{HOST}:{self._zookeeper}"
-
-    def _zookeeper_command(self) -> list[str]:
-        main = "org.apache.zookeeper.server.ZooKeeperServerMain"
-        return self._main((*_ZOOKEEPER_MEMORY, _UNSYNCED), main, {}, str(self._file(_ZOOKEEPER)))
 
     def _setup_command(self) -> list[str]:
         options = {

@@ -152,7 +152,9 @@ class RocketMQ(ProcessBroker):
     def start_name_server(self) -> None:
         """Start the name server if it does not run. Brokers register with it within half a minute."""
         answers = partial(succeeds, ask, self._name_server, routes.masters())
-        self._start_server(_NAME_SERVER, self._name_server_command(), answers)
+        main = f"{_GROUP}.namesrv.NamesrvStartup"
+        command = self._main(_NAME_SERVER, _NAME_SERVER_OPTIONS, main, "-c", str(self._file(_NAME_SERVER)))
+        self._start_server(_NAME_SERVER, command, answers)
 
     def kill_name_server(self) -> None:
         """Kill the name server with SIGKILL, and wait until its process has ended."""
@@ -182,10 +184,6 @@ class RocketMQ(ProcessBroker):
         for node in self.nodes:
             self._file(f"node-{node}").write_text(properties({**self._node_settings(node), **self._settings}))
             (self.folder / f"node-{node}.json").write_text(json.dumps(self._proxy_settings(node)))
-
-    def _name_server_command(self) -> list[str]:
-        main = f"{_GROUP}.namesrv.NamesrvStartup"
-        return self._main(_NAME_SERVER, _NAME_SERVER_OPTIONS, main, "-c", str(self._file(_NAME_SERVER)))
 
     def _command(self, node: int) -> list[str]:
         name = f"node-{node}"

@@ -67,7 +67,8 @@ class FrameSplitter:
 
     def _begin(self) -> Iterator[StreamPiece]:
         length = int.from_bytes(self._start[:4], "big", signed=True)
-        head_size = self._present_head_size()
+        # Before the head's first four bytes have arrived, its size is a lower bound.
+        head_size = 4 + int.from_bytes(self._start[4:8], "big") if self._head_size is None else self._head_size
         self._lost = not head_size <= min(length, _MOST_HEAD)
         if self._lost:
             yield from self.flush()
@@ -77,12 +78,6 @@ class FrameSplitter:
             start = bytes(self._start)
             self._start, self._wanted, self._left = bytearray(), 4, length - head_size
             yield StreamPiece(start, start[4:])
-
-    def _present_head_size(self) -> int:
-        """Return the size of the frame's head; before the head's first four bytes have arrived, a lower bound."""
-        if self._head_size is not None:
-            return self._head_size
-        return 4 + int.from_bytes(self._start[4:8], "big")
 
     @property
     def is_inside(self) -> bool:

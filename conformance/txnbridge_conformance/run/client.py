@@ -22,7 +22,6 @@ from typing import Any
 import txnbridge
 from txnbridge import (
     Bridge,
-    Consumer,
     Event,
     HalfMessages,
     HalfTransaction,
@@ -156,17 +155,13 @@ class PauseAt:
             fault = f"pause at {event.name}/{event.phase}", self._client.process
             self._client.recorder.fault(*fault, "begin")
             if stops:
-                _stop_process(self._random.uniform(0, _LONGEST_STOP))
+                # A child continues this process with all its threads, even after the end of the run.
+                command = f"sleep {self._random.uniform(0, _LONGEST_STOP):.1f}; kill -CONT {os.getpid()}"
+                with subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+                    os.kill(os.getpid(), signal.SIGSTOP)
             else:
                 self._client.stop.wait(self._random.uniform(0, _LONGEST_PAUSE))
             self._client.recorder.fault(*fault, "end")
-
-
-def _stop_process(seconds: float) -> None:
-    """Stop this process with all its threads; a child continues it, even after the end of the run."""
-    command = ["sh", "-c", f"sleep {seconds:.1f}; kill -CONT {os.getpid()}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass
@@ -326,12 +321,6 @@ class Client:
         call.ack(group, [text_of(message) for message in messages])
         txn.ack(messages)
 
-    def publish(self, publisher: Publisher, sends: Sends) -> None:
-        """Send messages without a transaction, wait until they are stored, and record it. Raise the error, if any."""
-        with self.recorded("publish", deadline=self.plan.timeout) as call:
-            self.send(publisher, call, sends)
-            publisher.flush()
-
     def publish_token(self, txn: Transaction | None) -> None:
         """Append the token of a transaction, if it has one, to the file `Plan.tokens`, for the role "finish"."""
         if txn is not None and txn.token is not None:
@@ -375,12 +364,6 @@ class Client:
         except TxnBridgeError as error:
             return isinstance(error, EvidenceLost)
         return final
-
-    def note_assignment(self, call: RecordedCall, consumer: Consumer, known: list[object]) -> None:
-        """Record in `call` the consumer's assigned partitions if they differ from `known`; then update `known`."""
-        if (now := consumer.assignment) != known:
-            known[:] = now
-            call.assign(now)
 
 
 def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:

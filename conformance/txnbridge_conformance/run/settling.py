@@ -268,14 +268,11 @@ class Settling:
         return False
 
     def _is_drained(self, group: str, sent: Collection[str]) -> bool:
-        return self._has_no_lag(group) or self._has_acknowledged(group, sent)
-
-    def _has_no_lag(self, group: str) -> bool:
+        lag: list[int] = []  # a partition of which the group has acknowledged nothing is missing in it
         if self._bridge.capabilities[Capability.GROUP_ADMIN]:
             with suppress(NotFound):
-                # A partition of which the group has acknowledged nothing is missing in its lag.
-                return list(self._bridge.admin.group(group).lag.values()) == [0] * PARTITIONS
-        return False
+                lag += self._bridge.admin.group(group).lag.values()
+        return lag == [0] * PARTITIONS or self._has_acknowledged(group, sent)
 
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
         """Return whether committed transactions have acknowledged all messages of the source topic for a group.

@@ -138,7 +138,9 @@ def publish(client: Client) -> None:
     """Send messages without transactions to the topic that the copiers read."""
     with client.bridge() as bridge, bridge.publisher() as publisher:
         while not client.stop.wait(client.random.uniform(0.02, 0.2)):
-            client.publish(publisher, client.sends(client.plan.named("source")))
+            with client.recorded("publish", deadline=client.plan.timeout) as call:
+                client.send(publisher, call, client.sends(client.plan.named("source")))
+                publisher.flush()
 
 
 def copy(client: Client) -> None:
@@ -298,10 +300,11 @@ def witness(client: Client) -> None:
 
 def _watch(client: Client, *topics: str) -> None:
     with client.bridge() as bridge, bridge.consumer(list(topics)) as consumer:
-        known: list[object] = []
+        known: object = None
         while not client.stop.is_set():
             with client.recorded("poll", deadline=client.plan.timeout) as call:
-                client.note_assignment(call, consumer, known)
+                if (now := consumer.assignment) != known:
+                    call.assign(known := now)
                 call.poll([read_of(message) for message in consumer.poll(500, timeout=0.5)])
 
 
