@@ -83,6 +83,8 @@ class Supervisor:
         if process is None or process.poll() is not None:
             return False
         os.killpg(process.pid, number)  # the id is not reused before this process has been waited for
+        if number == signal.SIGSTOP and sys.platform != "darwin":  # threads of a busy machine stop late
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         return True
 
     def do_exit_code(self, name: str) -> int | str | None:
@@ -109,10 +111,6 @@ class Supervisor:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _leave(*_: object) -> None:
-    sys.exit(1)  # runs the `finally` that ends the processes
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs the `finally` that ends the processes
     Supervisor(sys.argv[1]).serve()
