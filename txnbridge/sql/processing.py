@@ -50,7 +50,7 @@ _WHAT = "the processor's database"
 _LONGEST_NAME = 255
 # The shortest interval between two acknowledgements: each is a transaction of the broker, which takes longer than most
 # transactions of a database.
-_ACKNOWLEDGE_SECONDS = 0.1
+_ACKNOWLEDGE_SECONDS = 0.25
 
 _positions = sa.Table(
     "txnbridge_positions",
@@ -110,6 +110,9 @@ class DatabaseTransactions:
         self.outbox = outbox
         self.database: Database = Database(database, _WHAT)
         self._mine = (_p.cluster == connection.broker.cluster) & (_p.group == group)
+        # Making this statement anew for each batch would take longer than most databases do.
+        same = (_p[name] == sa.bindparam(f"old_{name}") for name in ("topic", "partition", *_Stored._fields))
+        self._move = _positions.update().where(self._mine, *same)
         self._topic_ids: dict[str, str] = {}
         self._assignments: dict[Any, str | None] = {}  # by assignment, the id of its topic, if known
         self._stored: dict[Partition, _Stored] = {}
@@ -203,17 +206,16 @@ class DatabaseTransactions:
         return stored
 
     def _replace(self, connection: sa.Connection, partition: Partition, old: _Stored | None, new: _Stored) -> bool:
-        place = {"topic": partition[0], "partition": partition[1]}
+        place: dict[str, Any] = {"topic": partition[0], "partition": partition[1]}
         if old is None:
-            cluster = self._connection.broker.cluster
-            row = _positions.insert().values(cluster=cluster, group=self._group, **place, **new._asdict())
+            row = {"cluster": self._connection.broker.cluster, "group": self._group, **place, **new._asdict()}
             try:
-                connection.execute(row)
+                connection.execute(_positions.insert(), row)
             except exc.IntegrityError:
                 return False
             return True
-        same = [_p[name] == value for name, value in (place | old._asdict()).items()]
-        return connection.execute(_positions.update().where(self._mine, *same).values(**new._asdict())).rowcount == 1
+        before = {f"old_{name}": value for name, value in (place | old._asdict()).items()}
+        return connection.execute(self._move, before | new._asdict()).rowcount == 1
 
     # --- transactions -------------------------------------------------------------------------------------------------
 
