@@ -443,7 +443,8 @@ def _reason(error: Exception) -> str:
 
 _TYPES: dict[str, Callable[[Any], object]] = {
     **dict.fromkeys(
-        ("transaction", "error", "group", "session", "owner", "wish"), lambda value: value is None or _text(value)
+        ("transaction", "error", "group", "session", "owner", "sharing", "wish"),
+        lambda value: value is None or _text(value),
     ),
     **dict.fromkeys(("topics", "absent", "values", "settings", "workloads"), _texts),
     **dict.fromkeys(("deadline", "hold"), _seconds),

@@ -524,12 +524,24 @@ def test_a_message_with_other_content_is_named_and_counts_as_read():
     assert Story().txn("a", "1").read("1", "changed:2").found() == ["phantom-message"]
 
 
+@pytest.mark.parametrize(
+    ("sharing", "found"), [("partition", ["group-skip", "int-nonmonotonic-poll"]), ("message", []), ("key", [])]
+)
+def test_only_members_that_share_the_messages_of_a_partition_receive_them_in_any_order(sharing, found):
+    story = Story().txn("feed", "0", "1", "2").read("0", "1", "2")
+    story.write(
+        "a", poll=story.begin("a", sharing=sharing), group="g", messages=[[*T0, [at], f"{at}"] for at in (0, 2, 1)]
+    )
+    assert story.found() == found
+
+
 def test_each_workload_has_a_floor_of_what_it_does():
     for workload, missing in (
         ("half-messages", {"published": 5, "read": 100, "full reads": 1, "killed undecided": 2, "faults": 3}),
         ("decisions", {"claims": 20, "faults": 3}),
         ("owners", {**LEAST, "over topics": 20, "takeovers": 3}),
         ("groups", {**LEAST, "acks with outputs": 20, "taken again": 5}),
+        ("sharing", {**LEAST, "acks with outputs": 20, "taken again": 5}),
         ("a dance", {**LEAST, "over topics": 20}),
     ):
         story = Story().txn("run", what="declares", absent=[], workloads=[workload], kills=True)

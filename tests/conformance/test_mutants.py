@@ -15,6 +15,7 @@ from tests.conformance.mutants import VARIABLE, Mutants
 from tests.conformance.mutants.kafka import KAFKA
 from tests.conformance.mutants.pulsar import PULSAR
 from tests.conformance.mutants.rocketmq import ROCKETMQ
+from tests.conformance.mutants.shared import SHARED
 from tests.conformance.mutants.spans import SPANS
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +112,10 @@ def test_a_broken_embedded_broker_is_found_under_its_name(broker, finds, seconds
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SPANS.by_name)
-def test_a_mutant_of_spans_over_two_embedded_brokers_is_found_under_its_name(name, tmp_path):
-    mutant = SPANS.by_name[name]
-    more = ["--time", str(mutant.seconds), "--workload", mutant.workload, "--plugin", "tests.conformance.mutants.spans"]
+@pytest.mark.parametrize("name", SPANS.by_name | SHARED.by_name)
+def test_a_mutant_of_spans_or_of_an_embedded_group_is_found_under_its_name(name, tmp_path):
+    mutant = (SPANS.by_name | SHARED.by_name)[name]
+    more = ["--time", str(mutant.seconds), "--workload", mutant.workload, "--plugin", mutant.change.__module__]
     assert_found(mutant.finds, mutant.seeds, tmp_path, f"embedded:{tmp_path / 'broker.db'}", *more, **{VARIABLE: name})
 
 

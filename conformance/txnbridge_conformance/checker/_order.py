@@ -58,7 +58,10 @@ class _Steps:
 
 
 def check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    """Find messages that a process received in another order than the partition's, or with gaps."""
+    """Find messages that a process received in another order than the partition's, or with gaps.
+
+    Members of a group that share a partition's messages receive any of them.
+    """
     reads, span = tables.reads, _reading_spans(tables)
     groups = {order: group for order, group, _ in tables.history.polls}
     in_group = np.array([groups.get(operation.order) is not None for operation in tables.operations], bool)
@@ -66,7 +69,8 @@ def check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings
     aborts = [each.fields.get("error") == "Abort" or "ending" in each.fields for each in tables.operations]
     back = np.array([each.result == "fail" for each in tables.operations], bool) & np.array(aborts, bool)
     settled = np.array([operation.result == "ok" for operation in tables.operations], bool) & (fate != ABORTED)
-    rows = (reads.value != NONE) & ~tables.dropped
+    shared = [each.fields.get("sharing", "partition") != "partition" for each in tables.operations]
+    rows = (reads.value != NONE) & ~tables.dropped & ~np.array(shared, bool)[reads.operation]
     steps = _steps(tables, rank, reads.operation[rows], reads.key[rows], reads.value[rows], span[rows])
     grouped, skips = in_group[steps.operation_after], steps.inside & (steps.delta > 1)
     _report(tables, steps, _unprocessed(tables, rank, steps, skips & grouped, back), "group-skip", "received", findings)

@@ -143,7 +143,7 @@ class PauseAt:
     def __init__(self, client: Client, role: str) -> None:
         self._client = client
         self._plan = client.plan
-        self._owns, self._stops = role == "own", role in ("copy", "process", "span")
+        self._owns, self._stops = role == "own", role in ("copy", "process", "share", "span")
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
 
     @hookimpl
@@ -235,18 +235,20 @@ class Client:
         abort: bool = False,
         prepare: bool = False,
         ack: tuple[str, Sequence[Message]] | None = None,
+        sharing: str = "",
         timeout: float | None = None,
         pause: float = 0.0,
         thread: int = 0,
     ) -> Transaction | None:
         """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
-        `ack` is a group, and the messages to acknowledge for the group. The transaction pauses for `pause` seconds
-        before one of its steps or before its end. `thread` is the number of the calling thread, if there are several.
+        `ack` is a group, and the messages to acknowledge for it; `sharing` tells how its members share partitions.
+        The transaction pauses for `pause` seconds before one of its steps or before its end. `thread` is the number of
+        the calling thread, if there are several.
         """
         # Some are aborted while the run goes on. A group's position waits for what its members prepare.
         hold = self.random.choice((5.0, self.plan.hold)) if prepare and ack is None else self.plan.hold
-        more = {"deadline": timeout, "hold": hold, "thread": thread, "prepare": prepare}
+        more = {"deadline": timeout, "hold": hold, "thread": thread, "prepare": prepare, "sharing": sharing}
         call = self.start_transaction(**{name: value for name, value in more.items() if value})
         if ack is not None:
             call.poll([read_of(message) for message in ack[1]], ack[0])

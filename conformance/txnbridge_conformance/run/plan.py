@@ -20,13 +20,14 @@ PARTITIONS = 3
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
 _ONCE = ("oversleep", "feed", "publish", "watch", "witness")
 _TWICE = ("write", "own", "decide", "process", "finish", "sell", "span")
-ROLES = {**dict.fromkeys(_TWICE, 2), **dict.fromkeys(_ONCE, 1), "copy": 3}
+ROLES = {**dict.fromkeys(_TWICE, 2), **dict.fromkeys(_ONCE, 1), "copy": 3, "share": 3}
 
 # The roles of each workload, which a run may be restricted to. The floor counts the work of the first role.
 WORKLOADS = {
     "transactions": ("write", "oversleep", "finish", "watch"),
     "owners": ("own", "finish", "watch"),
     "groups": ("feed", "publish", "copy", "process"),
+    "sharing": ("share", "feed", "publish", "finish"),
     "decisions": ("decide",),
     "half-messages": ("sell",),
     "spanning": ("span", "watch", "witness"),
@@ -39,7 +40,9 @@ BY_DEFAULT = tuple(name for name in WORKLOADS if name != "spanning")
 # Pauses of a run are longer than an embedded lease, and its largest transactions go to the file before their end.
 # Check-backs come more often than by default, so that a run need not wait minutes for the outcomes of half messages.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "embedded": {"embedded": {"lease_seconds": 3, "half_check_seconds": 2, "spill_bytes": 1000}},
+    "embedded": {
+        "embedded": {"lease_seconds": 3, "redeliver_seconds": 3, "half_check_seconds": 2, "spill_bytes": 1000}
+    },
     "kafka": {"kafka": {"session.timeout.ms": "6000", "heartbeat.interval.ms": "300", "half_check_seconds": 2}},
     "pulsar": {"pulsar": {"half_check_seconds": 2}},
 }
@@ -54,6 +57,7 @@ _FLOORS: Mapping[str, Mapping[str, int]] = {
     "transactions": {**_TRANSACTIONS, "over topics": 20},
     "owners": {**_TRANSACTIONS, "over topics": 20, "takeovers": 3},
     "groups": {**_TRANSACTIONS, "acks with outputs": 20, "taken again": 5},
+    "sharing": {**_TRANSACTIONS, "acks with outputs": 20, "taken again": 5},
     "decisions": {"claims": 20},
     "half-messages": {"published": 5, "dropped": 2, "read": 100, "full reads": 1, "killed undecided": 2},
     "spanning": {**_TRANSACTIONS, "over topics": 20, "spans": 20},
@@ -66,6 +70,7 @@ NEEDS = {
     "decide": Capability.DECISION_LOG,
     "publish": Capability.IDEMPOTENT_SEND,
     **dict.fromkeys(("copy", "process"), Capability.ATOMIC_ACK),
+    "share": Capability.SHARE_MESSAGE,
     "finish": Capability.PREPARE,
     "sell": Capability.HALF_MESSAGES,
     **dict.fromkeys(("span", "witness"), Capability.RESOLVE_ANYWHERE),
@@ -183,8 +188,14 @@ class Plan:
 
     def groups(self, roles: Collection[str]) -> list[str]:
         """Return the names of the groups that read the topic "source" in a run with processes of these roles."""
-        named = (("copy", "copiers"), ("process", "processors"))
+        named = (("copy", "copiers"), ("process", "processors"), ("share", "sharers"))
         return [self.named(group) for role, group in named if role in roles]
+
+    def sharing(self, group: str, capabilities: Capabilities) -> str:
+        """Return how the members of a group share partitions; the role "share" does it by key if the seed is odd."""
+        if group != self.named("sharers"):
+            return "partition"
+        return "key" if self.seed % 2 and capabilities[Capability.SHARE_KEY] else "message"
 
     @property
     def sales(self) -> Path:

@@ -23,7 +23,7 @@ ALL = 100_000_000
 
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
 _SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell", "span")
-_MEMBERS = ("copy", "process")
+_MEMBERS = ("copy", "process", "share")
 # The longest time to wait for open transactions, and for groups.
 _SETTLING_SECONDS = 90.0
 # The time in which the broker ends a transaction that its process has aborted.
@@ -255,7 +255,8 @@ class Settling:
         """Return whether a member that has all partitions of the source topic receives nothing for some seconds."""
         until, quiet_since = time.monotonic() + _SETTLING_SECONDS, None
         with suppress(TxnBridgeError), self._client.bridge() as bridge:
-            with bridge.consumer(self._plan.named("source"), group) as consumer:
+            sharing = self._plan.sharing(group, bridge.capabilities)
+            with bridge.consumer(self._plan.named("source"), group, sharing=sharing) as consumer:
                 while (now := time.monotonic()) < until:
                     if consumer.poll(1, timeout=1):
                         return False

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
@@ -22,6 +22,7 @@ from txnbridge_conformance.run.client import (
     ProcessorRecording,
     read_of,
 )
+from txnbridge_conformance.run.plan import PARTITIONS
 from txnbridge_conformance.run.sales import Sales
 
 # One message in this many is poison, and the handler fails for this share of the others.
@@ -37,6 +38,9 @@ _LONGEST_PAUSE = 2.0
 _WISHES = (("commit",), ("commit", "abort"), ("abort",), ("abort", "commit"), ("status", "commit", "status"))
 # The share of tokens that the role "finish" puts off, and for how many seconds at most.
 _LATE_SHARE, _LATEST = 0.2, 8.0
+# The shares of the messages with a member of a group that shares partitions which one transaction acknowledges; how
+# often such a member sleeps, and the longest sleep in seconds, behind which others have got its messages.
+_PARTS, _SLEEPING_SHARE, _LONGEST_SLEEP = (0.1, 0.5, 1), 0.05, 6.0
 # The share of polls of which a member gives messages back.
 _GIVING_BACK_SHARE = 0.05
 # The share of prepared transactions whose member leaves its group before they are decided, and the longest time until
@@ -131,7 +135,9 @@ def feed(client: Client) -> None:
     """Send messages to the topic that the copiers read."""
     with client.bridge(writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0.02, 0.2)):
-            client.transact(bridge, client.sends(client.plan.named("source")))
+            source = client.plan.named("source")
+            many = {(source, client.random.randrange(PARTITIONS)): client.values(client.random.randint(2, 50))}
+            client.transact(bridge, many if client.random.random() < 0.3 else client.sends(source))
 
 
 def publish(client: Client) -> None:
@@ -143,7 +149,12 @@ def publish(client: Client) -> None:
                 publisher.flush()
 
 
-def copy(client: Client) -> None:
+def share(client: Client) -> None:
+    """Copy messages as `copy` does, in a group whose members share partitions; a transaction takes a part of them."""
+    copy(client, "sharers")
+
+
+def copy(client: Client, name: str = "copiers") -> None:
     """Copy messages as a member of a group: acknowledge the input and send the output in one transaction.
 
     A transaction that was prepared is ended by its token. If it is then not committed, return: the program calls this
@@ -152,26 +163,31 @@ def copy(client: Client) -> None:
     """
     plan = client.plan
     with client.bridge(writers=1) as bridge:
-        with bridge.consumer(plan.named("source"), plan.named("copiers")) as consumer:
-            left = _copy_until_undecided(client, bridge, consumer)
+        group, sharing = plan.named(name), plan.sharing(plan.named(name), bridge.capabilities)
+        with bridge.consumer(plan.named("source"), group, sharing=sharing) as consumer:
+            left = _copy_until_undecided(client, bridge, consumer, group, sharing)
         if left is not None:
             client.stop.wait(client.random.uniform(0, _LATE_SECONDS))
             client.publish_token(left)
 
 
-def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) -> Transaction | None:
+def _copy_until_undecided(
+    client: Client, bridge: Bridge, consumer: Consumer, group: str, sharing: str
+) -> Transaction | None:
     """Copy messages until a prepared transaction is not committed. Return it if nobody knows its token yet."""
     plan = client.plan
     undecided: Transaction | None = None
+    held: dict[object, Message] = {}  # those that no transaction has taken yet, by topic, partition and position
     unsure: set[int] = set()  # partitions of which a transaction failed since the last one that was committed
     while not client.stop.is_set():
         closing = plan.closing.exists()  # a long run leaves much behind: it is copied without pauses
         messages: Sequence[Message] = consumer.poll(50 if closing else client.random.choice((1, 5, 50)), timeout=0.2)
+        messages = _part_of(client, held, messages) if sharing != "partition" else messages
         if undecided is not None and client.random.random() < _DECIDING_SHARE:
             _end_prepared(client, bridge, undecided)
             undecided = None
         if not closing and undecided is None and len(messages) and client.random.random() < _GIVING_BACK_SHARE:
-            messages = _give_back(client, bridge, consumer, messages, unsure)
+            messages = _give_back(client, bridge, consumer, messages, unsure, sharing)
         if messages:
             sends = {(plan.named("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
             for message in messages:
@@ -180,8 +196,8 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
             way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
             abort, prepare = not closing and way == "abort", not closing and way == "prepare"
             pause = 0 if closing else client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
-            ack = (plan.named("copiers"), messages)
-            txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
+            ack = (group, messages)
+            txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, sharing=sharing, pause=pause)
             (unsure.difference_update if txn else unsure.update)({each.partition for each in messages})
             if txn and prepare:
                 if client.random.random() < _LEAVING_SHARE:
@@ -194,8 +210,18 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
     return None
 
 
+def _part_of(client: Client, held: dict[object, Message], polled: Iterable[Message]) -> list[Message]:
+    """Add messages to those that a member holds; remove and return a random part of them, at the end of a run all."""
+    held.update((message[:3], message) for message in polled)
+    closing = client.plan.closing.exists()
+    if not closing and client.random.random() < _SLEEPING_SHARE:
+        client.stop.wait(client.random.uniform(0, _LONGEST_SLEEP))
+    part = 1 if closing else client.random.choice(_PARTS)
+    return [held.pop(key) for key in list(held) if client.random.random() < part]
+
+
 def _give_back(
-    client: Client, bridge: Bridge, consumer: Consumer, messages: Sequence[Message], unsure: set[int]
+    client: Client, bridge: Bridge, consumer: Consumer, messages: Sequence[Message], unsure: set[int], sharing: str
 ) -> Sequence[Message]:
     """Give back messages from a random one on by a nack, or all by a seek, if the broker can. Return those it keeps.
 
@@ -205,11 +231,12 @@ def _give_back(
     if client.plan.raw or not (can[Capability.REDELIVERY] and can[Capability.REPLAY]):
         return messages
     with client.recorded("give back"):
-        if client.random.random() < 0.5 or not unsure.isdisjoint(each.partition for each in messages):
-            consumer.nack(messages[at:])
-        else:
+        seeks = sharing == "partition" and unsure.isdisjoint(each.partition for each in messages)
+        if seeks and client.random.random() < 0.5:
             at = 0
             consumer.seek({(each.topic, each.partition): each.position for each in reversed(messages)})
+        else:
+            consumer.nack(messages[at:])
     return messages[:at]
 
 
@@ -361,5 +388,5 @@ def span(client: Client) -> None:
             client.span(((client, bridge, here), (second, other, there)))
 
 
-_ROLES = (write, own, oversleep, decide, feed, publish, copy, process, finish, watch, sell, span, witness)
+_ROLES = (write, own, oversleep, decide, feed, publish, copy, share, process, finish, watch, sell, span, witness)
 WORK: dict[str, Callable[[Client], None]] = {role.__name__: role for role in _ROLES}

@@ -123,7 +123,7 @@ class _RawBridge:
         self._producer = producer
 
     @contextmanager
-    def consumer(self, topics: str | Sequence[str], group: str | None = None) -> Iterator[_RawConsumer]:
+    def consumer(self, topics: str | Sequence[str], group: str | None = None, **_: Any) -> Iterator[_RawConsumer]:
         self._consumer = _RawConsumer(self._settings, [topics] if isinstance(topics, str) else topics, group)
         try:
             yield self._consumer
