@@ -248,7 +248,7 @@ class Span:
         self._database: SpanTransaction | None = None
         if db is None:
             self._spans.open(timeout=timeout)
-            self._key = f"{self._spans.clusters}-{random_name(8)}"
+            self._key = f"{self._spans.clusters}-{digest(bridges[0]._connection.identity.application)}{random_name(8)}"
         else:
             self._database = self._spans.database(db, timeout)
             # A sweep that knew no rows would take no key with a dot for one of its own.

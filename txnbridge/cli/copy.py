@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import click
 
 import txnbridge
 from txnbridge._half.span import sweep_of
+from txnbridge._half.span_sweep import digest
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
 from txnbridge.cli._object_loading import telling
@@ -62,24 +64,19 @@ def command(
                     timestamp=message.timestamp if 0 < message.timestamp < 1 << 63 else None,
                 )
 
-        processor = source.processor(
-            list(alike),
-            group=group,
-            batch=move,
-            to=other,
-            max_messages=batch,
-            max_attempts=_ATTEMPTS,
-            dead_letter=dead_letter,
-        )
-        if until_idle:
-            _wait_for_earlier([source, other])
-        with _told(cli, processor):
-            try:
-                processor.run(until_idle)
-            except txnbridge.Poison as error:
-                text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
-                raise txnbridge.DeliveryFailed(text) from error
-    cli.answer({"copied": processor.stats.messages}, f"copied: {processor.stats.messages} messages")
+        settings: dict[str, Any] = {"max_messages": batch, "max_attempts": _ATTEMPTS, "dead_letter": dead_letter}
+        copied, goes_on = 0, True
+        while goes_on:
+            processor = source.processor(list(alike), group=group, batch=move, to=other, **settings)
+            with _told(cli, processor):
+                try:
+                    processor.run(until_idle)
+                except txnbridge.Poison as error:
+                    text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
+                    raise txnbridge.DeliveryFailed(text) from error
+            copied += processor.stats.messages
+            goes_on = until_idle and not processor._stop.asked and _has_waited([source, other])
+    cli.answer({"copied": copied}, f"copied: {copied} messages")
 
 
 def _made_ready(
@@ -100,15 +97,18 @@ def _made_ready(
     return {t.name: t.partitions if there.get(t.name, t.partitions) == t.partitions else 0 for t in chosen}
 
 
-def _wait_for_earlier(bridges: Sequence[txnbridge.Bridge]) -> None:
-    """Wait until what a dead copy left open has ended: some brokers' lag omits its messages, their readers wait."""
-    left: set[str] | None = None
-    while left != set():
-        now = {part.transaction for part in sweep_of(bridges).parts() if part.place >= 0}
-        if now and left is None:
-            click.echo(f"waiting for the end of an earlier copy's transactions: {len(now)}", err=True)
-        left = now if left is None else left & now
-        time.sleep(0.5 if left else 0.0)
+def _has_waited(bridges: Sequence[txnbridge.Bridge]) -> bool:
+    """Wait until no copy of the group has a transaction, alive or dead; return whether one had: it may be aborted.
+
+    Some brokers' lag omits the messages of such a transaction, and their readers wait.
+    """
+    ours, waited = f"-{digest(bridges[0]._connection.identity.application)}", False
+    while left := [part for part in sweep_of(bridges).parts() if part.place >= 0 and ours in part.key]:
+        if not waited:
+            click.echo(f"waiting for the end of another copy's transactions: {len(left)}", err=True)
+        waited = True
+        time.sleep(0.5)
+    return waited
 
 
 @contextmanager
