@@ -179,13 +179,17 @@ class Spans:
         bridge = self._bridge(token)
         return (bridge.commit if outcome is Outcome.COMMITTED else bridge.abort)(token, timeout)
 
-    def _end_again(self) -> None:
-        """End transactions that could not be ended before: the next check-back may come after they have expired."""
+    def _end_again(self) -> list[Token]:
+        """End transactions that could not be ended before; return the tokens of those that still cannot be.
+
+        The next check-back may come after they have expired.
+        """
         for transaction, ended in list(self._later.items()):
             with suppress(errors.TxnBridgeError):
                 with suppress(errors.EvidenceLost):
                     self._end(*ended)
                 self._later.pop(transaction, None)
+        return [token for token, _ in list(self._later.values())]
 
     def _bridge(self, token: Token) -> SpannedBridge:
         bridge = self._open_bridges().get(token.cluster)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -113,7 +113,7 @@ class SpanSweep(Service):
         connection: Connection,
         clusters: str,
         bridges: OpenBridges,
-        end_again: Callable[[], None] = lambda: None,
+        end_again: Callable[[], Iterable[Token]] = lambda: (),
         settle: Settle = lambda *_: Decision.UNDECIDED,
     ) -> None:
         super().__init__(connection, "sweep of spans", stop_timeout=1.0)
@@ -127,17 +127,35 @@ class SpanSweep(Service):
         self._end_again = end_again
         self._aborted: set[str] = set()  # the keys of the spans of which a part was aborted here
         self._denied = False
+        self._late: set[str] = set()  # the ids of prepared parts in the second half of their hold
+
+    @property
+    def healthy(self) -> bool:
+        """False while a prepared part is in the second half of its hold, at whose end its broker aborts it."""
+        return self._runs and not self._late
 
     def _loop(self) -> None:
         while not self._stop.asked and not self._connection.closed:
             self._stop.sleep(_EVERY_SECONDS)
-            self._end_again()
-            self.sweep()
+            left = list(self._end_again())
+            self._warn([*left, *(part.token for part in self.sweep() if part.token is not None)])
 
-    def sweep(self) -> None:
-        """End transactions over several brokers whose processes cannot decide about them any more."""
+    def _warn(self, prepared: Iterable[Token]) -> None:
+        late, now = set[str](), time.time()
+        for token in prepared:
+            *_, place, until = token.transaction.split(".")
+            expires = (token.expires_at or 0) / 1000
+            if now < expires < 2 * now - int(until):
+                if token.transaction not in self._late | late:
+                    text = "part %s of a span is still prepared, and its broker aborts it in %.0f s: %r"
+                    _log.warning(text, place, expires - now, token)
+                late.add(token.transaction)
+        self._late = late
+
+    def sweep(self) -> list[Part]:
+        """End spans' parts whose processes cannot decide about them any more; return the parts that it found."""
         if len(self._bridges()) < self._brokers:  # one was closed: of a span it would end a part, and forget the others
-            return
+            return []
         now = time.time()  # before the look, which may take long: what it shows as open is open after this time
         left = self.parts()
         firsts = {part.key for part in left if part.place == 0}
@@ -158,6 +176,7 @@ class SpanSweep(Service):
                         settled[part.row] = self._settle(part.row, part.until)
                     if (decision := settled[part.row]) is not Decision.UNDECIDED:
                         self._end(part, decision)
+        return left
 
     def _end(self, part: Part, decision: Decision) -> Outcome | None:
         """End one broker's transaction; return its true outcome, None if it was listed as open and is prepared now."""

@@ -28,6 +28,7 @@ from txnbridge._base.token import State
 from txnbridge._half.half_messages import HalfMessages
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import SpanSweep, digest, mark
+from txnbridge._metrics import Metrics
 from txnbridge.spi import Deadline, OpenTransaction
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
@@ -137,6 +138,31 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
         send(span, pair, b"1")
     assert span.outcome is Outcome.COMMITTED
     wait_until(lambda: values(pair) == [[b"1"], [b"1"]])
+
+
+@pytest.mark.parametrize("away", ["here", "everywhere"])
+def test_a_part_that_is_still_prepared_at_half_of_its_hold_is_warned_of_once(
+    pair, monkeypatch, quick_sweep, caplog, away
+):
+    fail_call(monkeypatch, Bridge, "commit", AWAY, range(1, 1000))
+    if away == "everywhere":
+        monkeypatch.setattr(Admin, "transactions", raising(AWAY))
+    with spanning(*pair, hold=600) as span:
+        send(span, pair, b"1")
+    sweeps = note_calls(monkeypatch, SpanSweep, "sweep")
+
+    def warnings_after_two_sweeps() -> int:
+        before = len(sweeps)
+        wait_until(lambda: len(sweeps) > before + 1)
+        text: str = caplog.text
+        return text.count(f"its broker aborts it in 240 s: {span.tokens[1]!r}")
+
+    assert warnings_after_two_sweeps() == 0
+    now = (span.tokens[1].expires_at or 0) / 1000 - 240
+    monkeypatch.setattr("txnbridge._half.span_sweep.time", SimpleNamespace(time=lambda: now))
+    assert warnings_after_two_sweeps() == 1 == warnings_after_two_sweeps()
+    (healthy,) = (each.samples for each in Metrics().families() if each.name == "txnbridge_service_healthy")
+    assert 0 in healthy.values()
 
 
 def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, quick_sweep):
