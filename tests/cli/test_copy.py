@@ -5,10 +5,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.request import urlopen
 
 import pytest
+from txnbridge_conformance.brokers._broker import free_ports
 
 import txnbridge
 from tests.cli.conftest import Invoke, started
@@ -73,6 +77,35 @@ def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, mon
         monkeypatch.undo()
         assert len(target.admin.transactions()) == 1
         assert invoke(*copy).exit_code == 0 and target.admin.transactions() == []
+
+
+def test_a_copy_keeps_to_its_rate(invoke: Invoke, urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
+    slept = [0.0]
+    monkeypatch.setattr("txnbridge.cli.copy.time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders")
+        with source.transaction() as txn:
+            txn.send_many("orders", [b"1"] * 25)
+    copied = invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--rate", "10", "--url", urls[0])
+    assert "copied: 25 messages" in copied.stdout
+    assert sum(slept) == pytest.approx(2.0)  # five in a transaction, and no wait behind the last
+
+
+def test_prometheus_reads_the_metrics_of_a_copy(urls: tuple[str, str]):
+    (port,) = free_ports(1)
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders")
+        with source.transaction() as txn:
+            txn.send_many("orders", [b"1", b"2"])
+    sample = 'txnbridge_processor_messages_total{backend="embedded",group="txnbridge-copy",topics="orders"} 2.0'
+
+    def is_told() -> bool:
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            return sample in page.read().decode()
+        return False
+
+    with started("copy", urls[1], "--topics", "orders", "--metrics-port", str(port), "--url", urls[0]):
+        wait_until(is_told)
 
 
 def has(bridge: txnbridge.Bridge, count: int) -> bool:

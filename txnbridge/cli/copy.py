@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import txnbridge
+import txnbridge.metrics
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import digest
 from txnbridge.cli import _common
@@ -32,9 +33,19 @@ _ATTEMPTS = 3  # at a message that the target refuses; a broker that is away doe
 )
 @click.option("--until-idle", is_flag=True, help="End when everything is copied.")
 @click.option("--batch", type=click.IntRange(1), default=5000, show_default=True, help="Messages in one transaction.")
+@click.option("--rate", metavar="N", type=click.IntRange(1), help="Copy at most N messages a second.")
 @click.option("--dead-letter", metavar="TOPIC", help="A topic of --url for messages that the target refuses.")
+@click.option("--metrics-port", metavar="PORT", type=click.IntRange(1, 65535), help="Answer Prometheus at /metrics.")
 def command(
-    cli: Cli, target: str, topics: Sequence[str], group: str, until_idle: bool, batch: int, dead_letter: str | None
+    cli: Cli,
+    target: str,
+    topics: Sequence[str],
+    group: str,
+    until_idle: bool,
+    batch: int,
+    rate: int | None,
+    dead_letter: str | None,
+    metrics_port: int | None,
 ) -> None:
     """Copy topics from the broker of --url to the broker of TARGET-URL, each message exactly once.
 
@@ -44,6 +55,8 @@ def command(
     take over from each other; one that was killed goes on where it stood. Do not copy in a circle.
     """
     application = f"copy-{group}"
+    if metrics_port is not None:
+        txnbridge.metrics.serve(metrics_port)
     with (
         telling(),
         cli.connect(application=application, create_topics=0) as source,
@@ -52,8 +65,13 @@ def command(
         if source.cluster == other.cluster:
             raise txnbridge.InvalidOption(f"a copy needs two brokers, and {target} is the same as {source.url}")
         alike = _made_ready(cli, source, other, topics)
+        next_at = 0.0
 
         def move(messages: txnbridge.Batch, txn: txnbridge.Transaction) -> None:
+            nonlocal next_at
+            if rate is not None:
+                time.sleep(max(0.0, next_at - time.monotonic()))
+                next_at = time.monotonic() + len(messages) / rate
             for message in messages:
                 txn.send(
                     message.topic,
@@ -64,6 +82,7 @@ def command(
                     timestamp=message.timestamp if 0 < message.timestamp < 1 << 63 else None,
                 )
 
+        batch = batch if rate is None else min(batch, max(1, rate // 2))  # a stop waits half a second
         settings: dict[str, Any] = {"max_messages": batch, "max_attempts": _ATTEMPTS, "dead_letter": dead_letter}
         copied, goes_on = 0, True
         while goes_on:
