@@ -211,16 +211,17 @@ def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair
     assert caplog.text == ""
 
 
-def test_everything_is_sold_once_wherever_its_process_dies(tmp_path, kill_walk: KillWalk):
+@pytest.mark.parametrize("new_database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.live)], indirect=True)
+def test_everything_is_sold_once_wherever_its_process_dies(tmp_path, new_database, kill_walk: KillWalk):
     numbers = count()
 
     def fresh() -> Shop:
-        name = f"{tmp_path}/{next(numbers)}"
-        engine = sa.create_engine(f"sqlite:///{name}.db")
+        name, database = f"{tmp_path}/{next(numbers)}", new_database()
+        engine = sa.create_engine(database)
         with engine.begin() as connection:
             connection.exec_driver_sql("CREATE TABLE sales (number INTEGER)")
         engine.dispose()
-        return Shop(f"embedded:{name}-a.db", f"embedded:{name}-b.db", f"sqlite:///{name}.db")
+        return Shop(f"embedded:{name}-a.db", f"embedded:{name}-b.db", database)
 
     def check(shop: Shop) -> None:
         engine = sa.create_engine(shop.database)
