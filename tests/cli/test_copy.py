@@ -169,7 +169,7 @@ def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(inv
     told = " ".join(refused.stderr.split())
     assert "<Message orders[0] at (" in told and "has 2000 bytes with its key and headers; this broker" in told
     assert "--dead-letter" in told
-    assert invoke(*copy, "--dead-letter", "dead").exit_code == 0
+    assert invoke(*copy, "--dead-letter", "dead").stdout == "copied: 1 messages\n"
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as other:
         assert [message.value for message in other.read("orders", 9)] == [b"1", b"3"]
         assert [message.value for message in source.read("dead", 9)] == [bytes(2000)]

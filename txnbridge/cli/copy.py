@@ -93,7 +93,7 @@ def command(
                 except txnbridge.Poison as error:
                     text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
                     raise txnbridge.DeliveryFailed(text) from error
-            copied += processor.stats.messages
+            copied += processor.stats.messages - processor.stats.dead_letters
             goes_on = until_idle and not processor._stop.asked and _has_waited([source, other])
     cli.answer({"copied": copied}, f"copied: {copied} messages")
 
@@ -138,7 +138,7 @@ def _told(cli: Cli, processor: txnbridge.Processor) -> Iterator[None]:
     def tell() -> None:
         copied = 0
         while not ended.wait(_SECONDS_BETWEEN_LINES):
-            before, copied = copied, processor.stats.messages
+            before, copied = copied, processor.stats.messages - processor.stats.dead_letters
             rate = (copied - before) / _SECONDS_BETWEEN_LINES
             click.echo(f"copied: {copied} messages, {rate:.0f} a second; left: {processor.lag}", err=True)
 
