@@ -155,6 +155,19 @@ def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(invo
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
 
 
+def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls, monkeypatch):
+    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
+        source.ensure_topics("orders", "other")
+        target.ensure_topics("other")
+        away = txnbridge.BrokerUnavailable("a test says so")
+        fail_call(monkeypatch, txnbridge.Bridge, "commit", away, EACH, when=lambda bridge, *_: bridge is source)
+        with txnbridge.spanning(target, source) as span:
+            for bridge in (source, target):
+                span.on(bridge).send("other", b"1")
+        assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]).exit_code == 0
+        assert len(source.admin.transactions()) == 1
+
+
 def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(invoke: Invoke, urls: tuple[str, str]):
     target = f"{urls[1]}?max_message_bytes=1000"
     with txnbridge.connect(urls[0]) as source:
