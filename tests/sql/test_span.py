@@ -101,6 +101,11 @@ def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown
         span.on(pair[0]).send("sales", b"1")
     assert span.outcome is Outcome.UNKNOWN
     assert caught.value.token == str(span.token)
+    answer_calls(monkeypatch, BarrierTable, "settle", Decision.UNDECIDED)
+    fail_call(monkeypatch, sa.Connection, "commit", LOST, EACH)
+    with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine):
+        pass  # without a message there is no token
+    assert caught.value.token is None
 
 
 def test_a_session_of_asyncio_is_refused_because_no_resolver_could_use_its_engine(pair, tmp_path):

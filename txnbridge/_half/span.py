@@ -308,7 +308,7 @@ class Span:
         except BaseException as failure:
             error, kind, trace = failure, type(failure), failure.__traceback__
             if isinstance(failure, errors.TxnBridgeError):
-                failure.token = str(self.token) if self.outcome is Outcome.UNKNOWN else None
+                failure.token = str(self.token) if self.tokens and self.outcome is Outcome.UNKNOWN else None
             raise
         finally:
             if self.outcome in (None, Outcome.ABORTED):
