@@ -189,6 +189,9 @@ def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, mon
         starts = start_positions.KafkaGroupStartPositions(requests, read, context, counts, lambda _: [], soon)
     found = starts.resolve(asked, Deadline(2))
     assert {**found.offsets, **found.to_commit} == {("orders", 0): 0}
+    cluster.topics = [topic("orders", DENIED)]
+    with pytest.raises(AccessDenied):
+        starts.resolve(asked, Deadline(2))
 
 
 class Leftovers:

@@ -130,12 +130,15 @@ class Connections:
         """Clear the cache of coordinators. Called after an error, because a coordinator may have moved."""
         self._coordinators.clear()
 
-    def leaders(self, partitions: Iterable[Partition], *, readable_only: bool = False) -> dict[int, list[Partition]]:
+    def leaders(
+        self, partitions: Iterable[Partition], *, led_only: bool = False, readable_only: bool = False
+    ) -> dict[int, list[Partition]]:
         """Return the partitions by their leader's node. A partition that does not exist is left out.
 
-        With `readable_only` a partition is left out too if it has no leader, or this user may not see its topic.
+        With `led_only` one without a leader is left out too, with `readable_only` also one that this user may not see.
         """
-        wanted, passed = set(partitions), {DONE, UNKNOWN_TOPIC, *(DENIED if readable_only else ())}
+        wanted = set(partitions)
+        passed = {DONE, UNKNOWN_TOPIC, *(NO_LEADER if led_only else ()), *(DENIED if readable_only else ())}
         leaders: dict[int, list[Partition]] = defaultdict(list)
         for topic in self.metadata(sorted({name for name, _ in wanted})).topics:
             if topic.error_code not in passed:
@@ -144,7 +147,7 @@ class Connections:
                 partition = (topic.name, each.partition_index)
                 if partition in wanted and each.leader_id >= 0:
                     leaders[each.leader_id].append(partition)
-                elif partition in wanted and not readable_only:
+                elif partition in wanted and not (led_only or readable_only):
                     raise RetryLaterError(f"{messages.partition_name(partition)} has no leader")
         return leaders
 

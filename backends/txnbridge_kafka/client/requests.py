@@ -242,13 +242,10 @@ class Requests:
 
     def led(self, partitions: Collection[Partition], deadline: Deadline) -> set[Partition]:
         """Return those of these partitions that have a leader now."""
-
-        def attempt(connections: Connections) -> set[Partition]:
-            topics = connections.metadata(sorted({topic for topic, _ in partitions})).topics
-            found = {(t.name, each.partition_index) for t in topics for each in t.partitions if each.leader_id >= 0}
-            return found.intersection(partitions)
-
-        return self._runner.repeat(deadline, "looking up leaders of partitions", attempt) if partitions else set()
+        if not partitions:
+            return set()
+        led = self._runner.repeat(deadline, "looking up leaders", lambda at: at.leaders(partitions, led_only=True))
+        return set().union(*led.values())
 
     def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return each partition's first offset that retention has not removed."""
