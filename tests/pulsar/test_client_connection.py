@@ -22,7 +22,7 @@ from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
 from txnbridge_pulsar.client.retry import backoff_pauses
 
-from tests.failing import raising
+from tests.failing import fail_call, raising
 from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
@@ -76,6 +76,15 @@ def producer(client: wire.PulsarClient) -> wire.PulsarProducer:
 
 
 partitions = replies("partition_metadata_response", partitions=3)
+
+
+@pytest.mark.parametrize("name", ["pulsar resolve", "pulsar 127"])
+def test_a_connection_without_a_thread_is_closed_and_may_be_tried_again(broker, monkeypatch, name):
+    when = lambda thread: thread.name.startswith(name)  # noqa: E731
+    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), when=when)
+    with pytest.raises(wire.ConnectFailed, match="can't start new thread"):  # an open socket warns
+        connect(broker)
+    connect(broker).close()
 
 
 # ---------------------------------------------------------------------------------------------------- addresses

@@ -122,12 +122,15 @@ class BrokerConnection:
         Raise `ConnectFailed` if no connection was made, or the broker's refusal, usually `NotAuthenticated`.
         """
         deadline = ClientDeadline(min(deadline.left, CONNECT_SECONDS))
+        sock = None
         try:
             sock = dial(address, options.tls, deadline)
-        except (OSError, ValueError) as error:
+            connection = cls(Transport(sock), address, logical, options)
+            connection._reader.start()
+        except (OSError, ValueError, RuntimeError) as error:  # the last if this machine starts no more threads now
+            if sock is not None:
+                sock.close()
             raise ConnectFailed(f"{address} cannot be reached: {error}") from error
-        connection = cls(Transport(sock), address, logical, options)
-        connection._reader.start()
         try:
             connection._send_connect(deadline)
         except BaseException:
@@ -321,11 +324,8 @@ class BrokerConnection:
             _log.warning("new credentials could not be fetched: %s", type(error).__name__)
             return
         response = {"auth_method_name": authentication.method, "auth_data": data}
-        self.post(
-            command(
-                "auth_response", client_version=CLIENT_VERSION, response=response, protocol_version=PROTOCOL_VERSION
-            )
-        )
+        ours = {"client_version": CLIENT_VERSION, "protocol_version": PROTOCOL_VERSION}
+        self.post(command("auth_response", response=response, **ours))
 
     def _tell(self, kind: str, frame: Frame, tell: Callable[[Any], None]) -> None:
         side = self._sides.get((kind, frame.fields[f"{kind}_id"]))
