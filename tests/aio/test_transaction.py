@@ -246,13 +246,16 @@ async def test_a_block_that_is_cancelled_waits_for_its_abort(held, bridge):
 
 
 @pytest.mark.parametrize("kind", ["transaction", "half messages", "span", "publisher"])
-async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_and_aborts_later(bridge, tmp_path, kind):
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_and_aborts_later(
+    bridge, tmp_path, kind, goes_on
+):
     runs, go_on = threading.Event(), threading.Event()
     hanging = Topic("a", Mock(**{"encode.side_effect": lambda *_: (runs.set(), go_on.wait())}))  # type: ignore[func-returns-value]
 
     async def cancel() -> None:
         await until(runs.is_set)
-        scope.cancel()
+        (of_call if goes_on else of_block).cancel()
 
     url = f"embedded:{tmp_path}/other.db"
     async with aio.connect(url, timeout=2) as other:
@@ -267,11 +270,14 @@ async def test_a_block_behind_a_cancelled_call_that_hangs_ends_by_its_deadline_a
                 with anyio.fail_after(SOON):
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(cancel)
-                        with anyio.CancelScope() as scope, suppress(DeadlineExceeded):  # of the publisher
+                        with anyio.CancelScope() as of_block, suppress(DeadlineExceeded):
                             async with block() as opened:
                                 sender = opened.on(bridge) if kind == "span" else opened
-                                await sender.send(hanging, b"1")
-                assert scope.cancel_called
+                                with anyio.CancelScope() as of_call:
+                                    await sender.send(hanging, b"1")
+                                with suppress(DeadlineExceeded):
+                                    await sender.send("a", b"2")
+                assert of_call.cancel_called == goes_on
             finally:
                 go_on.set()
             if kind != "publisher":

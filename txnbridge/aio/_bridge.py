@@ -344,8 +344,7 @@ class Publisher(ClosedByBlock):
 
     async def close(self) -> None:
         """Flush, and close the publisher; a cancelled call goes on in its thread."""
-        _, patience = self._limit
-        await self._calls.run(Call(self._sync.close, must_run=True, patience=patience))
+        await self._calls.run(Call(self._sync.close, must_run=True, patience=self._limit[1]))
 
     async def _run(self, _: str, function: Callable[[], R]) -> R:
-        return await self._calls.run(Call(function), *self._limit)
+        return await self._calls.run(Call(function, patience=self._limit[1]), *self._limit)

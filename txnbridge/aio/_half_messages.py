@@ -39,14 +39,14 @@ class HalfTransaction(EndedByBlock):
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
-        return await self._calls.run(Call(function))
+        return await self._calls.run(Call(function, patience=self._patience))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None:
             return await self._drop_after(error)
-        self._end = end = Call(partial(self._sync.__exit__, None, None, None))
+        self._end = end = Call(partial(self._sync.__exit__, None, None, None), patience=self._patience)
         try:
             await self._calls.run(end, self._threads, self._sync.deadline)
         except BaseException as cancelled:

@@ -86,7 +86,8 @@ class Span:
         end = None
         try:
             for part in self._parts.values():
-                await part.settle()  # a call whose task was cancelled, and the block has gone on
+                wait = Call(lambda: None, patience=part._patience)
+                await part._calls.run(wait)  # for a call whose task was cancelled, if the block has gone on
             self._end = end = Call(partial(self._sync.__exit__, None, None, None))
             await self._calls.run(end)
         except BaseException as cancelled:
