@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SHOP = """
-import os, signal, time
+import os, signal, sys, time
 import txnbridge
 
 def ship(message, txn):
@@ -25,6 +25,8 @@ def ship(message, txn):
         raise txnbridge.Poison("no such customer")
     if message.value == b"fail":
         raise ValueError("secret")
+    if message.value == b"leave":
+        sys.exit()
     txn.send("shipments", message.value)
 
 def shipping(bridge):
@@ -153,14 +155,16 @@ def test_an_error_in_the_module_is_told_with_the_frames_of_the_module(refused, u
         assert f"\ntxnbridge: module broken cannot be imported: {reason}" in told
 
 
-@pytest.mark.parametrize(("value", "told"), [(b"bad", "no such customer"), (b"fail", "ValueError at")])
+@pytest.mark.parametrize(
+    ("value", "told"), [(b"bad", "no such customer"), (b"fail", "ValueError at"), (b"leave", "has called sys.exit()")]
+)
 def test_run_without_a_dead_letter_topic_tells_the_reason_of_poison_and_the_place_of_an_error(
     invoke, url, shop, orders, value, told
 ):
     orders(value)
-    result = invoke("run", "shop:strict")
+    result = invoke("run", "shop:strict", "--until-idle")
     assert result.exit_code == 1
-    assert told in result.stderr
+    assert told in result.output
     assert "0 messages" in result.stdout and "secret" not in result.output
 
 

@@ -72,8 +72,6 @@ class WorkerProcess:
                 show_traceback(error)  # of a lifespan
             report(click.get_current_context(), shown)
             return ExitCode.FAILED if app._was_running else start_code(error)
-        except SystemExit as error:  # its code 0 would say that the application has stopped itself
-            raise SystemExit(error.code or "txnbridge: a function has called sys.exit()") from None
         return ExitCode.OK if app._stopped_itself else STOPPED
 
     def _tell(self, app: App) -> None:

@@ -53,27 +53,27 @@ def command(
         from txnbridge.cli._worker import WorkerProcess
 
         process = WorkerProcess(worker)
-    found = load(
-        target,
-        lambda found: isinstance(found, App | Processor) or callable(found),
-        "neither an App nor a Processor nor a function that makes one",
-    )
+    what = "neither an App nor a Processor nor a function that makes one"
+    found = load(target, lambda found: isinstance(found, App | Processor) or callable(found), what)
     supervised = workers is not None or reload or health_port is not None
     if supervised and (until_idle or not isinstance(found, App)):
         raise click.UsageError("--workers, --reload and --health-port are for an App, and not with --until-idle")
     if health_host is not None and health_port is None:
         raise click.UsageError("--health-host is for --health-port")
     with telling("" if process is None else process.log_prefix):
-        if not isinstance(found, App):
-            _run_processor(cli, target, found, until_idle)
-            return None
-        given = {name: _given(name) for name in ("url", "timeout")}
-        found._connect_options |= {name: value for name, value in given.items() if value is not None}
-        if process is not None:
-            return process.run(found)
-        if until_idle:
-            return _run_until_idle(cli, found)
-        return _supervise(target, found, workers or 1, reload, health_host or "0.0.0.0", health_port)
+        try:
+            if not isinstance(found, App):
+                _run_processor(cli, target, found, until_idle)
+                return None
+            given = {name: _given(name) for name in ("url", "timeout")}
+            found._connect_options |= {name: value for name, value in given.items() if value is not None}
+            if process is not None:
+                return process.run(found)
+            if until_idle:
+                return _run_until_idle(cli, found)
+            return _supervise(target, found, workers or 1, reload, health_host or "0.0.0.0", health_port)
+        except SystemExit as error:  # its code 0 would say that all is processed, or that it was stopped
+            raise SystemExit(error.code or "txnbridge: a function has called sys.exit()") from None
 
 
 def _given(option: str) -> Any:
