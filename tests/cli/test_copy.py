@@ -222,6 +222,17 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
         assert sorted(int(message.value) for message in target.read("orders", 10_000)) == list(range(2000))
 
 
+@pytest.mark.parametrize("command", ["spans list", "copy --topics orders --until-idle"])
+def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(
+    invoke, urls, monkeypatch, command
+):
+    for url in urls:
+        with txnbridge.connect(url) as bridge:
+            bridge.ensure_topics("orders")
+    fail_call(monkeypatch, txnbridge.Admin, "transactions", txnbridge.BrokerUnavailable("a test says so"))
+    assert invoke(*command.split(), urls[1], "--url", urls[0]).exit_code == 3
+
+
 def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         for bridge in (source, target):

@@ -21,7 +21,7 @@ from txnbridge._base.service import Service
 from txnbridge._base.token import Decision, Outcome, Status, Token
 from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability, Limits
-from txnbridge.errors import AccessDenied, TxnBridgeError
+from txnbridge.errors import AccessDenied, BrokerUnavailable, TxnBridgeError
 from txnbridge.spi import OpenTransaction
 
 _log = logging.getLogger("txnbridge")
@@ -157,7 +157,7 @@ class SpanSweep(Service):
         if len(self._bridges()) < self._brokers:  # one was closed: of a span it would end a part, and forget the others
             return []
         now = time.time()  # before the look, which may take long: what it shows as open is open after this time
-        left = self.parts()
+        left = self.parts(quiet=True)
         firsts = {part.key for part in left if part.place == 0}
         settled: dict[str, Decision] = {}  # by the names of rows
         # A database that is away delays only the spans that wait for it.
@@ -187,16 +187,18 @@ class SpanSweep(Service):
             return None
         return cast("Outcome", part.bridge.admin.abort(part.transaction, reason=PART_OF_SPAN))
 
-    def parts(self) -> list[Part]:
-        """Return the single brokers' open and prepared transactions that belong to spans over these clusters."""
-        return [part for bridge in self._bridges().values() for part in self._listed(bridge)]
+    def parts(self, quiet: bool = False) -> list[Part]:
+        """Return the open and prepared parts of spans over these clusters, `quiet` without those of a broker away."""
+        return [part for bridge in self._bridges().values() for part in self._listed(bridge, quiet)]
 
-    def _listed(self, bridge: SpannedBridge) -> list[Part]:
+    def _listed(self, bridge: SpannedBridge, quiet: bool = False) -> list[Part]:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return []
         try:
             listed = bridge.admin.transactions()
         except TxnBridgeError as error:
+            if isinstance(error, BrokerUnavailable) and not quiet:
+                raise
             if isinstance(error, AccessDenied) and not self._denied:
                 self._denied = True
                 _log.warning("parts of spans whose process died stay prepared until their hold is over: %s", error)
