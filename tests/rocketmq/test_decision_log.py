@@ -387,7 +387,7 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
     append(log, b"0")
     delete_topic(log, topic)
     assert bounds(log) == (None, None)
-    error = takes(0.5, errors.DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
+    error = takes(2, errors.DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
     assert "the topic is missing" in str(error)
     assert log.cluster.topics.existing_queues(topic, Deadline(LONG)) == ()
 

@@ -8,7 +8,8 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest, fields, nothing
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.write import writer as writers
+from txnbridge_rocketmq.write import half_buffer
+from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.failing import EACH, fail_call
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
@@ -32,7 +33,7 @@ def test_a_message_that_its_end_alone_has_published_is_not_aborted_when_retentio
     broker, with_timing, monkeypatch, tmp_path, log
 ):
     with_timing(clocks_differ=0.5, index_timeout=1.0)
-    monkeypatch.setattr(writers, "DIRECT_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(half_buffer, "DIRECT_SLACK_SECONDS", 0.0)
     topic = unique("dropped")
     elsewhere = f"sqlite:///{tmp_path}/log.db" if log == "in SQLite" else None
     with connect_to(broker.url, application="keeper", decision_log=elsewhere) as bridge:
@@ -43,7 +44,7 @@ def test_a_message_that_its_end_alone_has_published_is_not_aborted_when_retentio
                 publish_fresh = HalfEnder.publish_fresh
                 lost.setattr(HalfEnder, "publish_fresh", lambda *args: publish_fresh(*args) and False)
                 # The answer is lost for good, so that the bridge does not ask at once.
-                fail_call(lost, writers.RocketMQWriter, "_end_direct", EvidenceLost("the answer is lost"), EACH)
+                fail_call(lost, RocketMQWriter, "_end_direct", EvidenceLost("the answer is lost"), EACH)
                 with pytest.raises(OutcomeUnknown) as unknown, bridge.transaction(timeout=5) as txn:
                     txn.send(topic, b"seen")
             token = str(unknown.value.token)
