@@ -262,6 +262,16 @@ def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read
     assert end.call_count == 2
 
 
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]
+    with pytest.raises(RuntimeError):
+        end_delivery.ended(TXN, True, used, Deadline(SOON))
+    end_delivery.ended(TXN, True, used, Deadline(SOON))
+    assert "txnbridge-pulsar-confirm" in [thread.name for thread in threading.enumerate()]
+    end_delivery.close(Deadline(SOON))
+
+
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
 def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
     assert ProofRecord.unpack(text) is None
@@ -387,7 +397,11 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
     end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
     cluster = cluster_with()
     found = LateWriteGuard(cluster, end_delivery, InDoubt(cluster))
-    found.add(AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION), Deadline(SOON))
+    ended = AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION)
+    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    with pytest.raises(RuntimeError):
+        found.add(ended, Deadline(SOON))
+    found.add(ended, Deadline(SOON))
     assert asked.wait(SOON)
     yield found
     answer.set()

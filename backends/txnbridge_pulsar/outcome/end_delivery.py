@@ -165,8 +165,9 @@ class EndDelivery:
                 self._recent.setdefault(each, deque()).append(ended)
             self._last_at = ended.at
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
+                thread.start()
+                self._thread = thread  # unless no more threads can be started now: the next end tries again
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:

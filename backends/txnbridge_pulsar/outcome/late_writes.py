@@ -93,8 +93,8 @@ class LateWriteGuard:
         with self._lock:
             self._at_risk.append(ended)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-refuse", daemon=True)
-                self._thread.start()
+                (thread := threading.Thread(target=self._run, name="txnbridge-pulsar-refuse", daemon=True)).start()
+                self._thread = thread
 
     def _try(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
         if self._in_doubt.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):

@@ -174,9 +174,8 @@ class BrokerConnection:
         with self._lock:
             self._check_open()
             if len(self._requests) >= MAX_IN_FLIGHT:
-                raise RequestTimedOut(
-                    "too many requests wait for an answer on one connection", may_have_had_effect=False
-                )
+                why = "too many requests wait for an answer on one connection"
+                raise RequestTimedOut(why, may_have_had_effect=False)
             id = next(self._request_ids)
             what = f"{name} from {self.address}"
             response = self._requests[id] = Response(lambda: self._forget(id), what, answer_to(name))
