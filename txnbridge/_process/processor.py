@@ -526,10 +526,11 @@ class Processor(ConnectionUser):
         except BaseException as error:
             if not self._stop.forced:
                 self._take_back()
-            if isinstance(error, errors.NotFound | errors.AccessDenied) and self._follow_topics(failed=True):
+            own = error is not self._policy.of_handler
+            if own and isinstance(error, errors.NotFound | errors.AccessDenied) and self._follow_topics(failed=True):
                 self._failures += 1
                 return self._stop.asked
-            if isinstance(error, errors.NotFound) and self._input_topics.gone and not until_idle:
+            if own and isinstance(error, errors.NotFound) and self._input_topics.gone and not until_idle:
                 raise errors.BrokerUnavailable(f"no topic fits the pattern now: {error}") from error
             if not self._is_handled(error, progress=self._stats.transactions > committed):
                 raise
@@ -554,8 +555,7 @@ class Processor(ConnectionUser):
     def _follow_topics(self, failed: bool = False) -> bool:
         """Join the group again if other topics fit the patterns by now; return whether it has joined.
 
-        After a first failure (`failed`), or if all were gone, join also with the same topics: one may have been deleted
-        and created again.
+        After a first failure (`failed`), or if all were gone, join also with the same topics: one may be another now.
         """
         assert self._inputs is not None
         again = failed and (self._input_topics.gone or not self._failures)

@@ -123,6 +123,25 @@ def test_a_processor_waits_for_the_only_topic_of_its_pattern_while_it_is_gone(tm
             wait_until(lambda: seen)
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_fatal_error_of_the_handler_is_not_taken_for_one_about_its_topics(tmp_path, gone):
+    calls = []
+
+    def each(order, txn):
+        calls.append(order)
+        if gone:
+            bridge.admin.delete_topic("orders-a")
+        raise errors.NotFound("a test says so")
+
+    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+        with bridge.transaction() as txn:
+            txn.send("orders-a", b"1")
+        processor = bridge.processor("orders-*", group="g", each=each, fatal=errors.NotFound, retry_for=5)
+        with pytest.raises(errors.NotFound, match="a test says so"):
+            processor.run()
+        assert len(calls) == 1
+
+
 def test_a_paused_function_goes_on_when_one_of_its_topics_is_deleted(tmp_path):
     app = App(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5")
 
