@@ -146,11 +146,7 @@ def much() -> Much:
 def connect(txnbridge_url: str) -> Iterator[Connect]:
     """Return a function that opens bridges to the broker under test; they are closed after the test."""
     with contextlib.ExitStack() as stack:
-
-        def open_bridge(**settings: Any) -> Bridge:
-            return stack.enter_context(txnbridge.connect(txnbridge_url, **settings))
-
-        yield open_bridge
+        yield lambda **settings: stack.enter_context(txnbridge.connect(txnbridge_url, **settings))
 
 
 @pytest.fixture
@@ -205,13 +201,4 @@ def owner(unique: Callable[[str], str]) -> str:
 def run() -> Iterator[RunChild]:
     """Return a function that starts `Child(function, *args, kill=…, pause=…)`, which is killed after the test."""
     with contextlib.ExitStack() as stack:
-
-        def start(
-            function: Callable[..., Any],
-            *args: object,
-            kill: str | Unvisited | None = None,
-            pause: str | Unvisited | None = None,
-        ) -> Child:
-            return stack.enter_context(Child(function, *args, kill=kill, pause=pause))
-
-        yield start
+        yield lambda function, *args, **when: stack.enter_context(Child(function, *args, **when))

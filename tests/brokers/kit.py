@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
+from txnbridge_conformance.brokers._broker import HOST, free_ports, holds, wait_until
 from txnbridge_conformance.brokers._kafka import ask, metadata
 from txnbridge_kafka.client import wire
 
@@ -30,7 +30,7 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 
 
 def answers(broker: brokers.ProcessBroker, node: int = 1) -> bool:
-    return broker._answers(node)
+    return holds(broker._answers, node)
 
 
 def name_server_pid(broker: brokers.RocketMQ) -> Any:
@@ -63,11 +63,8 @@ class Toy(brokers.ProcessBroker):
         return [sys.executable, "-c", self._program, str(self.ports[node])]
 
     def _answers(self, node: int) -> bool:
-        try:
-            with socket.create_connection((HOST, self.ports[node]), 5) as connection:
-                return connection.recv(1) == b"!"
-        except OSError:
-            return False
+        with socket.create_connection((HOST, self.ports[node]), 5) as connection:
+            return connection.recv(1) == b"!"
 
     def every_pid(self) -> list[int]:
         """Return the ids of the nodes' processes and of their children."""

@@ -105,14 +105,8 @@ def pulsar(
     _pulsar.check(version, store, nodes)
     if container and nodes > 1:
         raise InvalidOption("a container runs one node of Pulsar")
-    options: dict[str, Any] = {
-        "version": version,
-        "store": store,
-        "delete_unused": delete_unused,
-        "port": port,
-        "settings": settings,
-        "start_timeout": start_timeout,
-    }
+    options: dict[str, Any] = {"version": version, "port": port, "settings": settings, "start_timeout": start_timeout}
+    options |= {"store": store, "delete_unused": delete_unused}
     if container or (container is None and nodes == 1 and engine_answers()):
         return PulsarContainer(**options)
     return _start(_pulsar_cluster.start, nodes=nodes, **options)
@@ -138,15 +132,8 @@ def rocketmq(
     Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
     """
     _rocketmq.check(nodes, version)
-    return _start(
-        RocketMQ,
-        nodes=nodes,
-        version=version,
-        port=port,
-        settings=settings,
-        system_properties=system_properties,
-        start_timeout=start_timeout,
-    )
+    options: dict[str, Any] = {"version": version, "port": port, "settings": settings, "start_timeout": start_timeout}
+    return _start(RocketMQ, nodes=nodes, system_properties=system_properties, **options)
 
 
 def _start(start: Callable[..., _Started], **options: Any) -> _Started:

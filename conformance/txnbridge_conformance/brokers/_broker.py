@@ -55,11 +55,7 @@ def free_ports(count: int) -> list[int]:
 
 def is_open(port: int) -> bool:
     """Return whether a process listens on a port."""
-    try:
-        socket.create_connection((HOST, port), 5).close()
-    except OSError:
-        return False
-    return True
+    return succeeds(lambda: socket.create_connection((HOST, port), 5).close())
 
 
 def loopback_interface() -> str:
@@ -69,11 +65,7 @@ def loopback_interface() -> str:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+        return succeeds(probe.bind, (HOST, port))
 
 
 # The interval at which `wait_until` checks its condition.
@@ -187,7 +179,7 @@ class ProcessBroker(Broker):
 
     @abstractmethod
     def _answers(self, node: int) -> bool:
-        """Return whether a node answers a request now."""
+        """Return whether a node answers a request now. An `OSError` means that it does not."""
 
     def log(self, node: int) -> Path:
         """Return the file to which a node writes its log."""
@@ -266,7 +258,7 @@ class ProcessBroker(Broker):
 
     def _wait_for(self, label: str, name: str, log: Path, answers: Callable[[], bool]) -> None:
         """Wait until a node's process answers. Raise `CannotStart` if the process ends or takes too long."""
-        if not wait_until(lambda: answers() or self._processes.pid(name) is None, self._start_timeout):
+        if not wait_until(lambda: holds(answers) or self._processes.pid(name) is None, self._start_timeout):
             raise CannotStart(f"{label} did not answer within {self._start_timeout:g} s; {_end_of(log)}")
         if self._processes.pid(name) is None:
             kind = PortTaken if "already in use" in log.read_text(errors="replace") else CannotStart
@@ -284,13 +276,19 @@ def log_file(folder: Path, node: int) -> Path:
     return folder / f"node-{node}.log"
 
 
+def holds(condition: Callable[..., bool], *arguments: object) -> bool:
+    """Return whether a condition, called with these arguments, is true and raises no `OSError`."""
+    with suppress(OSError):
+        return condition(*arguments)
+    return False
+
+
 def succeeds(request: Callable[..., object], *arguments: object) -> bool:
     """Return whether a request, called with these arguments, raises no `OSError`."""
-    try:
+    with suppress(OSError):
         request(*arguments)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -7,11 +7,12 @@ import os
 import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from txnbridge.errors import BackendMissing
 from txnbridge_conformance.brokers import _kafka, _pulsar
-from txnbridge_conformance.brokers._broker import HOST, Broker, CannotStart, Route, free_ports, wait_until
+from txnbridge_conformance.brokers._broker import HOST, Broker, CannotStart, Route, free_ports, holds, wait_until
 
 ANYWHERE = "0.0.0.0"  # all interfaces of the container
 
@@ -89,13 +90,13 @@ class ContainerBroker(Broker):
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Return whether the broker answers a request now."""
+        """Return whether the broker answers a request now. An `OSError` means that it does not."""
 
     def start(self, node: int | None = None) -> None:
         self._chosen(node)
         if self._state() != "running":
             self._inside().start()
-        if not wait_until(self._answers, self._start_timeout):
+        if not wait_until(partial(holds, self._answers), self._start_timeout):
             raise CannotStart(f"the container did not answer within {self._start_timeout:g} s")
 
     def kill(self, node: int | None = None) -> None:
@@ -163,10 +164,7 @@ class KafkaContainer(ContainerBroker):
         return f"kafka://{HOST}:{self._port}"
 
     def _answers(self) -> bool:
-        try:
-            return _kafka.cluster(self._port)[0] == self._cluster
-        except OSError:
-            return False
+        return _kafka.cluster(self._port)[0] == self._cluster
 
 
 # The image's own script writes settings from the environment into the configuration.
@@ -205,7 +203,4 @@ class PulsarContainer(_pulsar.Pulsar, ContainerBroker):
         )
 
     def _answers(self) -> bool:
-        try:
-            return _pulsar.is_ready(self._ports[1], self._webs[1])
-        except OSError:
-            return False
+        return _pulsar.is_ready(self._ports[1], self._webs[1])

@@ -141,10 +141,7 @@ class KafkaProcess(ProcessBroker):
         return self._main("kafka.Kafka", str(self._properties(node)))
 
     def _answers(self, node: int) -> bool:
-        try:
-            name, alive = cluster(self._ports[node])
-        except OSError:
-            return False
+        name, alive = cluster(self._ports[node])
         # Another broker may have taken the port. When all nodes are started, each has to know all others.
         is_any_down = any(self.pid(each) is None for each in self.nodes)
         return name == self._cluster and (alive >= len(self.nodes) or is_any_down)

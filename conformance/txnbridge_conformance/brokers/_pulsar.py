@@ -204,10 +204,7 @@ class PulsarProcess(Pulsar, ProcessBroker):
         return self._main(_MEMORY, main, options, "--no-functions-worker", "--no-stream-storage")
 
     def _answers(self, node: int) -> bool:
-        try:
-            return self._is_own(node) and is_ready(self._ports[node], self._webs[node])
-        except OSError:
-            return False
+        return self._is_own(node) and is_ready(self._ports[node], self._webs[node])
 
     def _main(self, memory: Sequence[str], main: str, options: Mapping[str, object], *arguments: str) -> list[str]:
         """Return the command that runs the class `main` of Pulsar's jars, with the Java options in `memory`."""

@@ -97,16 +97,13 @@ class PulsarCluster(PulsarProcess):
         return self._main(_BROKER_MEMORY, f"{GROUP}.PulsarBrokerStarter", {"--broker-conf": self._file(f"node-{node}")})
 
     def _answers(self, node: int) -> bool:
-        try:
-            if not self._is_own(node):
-                return False
-            known = rest(self._webs[node], f"/admin/v2/brokers/{_NAME}")
-            if not {self.web_address(each) for each in self.nodes if self.pid(each) is not None} <= set(known):
-                return False
-            for number in range(self.coordinators):
-                load_coordinator(self._ports[node], number)
-        except OSError:
+        if not self._is_own(node):
             return False
+        known = rest(self._webs[node], f"/admin/v2/brokers/{_NAME}")
+        if not {self.web_address(each) for each in self.nodes if self.pid(each) is not None} <= set(known):
+            return False
+        for number in range(self.coordinators):
+            load_coordinator(self._ports[node], number)
         return True
 
 
@@ -116,9 +113,6 @@ def start(*, nodes: int, **options: Any) -> PulsarProcess:
 
 
 def _is_zookeeper(port: int) -> bool:
-    try:
-        with socket.create_connection((HOST, port), 5) as connection:
-            connection.sendall(b"ruok")
-            return connection.recv(4) == b"imok"
-    except OSError:
-        return False
+    with socket.create_connection((HOST, port), 5) as connection:
+        connection.sendall(b"ruok")
+        return connection.recv(4) == b"imok"

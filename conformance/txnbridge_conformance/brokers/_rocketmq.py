@@ -199,11 +199,8 @@ class RocketMQ(ProcessBroker):
         # The gRPC proxy opens last. No request is sent before, because it would slow the start down.
         if not (is_open(self._grpc[node]) and is_serving(self._brokers[node])):
             return False
-        try:
-            # Another name server may have taken the port.
-            return ask(self._name_server, routes.masters()).get(_name(node)) == self.broker_address(node)
-        except OSError:
-            return False
+        # Another name server may have taken the port.
+        return ask(self._name_server, routes.masters()).get(_name(node)) == self.broker_address(node)
 
     def _main(self, name: str, options: tuple[str, ...], main: str, *arguments: str) -> list[str]:
         own = {
