@@ -141,9 +141,8 @@ class PauseAt:
     """
 
     def __init__(self, client: Client, role: str) -> None:
-        self._client = client
-        self._plan = client.plan
-        self._owns, self._stops = role == "own", role in ("copy", "process", "share", "span")
+        self._client, self._plan = client, client.plan
+        self._owns, self._stops = role == "own", role in ("copy", "process", "share", "serve", "span")
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
 
     @hookimpl

@@ -178,12 +178,11 @@ class Hunt:
 
     def _heal(self, now: float) -> None:
         """End the faults that are due at the time `now`, and record their ends."""
-        for each in list(self._injected):
-            until, _, injected = each
-            if until <= now:
-                self._injected.remove(each)
-                injected.heal()
-                self._recorder.fault(injected.kind, injected.target, "end")
+        for each in [each for each in self._injected if each[0] <= now]:
+            self._injected.remove(each)
+            injected = each[2]
+            injected.heal()
+            self._recorder.fault(injected.kind, injected.target, "end")
 
     def _replace_dead(self) -> None:
         for process in self._processes:
