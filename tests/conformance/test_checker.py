@@ -518,6 +518,34 @@ def test_a_decision_that_nobody_claimed_is_found_where_every_claim_tells_its_wis
         assert check(story.history()).counts.get("split-decision", 0) == found
 
 
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        ({}, ["false-fence"]),
+        ({"what": "open", "owner": "o", "session": "z"}, []),
+        ({"what": "open", "owner": "o", "session": "z", "result": None}, []),
+        ({"what": "open", "owner": "another", "session": "z"}, ["false-fence"]),
+        ({"owner": "o", "session": "s", "deadline": 0, "result": "fail"}, []),
+        ({"owner": "o", "session": "s", "deadline": 1, "outcome": "prepared"}, ["false-fence"]),
+        ({"owner": "o", "session": "s", "deadline": 0, "hold": 1e-9, "outcome": "prepared"}, []),
+        ("a", []),
+        ("unknown", []),
+        ("b", ["false-fence"]),
+    ],
+)
+def test_an_owner_is_only_fenced_by_a_newer_one_an_administrator_or_a_time_out(other, found):
+    story = Story().txn("p", what="open", owner="o", session="old").txn("p", "0", transaction="b")
+    call = story.begin("o", "open", owner="o", session="s")
+    story.end("o", call)
+    fenced = story.begin("o", owner="o", session="s", deadline=1, transaction="a")
+    if isinstance(other, str):
+        story.write("run", fault="administrator's abort", target=other, phase="begin", mono=99, wall=0)
+    elif other:
+        story.txn("o", **other)
+    story.end("o", fenced, "fail", error="Fenced")
+    assert story.read("0").found() == found
+
+
 def test_a_message_with_other_content_is_named_and_counts_as_read():
     story = Story().txn("a", "1", "2").read("1", "changed:2").txn("b", acks=["1", "changed:2"])
     assert story.drained().found() == ["changed"]

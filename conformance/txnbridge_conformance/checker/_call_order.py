@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from txnbridge_conformance.checker._clocks import RealTime
+from txnbridge_conformance.checker._clocks import RealTime, prepares
 from txnbridge_conformance.checker._tables import ABORTED, COMMITTED, Numbers, Tables, told_by
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import CHANGED, Operation
@@ -41,7 +41,10 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
     A history that does not tell when the end was requested shows only transactions that began after the opening. `fate`
     has the outcomes that `refine` found by full reads: they show the transactions of killed owners, too.
     """
-    for (owner, _), sessions in _sessions(tables, fate).items():
+    by_owner = _sessions(tables, fate)
+    for (owner, clock), sessions in by_owner.items():
+        if [owner, clock] == [each for key in by_owner if key[0] == owner for each in key]:  # no other host opens it
+            _check_fenced(tables, owner, sessions, findings)
         starts = [session.opened_after for session in sessions]
         # For each session: the one that had opened the id first, among this one and those that began to open it later.
         firsts: list[_Session] = []
@@ -60,6 +63,36 @@ def check_owners(tables: Tables, fate: Numbers, findings: Findings) -> None:
 
 def _took_effect(transaction: Operation, fate: Numbers) -> bool:
     return transaction.result == "ok" or bool(fate[transaction.order] == COMMITTED)
+
+
+def _check_fenced(tables: Tables, owner: str, sessions: list[_Session], findings: Findings) -> None:
+    """Find owners that were fenced, although no other one can have opened their id since they began to open it.
+
+    An administrator's abort may fence an owner, too, and so may a transaction that a broker has timed out.
+    """
+    known = {each.transaction for each in tables.operations}
+    for session in sessions:
+        mine, since = {each.transaction for each in session.transactions}, session.opened_after
+        faults = [fault for fault in tables.history.faults if fault.target in mine or fault.target not in known]
+        aborts = [fault.mono for fault in faults if fault.kind.startswith("administrator")]
+        for fenced in session.transactions:
+            if session.opened is None or fenced.fields.get("error") != "Fenced" or (end := fenced.end) is None:
+                continue
+            others = [each for each in sessions if each is not session and each.opened_after < end]
+            if not (
+                any(each.opened is None or each.opened > since for each in others)
+                or any(at < end + _LISTED_BEFORE for at in aborts)
+                or any(_is_late(each, end) for each in session.transactions if each.start < end)
+            ):
+                text = f"{tables.name(fenced.order)} was fenced, and nobody had opened {owner} since its owner did"
+                findings.add("false-fence", text, [fenced.order])
+
+
+def _is_late(transaction: Operation, now: int) -> bool:
+    """Return whether a broker may have ended a transaction by the time `now`, because its process did not in time."""
+    fields, prepared = transaction.fields, prepares(transaction)
+    ended = now if prepared or transaction.result == "unknown" else transaction.end or now
+    return bool(ended > transaction.start + (fields.get("deadline", 0) + fields.get("hold", 0) * prepared) * 1e9)
 
 
 def check_check_backs(tables: Tables, findings: Findings) -> None:

@@ -22,6 +22,7 @@ MEANINGS = {
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
     "torn-span": "a reader that read everything read only some parts of a span",
     "zombie-write": "a transaction of a fenced owner took effect",
+    "false-fence": "an owner was fenced, although nobody had opened its transactional id since",
     "early-read": "a message was read before any call could have committed its transaction",
     "precommitted-read": "a transaction read a message that it had sent itself",
     # about acknowledgements

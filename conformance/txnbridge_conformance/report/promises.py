@@ -72,8 +72,8 @@ PROMISES = (
     ),
     Promise(
         "fenced",
-        "A fenced owner of a transactional id publishes nothing more.",
-        ("zombie-write",),
+        "A fenced owner of a transactional id publishes nothing more, and only a newer owner fences it.",
+        ("zombie-write", "false-fence"),
         ("fenced", "takeovers"),
         "fencing",
     ),
