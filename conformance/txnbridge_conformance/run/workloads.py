@@ -36,8 +36,9 @@ _THREADS = 4
 _LONGEST_PAUSE = 2.0
 # The calls of the role "finish" for one token. The outcome that a status tells has to be that of the next calls.
 _WISHES = (("commit",), ("commit", "abort"), ("abort",), ("abort", "commit"), ("status", "commit", "status"))
-# The share of tokens that the role "finish" puts off, and for how many seconds at most.
-_LATE_SHARE, _LATEST = 0.2, 8.0
+# The share of tokens that the role "finish" puts off, and for how many seconds at most: half of them until long after
+# most holds, at whose ends brokers abort transactions.
+_LATE_SHARE, _LATEST = 0.2, (8.0, 50.0)
 # The shares of the messages with a member of a group that shares partitions which one transaction acknowledges; how
 # often such a member sleeps, and the longest sleep in seconds, behind which others have got its messages.
 _PARTS, _SLEEPING_SHARE, _LONGEST_SLEEP = (0.1, 0.5, 1), 0.05, 6.0
@@ -310,7 +311,8 @@ def _tokens(client: Client) -> Iterator[tuple[str, str]]:
             elif client.random.random() < 0.6:
                 transaction, token = line.decode().split()
                 if client.random.random() < _LATE_SHARE:
-                    heapq.heappush(late, (time.monotonic() + client.random.uniform(0, _LATEST), transaction, token))
+                    due = time.monotonic() + client.random.uniform(0, client.random.choice(_LATEST))
+                    heapq.heappush(late, (due, transaction, token))
                 else:
                     yield transaction, token
 
