@@ -314,6 +314,25 @@ def test_a_step_back_within_a_call_is_found():
     assert story.found() == ["int-nonmonotonic-poll"]
 
 
+@pytest.mark.parametrize(
+    ("p0", "p1", "found"),
+    [
+        ("", "0 1 2", []),
+        ("0 1 2", "", []),
+        ("0", "1 2", ["wrong-partition"]),
+        ("0 2 1", "", ["nonmonotonic-send", "G0-realtime"]),
+        ("0 1", "", ["unseen", "outcome-lie"]),
+    ],
+)
+def test_messages_of_a_key_are_in_order_in_one_partition_whichever_the_broker_chooses(p0, p1, found):
+    story = Story()
+    for value in "012":
+        call = story.begin("a")
+        story.send("a", call, value, to=("t", -2))
+        story.end("a", call)
+    assert story.read(*p0.split(), p1=p1).found() == found
+
+
 def test_a_thread_sends_in_order_and_a_message_between_two_is_told():
     assert Story().txn("a", "1").txn("a", "2").read("2", "1").found() == ["nonmonotonic-send", "G0-realtime"]
     assert Story().txn("a", "1", result="unknown").txn("a", "2").read("2", "1").found() == []

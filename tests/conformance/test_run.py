@@ -371,7 +371,7 @@ def test_a_message_that_differs_from_what_was_sent_is_read_as_changed(tmp_path):
         bodies, sent = Bodies(random.Random(1), bridge, plain=False), [f"p/{number}" for number in range(300)]
         with bridge.transaction() as txn:
             for value in sent:
-                body, options = bodies.make(value)
+                body, options = bodies.make(value, b"key" if value.endswith("7") else None)
                 txn.send("t", body, **options)
         messages = list(bridge.read("t", 1000))
     assert [text_of(message) for message in messages] == sent

@@ -121,9 +121,10 @@ class Tables:
         self.home = np.full(len(self.values), NONE, np.int64)  # by value: the key that it was sent to
         self.writer[:sent][self.sends.value] = self.sends.operation
         self.home[:sent][self.sends.value] = self.sends.key
-        self.dropped = self._dropped()
         rows = np.flatnonzero(self.reads.value != NONE)
         self.of_senders = rows[self.writer[self.reads.value[rows]] != NONE]  # rows of `reads` whose sender is known
+        self._place_by_key()
+        self.dropped = self._dropped()
         self.clocks = Names()  # times are comparable within each
         self.clock = _numbers(map(self.clock_of, self.operations))
         for fault in history.faults:
@@ -133,6 +134,16 @@ class Tables:
         self.over = self._over()
         self.process = _numbers(each.process for each in self.operations)
         self.last = self._last_signs()
+
+    def _place_by_key(self) -> None:
+        """Replace the partition of messages whose sender only chose a key: by the first one that has one of its key."""
+        rows = self.of_senders
+        home, place = self.home[self.reads.value[rows]], np.arange(len(self.keys))
+        of_key = np.array([self.key_of(number)[1] < 0 for number in range(len(place))], bool)
+        chosen, first = np.unique(home[of_key[home]], return_index=True)
+        place[chosen] = self.reads.key[rows[of_key[home]][first]]
+        self.sends = replace(self.sends, key=place[self.sends.key])
+        self.home[self.sends.value] = self.sends.key
 
     def clock_of(self, event: Operation | Fault) -> int:
         """Return the number of an event's clock. A host whose clock went back has a clock for each process."""

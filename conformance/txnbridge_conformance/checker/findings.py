@@ -17,7 +17,7 @@ MEANINGS = {
     "inconsistent-offsets": "one position of a partition holds two or more messages",
     "phantom-message": "a message was read that no process of the history sent",
     "changed": "a message was read with another body, key, header or timestamp than it was sent with",
-    "wrong-partition": "a message was read from another partition than its sender chose",
+    "wrong-partition": "a message was read from another partition than its sender, or its key, chose",
     "G1a": "a message of an aborted transaction was read",
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
     "torn-span": "a reader that read everything read only some parts of a span",

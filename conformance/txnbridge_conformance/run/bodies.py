@@ -45,8 +45,8 @@ class Bodies:
         if bridge.capabilities[Capability.TOMBSTONES]:
             self._empty.append(None)
 
-    def make(self, value: str) -> tuple[bytes | None, dict[str, Any]]:
-        """Return the body and the options of a message; it contains `value`, the message's name in the history."""
+    def make(self, value: str, key: bytes | None) -> tuple[bytes | None, dict[str, Any]]:
+        """Return body and options of a message; its name in the history, `value`, is in the body if `key` is given."""
         kind = self._chance.random()
         headers: list[tuple[str, str | None]] = []
         options: dict[str, Any] = {}
@@ -56,12 +56,12 @@ class Bodies:
             if self._can[Capability.TIMESTAMPS]:
                 options["timestamp"] = int(time.time() * 1000) - self._chance.randrange(_OLDEST_MS)
                 headers.append((_TIME, str(options["timestamp"])))
-        if kind < _EMPTY_SHARE and self._empty:
+        if key is None and kind < _EMPTY_SHARE and self._empty:
             body = self._chance.choice(self._empty)
             if not self._plain:
                 options["headers"] = [*headers, (_VALUE, value)]
             return body, {**options, "key": _named(value, body, None, options.get("headers", ()), b"")}
-        key = f"key/{value}".encode() if headers else None
+        key = key or (f"key/{value}".encode() if headers else None)
         largest = self._largest if kind > 1 - _VERY_LARGE_SHARE else min(_LARGE, self._largest)
         size = int(largest ** self._chance.uniform(0.5, 1)) if kind > 1 - _LARGE_SHARE else 0
         padding = _PADDING.encode() * max(0, size - len(value))

@@ -38,7 +38,8 @@ from txnbridge_conformance.run.bodies import Bodies, dead_value, sent_as, text_o
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 from txnbridge_conformance.run.raw import kafka as raw_kafka
 
-Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
+Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition, or, below 0, key
+_KEYS = 2
 
 # The deadline of half messages, and how long their local work may take, which begins before the deadline.
 SALE_SECONDS, LONGEST_SALE = 4.0, 6.0
@@ -212,8 +213,8 @@ class Client:
         return [f"{self.process}/{next(self._numbers)}" for _ in range(count)]
 
     def sends(self, *topics: str) -> dict[tuple[str, int], list[str]]:
-        """Return new values for random partitions of these topics, by topic and partition, to be sent."""
-        keys = [(topic, partition) for topic in topics for partition in range(PARTITIONS)]
+        """Return new values for random partitions and keys of these topics, to be sent (see `send`)."""
+        keys = [(topic, partition) for topic in topics for partition in range(-_KEYS * (not self.plan.raw), PARTITIONS)]
         chosen = self.random.sample(keys, self.random.randint(1, len(keys)))
         return {key: self.values(self.random.choice((1, 1, 2, 5, 20))) for key in chosen}
 
@@ -310,12 +311,12 @@ class Client:
             call.end("fail" if failure else "ok", outcome="aborted" if failure else "committed")
 
     def send(self, to: Transaction | HalfTransaction | Publisher, call: RecordedCall, sends: Sends) -> None:
-        """Record values to send, and send each with a body of a random kind."""
+        """Record values to send, and send each with a body of a random kind; by a key for a partition below 0."""
         for (topic, partition), values in sends.items():
             call.send(topic, partition, values)
             for value in values:
-                body, options = self._bodies.make(value)
-                to.send(topic, body, partition=partition, **options)
+                body, options = self._bodies.make(value, b"key%d" % partition if partition < 0 else None)
+                to.send(topic, body, partition=None if partition < 0 else partition, **options)
 
     def _ack(self, txn: Transaction, call: RecordedCall, ack: tuple[str, Sequence[Message]]) -> None:
         group, messages = ack
