@@ -87,6 +87,9 @@ class Settling:
         drained = [self._wait(functools.partial(self._is_drained, group, self._sent(history))) for group in groups]
         if "watch" in self._roles:
             self._await(self._is_watched, "a reader without a group has not received all", _SETTLING_SECONDS)
+        if self._bridge.capabilities[Capability.GROUP_ADMIN]:
+            done = [group for group, failure in zip(groups, drained, strict=True) if failure is None]
+            self._await(lambda: all(map(self._is_listed, done)), "a group, or a partition of one, is not listed")
         self._stop((*_MEMBERS, "watch", "witness"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
@@ -274,6 +277,12 @@ class Settling:
             with suppress(NotFound):
                 lag += self._bridge.admin.group(group).lag.values()
         return lag == [0] * PARTITIONS or self._has_acknowledged(group, sent)
+
+    def _is_listed(self, group: str) -> bool:
+        """Return whether the broker lists a group that has read everything, and each partition that it has read."""
+        source = self._plan.named("source")
+        read = {(source, message.partition) for message in self._bridge.read(source, ALL)}
+        return group in self._bridge.admin.groups() and read <= self._bridge.admin.group(group).lag.keys()
 
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
         """Return whether committed transactions have acknowledged all messages of the source topic for a group.
