@@ -49,7 +49,7 @@ _PART_SECONDS = 900.0
 # The share of processes that kill themselves, if they start while the run attacks, of roles whose transactions have
 # several parts and of others; and after how many events: the first ones are those of an opening.
 _KILLED_SHARE, _OTHERS_KILLED_SHARE = 0.9, 0.4
-_OF_SEVERAL_PARTS = frozenset({"write", "own", "publish", "copy", "process", "share", "sell", "span"})
+_OF_SEVERAL_PARTS = frozenset({"write", "own", "publish", "copy", "process", "share", "sell", "span", "serve"})
 _KILL_AT = (2, 10, 10, 10, 20, 20, 20, 30, 30, 40)
 
 Progress = Callable[[str], None]

@@ -19,7 +19,7 @@ PARTITIONS = 3
 
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
 _ONCE = ("oversleep", "feed", "publish", "watch", "witness")
-_TWICE = ("write", "own", "decide", "process", "finish", "sell", "span")
+_TWICE = ("write", "own", "decide", "process", "finish", "sell", "span", "serve")
 ROLES = {**dict.fromkeys(_TWICE, 2), **dict.fromkeys(_ONCE, 1), "copy": 3, "share": 3}
 
 # The roles of each workload, which a run may be restricted to. The floor counts the work of the first role.
@@ -31,9 +31,10 @@ WORKLOADS = {
     "decisions": ("decide",),
     "half-messages": ("sell",),
     "spanning": ("span", "watch", "witness"),
+    "services": ("serve", "feed", "publish"),
 }
-# The promise of spans is that of txnbridge, not of the broker, and needs a second one.
-BY_DEFAULT = tuple(name for name in WORKLOADS if name != "spanning")
+# The promises of spans and services are those of txnbridge, not of the broker, and need a second one, or SQLAlchemy.
+BY_DEFAULT = tuple(name for name in WORKLOADS if name not in ("spanning", "services"))
 
 # Settings of `txnbridge.connect` for a broker that a run starts, and for the embedded one. By default Kafka waits 45
 # seconds for a member that was killed. The group processes nothing meanwhile, and a run kills the next member sooner.
@@ -61,6 +62,7 @@ _FLOORS: Mapping[str, Mapping[str, int]] = {
     "decisions": {"claims": 20},
     "half-messages": {"published": 5, "dropped": 2, "read": 100, "full reads": 1, "killed undecided": 2},
     "spanning": {**_TRANSACTIONS, "over topics": 20, "spans": 20},
+    "services": {"acks with outputs": 20, "taken again": 5, "read": 100, "full reads": 1},
 }
 
 # The capability without which a broker cannot have the processes of a role.
@@ -74,6 +76,7 @@ NEEDS = {
     "finish": Capability.PREPARE,
     "sell": Capability.HALF_MESSAGES,
     **dict.fromkeys(("span", "witness"), Capability.RESOLVE_ANYWHERE),
+    "serve": Capability.PREPARE,
 }
 
 # By scheme of the broker's URL: the roles that can use the broker's plain client instead of txnbridge.
@@ -188,8 +191,8 @@ class Plan:
 
     def groups(self, roles: Collection[str]) -> list[str]:
         """Return the names of the groups that read the topic "source" in a run with processes of these roles."""
-        named = (("copy", "copiers"), ("process", "processors"), ("share", "sharers"))
-        return [self.named(group) for role, group in named if role in roles]
+        named = {"copiers": "copy", "processors": "process", "sharers": "share", "servers": "serve", "keepers": "serve"}
+        return [self.named(group) for group, role in named.items() if role in roles]
 
     def sharing(self, group: str, capabilities: Capabilities) -> str:
         """Return how the members of a group share partitions; the role "share" does it by key if the seed is odd."""

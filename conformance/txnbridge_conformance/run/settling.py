@@ -23,7 +23,7 @@ ALL = 100_000_000
 
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
 _SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell", "span")
-_MEMBERS = ("copy", "process", "share")
+_MEMBERS = ("copy", "process", "share", "serve")
 # The longest time to wait for open transactions, and for groups.
 _SETTLING_SECONDS = 90.0
 # The time in which the broker ends a transaction that its process has aborted.
@@ -273,7 +273,7 @@ class Settling:
 
     def _is_drained(self, group: str, sent: Collection[str]) -> bool:
         lag: list[int] = []  # a partition of which the group has acknowledged nothing is missing in it
-        if self._bridge.capabilities[Capability.GROUP_ADMIN]:
+        if self._bridge.capabilities[Capability.GROUP_ADMIN] and "serve" not in self._roles:  # retries wait elsewhere
             with suppress(NotFound):
                 lag += self._bridge.admin.group(group).lag.values()
         return lag == [0] * PARTITIONS or self._has_acknowledged(group, sent)

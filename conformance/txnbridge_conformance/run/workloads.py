@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import os
 import threading
@@ -9,11 +10,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.bodies import text_of
+from txnbridge_conformance.run.bodies import sent_as, text_of
 from txnbridge_conformance.run.client import (
     LONGEST_SALE,
     SALE_SECONDS,
@@ -28,6 +32,8 @@ from txnbridge_conformance.run.sales import Sales
 # One message in this many is poison, and the handler fails for this share of the others.
 _POISON_EVERY = 25
 _FAILURE_SHARE = 0.005
+# The delays of retries, in seconds: as many messages each need one of them, two, or more than there are.
+_RETRIES = (0.2, 0.5)
 # The newest part of the file of tokens, in bytes.
 _NEWEST_TOKENS = 20_000
 # The threads of the role "write" that share one bridge: more than its writers, so that they commit together.
@@ -390,5 +396,49 @@ def span(client: Client) -> None:
             client.span(((client, bridge, here), (second, other, there)))
 
 
-_ROLES = (write, own, oversleep, decide, feed, publish, copy, share, process, finish, watch, sell, span, witness)
+def serve(client: Client) -> None:
+    """Run a processor with retries, one with a database, which also gets the first one's dead letters, and a relay.
+
+    Each call of a handler is recorded as a transaction with an unknown result: its output shows whether it took effect.
+    """
+    import sqlalchemy
+
+    from txnbridge.sql import Outbox
+
+    plan = client.plan
+    source, failed, servers, keepers = map(plan.named, ("source", "failed", "servers", "keepers"))
+    engine = sqlalchemy.create_engine(f"sqlite:///{plan.folder}/services.db", connect_args={"timeout": 60})
+    outbox = Outbox("services")
+    outbox.create(engine)
+
+    def take(message: Message, group: str, to: Any, topic: str) -> None:
+        call = client.recorder.start("transaction")
+        call.ack(group, [text_of(message)])
+        client.send(to, call, {(plan.named(topic), message.partition): client.values(1)})
+        call.end("unknown")
+
+    def answer(message: Message, txn: Transaction) -> None:
+        failures = zlib.crc32(sent_as(message).encode()) % _POISON_EVERY
+        if message.deliveries <= (_POISON_EVERY if failures == 0 else failures if failures <= len(_RETRIES) else 0):
+            raise RuntimeError("the handler failed")
+        take(message, servers, txn, "processed")
+
+    def keep(message: Message, db: Any) -> None:
+        group = servers if message.topic == failed else keepers
+        take(message, group, SimpleNamespace(send=functools.partial(outbox.send, db)), "target")
+
+    with client.bridge(writers=2, create_topics=PARTITIONS) as bridge, ExitStack() as stack:
+        more: Any = {"max_dead_letters_in_a_row": None, "backoff": (0.05, 1.0), "stop_timeout": plan.timeout}
+        services = (
+            bridge.processor(source, group=servers, each=answer, retry=_RETRIES, dead_letter=failed, **more),
+            bridge.processor([source, failed], group=keepers, each=keep, db=engine, **more),
+            bridge.relay(outbox, engine),
+        )
+        for service in services:
+            stack.enter_context(service)
+        while all(service.healthy for service in services) and not client.stop.wait(0.2):
+            pass
+
+
+_ROLES = (write, own, oversleep, decide, feed, publish, copy, share, process, finish, watch, sell, span, witness, serve)
 WORK: dict[str, Callable[[Client], None]] = {role.__name__: role for role in _ROLES}
