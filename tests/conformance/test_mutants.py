@@ -12,9 +12,11 @@ from txnbridge_conformance.brokers import RocketMQ
 from tests.conformance import broken
 from tests.conformance.broken import Broken, scheme_of
 from tests.conformance.mutants import VARIABLE, Mutants
+from tests.conformance.mutants.embedded import EMBEDDED as MUTANTS
 from tests.conformance.mutants.kafka import KAFKA
 from tests.conformance.mutants.pulsar import PULSAR
 from tests.conformance.mutants.rocketmq import ROCKETMQ
+from tests.conformance.mutants.services import SERVICES
 from tests.conformance.mutants.shared import SHARED
 from tests.conformance.mutants.spans import SPANS
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 # A run has a dozen processes, so that two at once would only slow each other down.
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("conformance-runs")]
 
+EMBEDDED_MUTANTS = MUTANTS.by_name | SPANS.by_name | SHARED.by_name | SERVICES.by_name
 LIVE: dict[str, Mutants] = {"kafka": KAFKA, "pulsar": PULSAR, "rocketmq": ROCKETMQ}
 
 
@@ -112,9 +115,9 @@ def test_a_broken_embedded_broker_is_found_under_its_name(broker, finds, seconds
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SPANS.by_name | SHARED.by_name)
-def test_a_mutant_of_spans_or_of_an_embedded_group_is_found_under_its_name(name, tmp_path):
-    mutant = (SPANS.by_name | SHARED.by_name)[name]
+@pytest.mark.parametrize("name", EMBEDDED_MUTANTS)
+def test_a_mutant_on_embedded_brokers_is_found_under_its_name(name, tmp_path):
+    mutant = EMBEDDED_MUTANTS[name]
     more = ["--time", str(mutant.seconds), "--workload", mutant.workload, "--plugin", mutant.change.__module__]
     assert_found(mutant.finds, mutant.seeds, tmp_path, f"embedded:{tmp_path / 'broker.db'}", *more, **{VARIABLE: name})
 
