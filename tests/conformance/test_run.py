@@ -601,8 +601,15 @@ def test_a_node_that_does_not_start_has_a_second_chance_and_then_the_run_fails()
 
 def test_the_official_client_reads_only_where_it_can_connect(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for options, name in ("acks=all", "confluent_kafka"), ("security.protocol=ssl", None):
-        assert official_readers.name_of(Plan(f"kafka://h:1?{options}", "a", 1, 1, "")) == name
+    secured = {
+        "kafka": ("security.protocol=ssl", "ssl.ca.location=f", "sasl.username=u", "sasl.jaas.config=j"),
+        "pulsar": ("tls_ca=f", "token=t", "token_file=f", "user=u&password=p"),
+        "rocketmq": ("tls=true", "access_key=a&secret_key=s"),
+    }
+    for scheme, name in ("kafka", "confluent_kafka"), ("pulsar", "pulsar"), ("rocketmq", "rocketmq"):
+        assert official_readers.name_of(Plan(f"{scheme}://h:1?prefix=a", "a", 1, 1, "", grpc="h:2")) == name
+        urls = [f"{scheme}://h:1?{options}" for options in secured[scheme]] + [f"{scheme}+ssl://h:1"]
+        assert {official_readers.name_of(Plan(url, "a", 1, 1, "", grpc="h:2")) for url in urls} == {None}
 
 
 def test_the_official_client_shows_what_was_changed(monkeypatch):
