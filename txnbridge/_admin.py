@@ -44,11 +44,7 @@ class Admin:
             raise InvalidOption(f"retention_bytes is a whole number above 0, below 2**63, not {retention_bytes!r}")
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         return self._broker.admin.create_topic(
-            name,
-            partitions,
-            self._deadline(),
-            retention_seconds=retention_seconds,
-            retention_bytes=retention_bytes,
+            name, partitions, self._deadline(), retention_seconds=retention_seconds, retention_bytes=retention_bytes
         )
 
     def _ensure(self, topics: Iterable[Topic], partitions: int) -> list[str]:

@@ -51,10 +51,7 @@ class Emitter:
     __slots__ = ("_bridge", "_filtered", "_listeners")
 
     def __init__(
-        self,
-        bridge: str,
-        listeners: Sequence[Listener],
-        filtered: Sequence[tuple[Listener, Collection[str]]] = (),
+        self, bridge: str, listeners: Sequence[Listener], filtered: Sequence[tuple[Listener, Collection[str]]] = ()
     ) -> None:
         self._bridge = bridge
         self._listeners = tuple(listeners)

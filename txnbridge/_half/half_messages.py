@@ -179,9 +179,7 @@ class HalfTransaction(ConnectionUser):
             return Decision.ABORT
         except BaseException as error:
             _log.warning(
-                "execute raised %s in half-message transaction %s: check will decide it",
-                type(error).__name__,
-                self._id,
+                "execute raised %s in half-message transaction %s: check will decide it", type(error).__name__, self._id
             )
             raise
         check_decision("execute", decision)

@@ -41,8 +41,7 @@ _TURN_SECONDS = 0.001
 def _one_call(
     call: str,
 ) -> Callable[
-    [Callable[Concatenate[Transaction, _Parameters], _Result]],
-    Callable[Concatenate[Transaction, _Parameters], _Result],
+    [Callable[Concatenate[Transaction, _Parameters], _Result]], Callable[Concatenate[Transaction, _Parameters], _Result]
 ]:
     """Decorate a method that is a call on a transaction: it is refused while another call runs.
 

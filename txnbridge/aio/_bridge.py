@@ -251,13 +251,7 @@ class Bridge(ClosedByBlock):
         return HalfMessages(partial(self._sync.half_messages, group), execute, check, self._size)
 
     def resolver(
-        self,
-        group: str,
-        *,
-        check: Check,
-        parallel: int = 4,
-        check_timeout: float = 30.0,
-        stop_timeout: float = 30.0,
+        self, group: str, *, check: Check, parallel: int = 4, check_timeout: float = 30.0, stop_timeout: float = 30.0
     ) -> Resolver:
         """Return a `Resolver`, which decides half messages whose sender did not report the outcome of its work."""
         self._sync._connection.check_open()

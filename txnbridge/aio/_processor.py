@@ -48,11 +48,7 @@ class Processor(LoopService):
     """
 
     def __init__(
-        self,
-        make: Callable[..., LoopProcessor],
-        threads: Threads,
-        each: Each | None,
-        batch: OnBatch | None,
+        self, make: Callable[..., LoopProcessor], threads: Threads, each: Each | None, batch: OnBatch | None
     ) -> None:
         functions = LoopFunctions()
         super().__init__(functions)

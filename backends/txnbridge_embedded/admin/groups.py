@@ -35,12 +35,7 @@ def describe(connection: sqlite3.Connection, name: str) -> GroupInfo:
 
 
 def reset(
-    store: Store,
-    connection: FileConnection,
-    name: str,
-    to: str | int,
-    topics: Sequence[str] | None,
-    deadline: Deadline,
+    store: Store, connection: FileConnection, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
 ) -> dict[Partition, Position]:
     """Set a group's offsets to "earliest", "latest" or a time in milliseconds, and return the new offsets.
 

@@ -33,13 +33,7 @@ SHORT_CALL_SECONDS = 10.0
 class PollingReader(Reader):
     """The base class of all readers: polls the file for changes, and hands out messages. One thread at a time."""
 
-    def __init__(
-        self,
-        store: Store,
-        subscription: Subscription,
-        listener: ReaderListener,
-        deadline: Deadline,
-    ) -> None:
+    def __init__(self, store: Store, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> None:
         self._store = store
         self._settings = store.settings
         self._subscription = subscription

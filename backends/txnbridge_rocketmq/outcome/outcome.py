@@ -167,11 +167,7 @@ def is_published(
 
 
 def was_published(
-    ender: HalfEnder,
-    transaction: str,
-    topics: Sequence[HalfCount],
-    deadline: Deadline,
-    half: MessageExt | None = None,
+    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, half: MessageExt | None = None
 ) -> bool:
     """Return whether the message of a transaction of one message is published. Look twice: the index may lag behind.
 

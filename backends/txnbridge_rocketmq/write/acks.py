@@ -42,11 +42,7 @@ class RocketMQAckContext:
         self.was_used = False
 
     def acks(
-        self,
-        positions: Mapping[Partition, Sequence[Position]],
-        deadline: Deadline,
-        *,
-        so_far: Sequence[Ack] = (),
+        self, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline, *, so_far: Sequence[Ack] = ()
     ) -> list[Ack]:
         """Return what a decision to commit acknowledges: `so_far`, and the messages at these consecutive positions.
 

@@ -7,17 +7,7 @@ import tempfile
 from contextlib import suppress
 
 from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
-from txnbridge.cli.demo._actors import (
-    CardDeclined,
-    book,
-    finish,
-    pay,
-    query,
-    sell,
-    sell_by_the_books,
-    ship,
-    was_booked,
-)
+from txnbridge.cli.demo._actors import CardDeclined, book, finish, pay, query, sell, sell_by_the_books, ship, was_booked
 from txnbridge.cli.demo._stage import PATIENCE, Stage
 
 MARKER = b"marker"
