@@ -31,8 +31,7 @@ BOTH_ENDS = pytest.mark.parametrize("commit", [True, False], ids=["commit", "abo
 def has_left(client, member, topic, *contents):
     """Check that a group still gets these contents, and no others, before a marker message."""
     write(client, topic, b"marker")
-    found = values(member.take(len(contents) + 1))
-    assert sorted(found) == sorted([*contents, b"marker"])
+    assert sorted(values(member.take(len(contents) + 1))) == sorted([*contents, b"marker"])
 
 
 def begun(client, topic, member, *contents, count=1, **given):

@@ -415,8 +415,7 @@ def test_committed_messages_stay_when_a_topic_held_back_by_a_late_message_is_rep
     found = held(admin)
     assert set(found) == {topic, other}
     assert found[topic].level == "problem" and f"transactions repair {txn} --yes --reason TEXT" in found[topic].remedy
-    done = admin.repair(str(txn), soon())
-    assert done.startswith(f"committed {txn} on held, other: its commit marker is on held")
+    assert admin.repair(str(txn), soon()).startswith(f"committed {txn} on held, other: its commit marker is on held")
     assert not held(admin)
     assert everything(client, topic) == [b"early", b"late", b"plain"]
     later, _ = open_with(client, topic, b"later")  # which would sweep away what is still open

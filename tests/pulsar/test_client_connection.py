@@ -555,8 +555,7 @@ def test_a_broker_that_redirects_in_circles_is_asked_anew_after_twenty_times(bro
 
     broker.handlers["lookup"] = twenty_times
     client.create_producer("t", timeout=SOON).close(SOON)
-    asked = [frame.fields["authoritative"] for frame in broker.wait_for("lookup")]
-    assert asked == [False, *[True] * 19, False]
+    assert [frame.fields["authoritative"] for frame in broker.wait_for("lookup")] == [False, *[True] * 19, False]
 
 
 def test_a_broker_of_the_service_url_that_is_down_is_passed_over():

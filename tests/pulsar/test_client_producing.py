@@ -78,8 +78,7 @@ def test_a_name_can_be_used_by_one_producer_at_a_time(client, topic):
 
 
 def test_a_topic_with_an_exclusive_producer_takes_no_other_producer(client, topic):
-    owner = client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE)
-    assert owner.topic_epoch == 0
+    assert client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE).topic_epoch == 0
     with pytest.raises(wire.ProducerFenced):
         client.create_producer(topic, timeout=SOON, access=wire.AccessMode.EXCLUSIVE)
     with pytest.raises(wire.ProducerBusy):

@@ -56,8 +56,7 @@ def test_a_rest_address_where_nobody_listens_is_left_for_the_next_one(method: st
 
 def test_a_broker_that_says_nothing_takes_a_part_of_the_time_only() -> None:
     with answering() as server, socket.create_server(("127.0.0.1", 0)) as silent:
-        rest = rest_of(silent.getsockname()[1], server.server_port)
-        assert rest.get("/admin/x", Deadline(20)) == "here"
+        assert rest_of(silent.getsockname()[1], server.server_port).get("/admin/x", Deadline(20)) == "here"
 
 
 def test_a_change_whose_answer_is_lost_is_not_asked_for_again() -> None:

@@ -104,8 +104,7 @@ def test_naive_numbers_used_again_after_an_abort_have_the_messages_dropped(clien
     producer = client.create_producer(name, timeout=SOON, transactions=True)
     for commit in (False, True):
         txn = begin(client, name)
-        sent = producer.send(batch_of(b"0", b"1"), txn, sequence_id=0, timeout=SOON)
-        assert sent.result(SOON).duplicate is commit
+        assert producer.send(batch_of(b"0", b"1"), txn, sequence_id=0, timeout=SOON).result(SOON).duplicate is commit
         client.transactions.end(txn, commit, SOON)
     assert writing_kit.read_all(client, name) == []
 

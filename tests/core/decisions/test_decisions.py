@@ -417,8 +417,7 @@ def test_a_presence_is_renewed_before_it_ends_and_not_before(join, clock, log):
 
 
 def test_a_run_is_one_opening_however_many_tasks_open_it(join):
-    openings = {join().open("query", name="run-1").number for _ in range(3)}
-    assert openings == {1}
+    assert {join().open("query", name="run-1").number for _ in range(3)} == {1}
     assert join().open("query", name="run-2").number == 2
     with pytest.raises(errors.Fenced):
         join().open("query", name="run-1")  # a late task
@@ -524,8 +523,7 @@ TOKENS = {"tokens": [f"{number:0>400}" for number in range(5_000)]}
 
 
 def test_data_too_large_for_a_record_goes_in_parts(join, log):
-    decisions = join()
-    assert decisions.claim(BATCH, COMMIT, TOKENS).data == TOKENS
+    assert join().claim(BATCH, COMMIT, TOKENS).data == TOKENS
     assert kinds(log).count("part") == 3
     assert max(len(raw) for _, raw in log.records) <= MAX_RECORD_BYTES
     assert join().claim(BATCH, ABORT).data == TOKENS
@@ -601,8 +599,7 @@ def test_a_log_is_tidied_by_itself_before_brokers_drop_records_by_age(join, cloc
 
 def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypatch, caplog):
     fail_call(monkeypatch, log, "trim", errors.BrokerUnavailable("no"), EACH)
-    decisions = join(tidy_after=1)
-    assert decisions.claim("id", COMMIT).mine
+    assert join(tidy_after=1).claim("id", COMMIT).mine
     assert "could not be tidied" in caplog.text
 
 

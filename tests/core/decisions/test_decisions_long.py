@@ -64,8 +64,7 @@ class Process:
 def test_a_process_that_opens_a_long_log_reads_only_its_last_records(log):
     Process(log).open().commit_many(300)
     log.reads = 0
-    newcomer = Process(log).open()
-    assert newcomer.unfinished() == ["t299"]
+    assert Process(log).open().unfinished() == ["t299"]
     assert log.reads < 3 * NEAR_END < len(log.records)
 
 
@@ -204,9 +203,6 @@ def test_a_process_keeps_in_memory_only_what_is_behind_the_last_snapshots(log):
         assert len(state.tokens.claims) < 80
     assert owner.decided("t0", begin) is COMMIT
     assert owner.claim("t0", begin, ABORT) is COMMIT
-
-
-# --- where the last records do not say enough -----------------------------------------------------------------------
 
 
 def test_with_a_record_of_another_log_of_the_same_name_in_front_of_the_snapshot_all_is_read(log):

@@ -125,8 +125,7 @@ def test_a_renewal_stays_known_when_the_log_is_trimmed_and_long(log):
     owner = Process(log).open()
     begin = owner.begin()
     Process(trimmed(log)).decisions.renew(timeout=5)
-    newer = Process(log).open().commit_many(100)
-    assert newer.decisions.tidy(timeout=5) > tuple(begin["at"])
+    assert Process(log).open().commit_many(100).decisions.tidy(timeout=5) > tuple(begin["at"])
     newcomer = Process(log).open()
     assert newcomer.unfinished() == ["t99"]
     with pytest.raises(EvidenceLost, match="began it anew"):
