@@ -45,9 +45,6 @@ def test_the_client_that_is_installed_is_understood(instance: str | None) -> Non
     client.close()
 
 
-# --- on a broker that is killed ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[brokers.Broker]:
     """Killed and started again by these tests alone."""

@@ -96,9 +96,6 @@ def test_a_message_becomes_visible_without_a_flush(kafka_broker, publisher, topi
     wait_until(lambda: values(kafka_broker.url, topic))
 
 
-# --- refused at once ------------------------------------------------------------------------------------------------
-
-
 def test_a_message_that_cannot_be_sent_is_refused_and_the_others_go_on(kafka_broker, publisher, topic):
     send(publisher, topic, b"1")
     with pytest.raises(NotFound, match=rf"txnbridge topics create {topic}-not --partitions N --url {kafka_broker.url}"):
@@ -132,9 +129,6 @@ def test_partitions_that_are_added_are_found(kafka_broker, publisher, topic, adm
     send(publisher, topic, b"2", partition=2)
     publisher.flush(Deadline(30))
     assert values(kafka_broker.url, topic, 2) == [b"2"]
-
-
-# --- failures -------------------------------------------------------------------------------------------------------
 
 
 def test_no_message_is_stored_behind_one_that_the_broker_refuses(kafka_broker, open_publisher, make_topic):

@@ -310,8 +310,6 @@ def test_a_topic_that_fits_a_pattern_and_may_not_be_read_is_left_out_until_the_r
             assert is_handled(own, b"3")
 
 
-# --- an owner without its decision log -------------------------------------------------------------------------------
-
 GRANT = "kafka-acls.sh"
 # Whether the log is there, and what of it is granted.
 LOGLESS = {"not-there": (False, ""), "not-seen": (True, ""), "not-written": (True, "READ"), "not-read": (True, "WRITE")}

@@ -94,9 +94,6 @@ def answering(headers: dict[str, Any] | None = None, timing: Timing | None = Non
             over.set()
 
 
-# --- listing --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("refusal", [NOT_LOADED, NOT_LOADED_WITH_STACK], ids=["alone", "with a stack"])
 def test_a_topic_that_is_not_loaded_is_loaded_and_the_question_asked_again(refusal: Any) -> None:
     with answering(slowTransactions=[refusal, refusal, LISTED]) as asked:
@@ -131,9 +128,6 @@ def test_names_and_records_of_strangers_do_not_hide_open_transactions(monkeypatc
     with answering(slowTransactions=[(200, {"(0,15)": {**OPEN[1], "producedPartitions": topics}})]) as asked:
         vars(asked.cluster.topics)["existing"] = lambda *_: ("a topic",)
         assert [found.txn for found in open_transactions.list_open(asked.cluster, Deadline(SOON))] == [TXN]
-
-
-# --- repair ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

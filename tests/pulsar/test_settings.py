@@ -128,9 +128,6 @@ def test_the_backend_takes_both_schemes_and_declares_everything():
     assert len(backend.capabilities) > 0
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["a", "a b", "a/b", "ü", "=20", "%2F", "a-partition-0", "~", "\ud800", ".", "a.b_c-d"])
 def test_any_text_becomes_part_of_a_name_and_comes_back(text):
     name = encoded(text)
@@ -151,9 +148,6 @@ def test_a_short_name_is_in_the_urls_namespace_and_a_full_one_anywhere():
 def test_a_text_that_is_no_topic_name_is_refused(name):
     with pytest.raises(InvalidOption):
         Namespace("t", "n").full_name(name)
-
-
-# --- keys and headers -----------------------------------------------------------------------------------------------
 
 
 def test_a_key_goes_where_the_java_client_puts_it():

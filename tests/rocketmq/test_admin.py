@@ -46,9 +46,6 @@ def named(admin, name):
     return [topic for topic in admin.topics(soon()) if topic.name == name]
 
 
-# --- topics -----------------------------------------------------------------------------------------------------------
-
-
 @live
 def test_a_topic_of_users_grows_and_never_shrinks_and_is_not_found_once_deleted(admin, name):
     admin.create_topic(name, 2, soon())
@@ -111,8 +108,6 @@ def test_the_port_of_a_proxy_or_a_broker_is_no_name_server(rocketmq_broker, port
     with pytest.raises(InvalidOption, match=f"a broker or a proxy answers at {address}"):
         cluster_for(f"rocketmq://{address}")
 
-
-# --- the doctor -------------------------------------------------------------------------------------------------------
 
 AS_THEY_COME = {
     "transactionTimeOut": "6000",

@@ -101,9 +101,6 @@ def test_a_request_larger_than_brokers_take_is_refused_before_it_is_sent():
         encode(RemotingCommand(310, body=bytes(LARGEST_FRAME)))
 
 
-# --- whatever comes ---------------------------------------------------------------------------------------------------
-
-
 @given(st.binary(max_size=300), st.lists(st.integers(1, 60), max_size=10))
 def test_garbage_is_refused_or_waited_for(garbage, sizes):
     with contextlib.suppress(ProtocolViolation):

@@ -38,9 +38,6 @@ def back(peer: Peer, command: RemotingCommand) -> None:
     peer.answer(command, body=command.body)
 
 
-# --- signatures -------------------------------------------------------------------------------------------------------
-
-
 def test_a_request_is_signed_over_its_sorted_values_and_its_body():
     signed = Credentials("user", "s3cret").sign({"topic": "orders", "b": "1", "Z": "2"}, b"body")
     assert signed["AccessKey"] == "user"
@@ -70,9 +67,6 @@ def test_secrets_show_nowhere():
     credentials = Credentials("user", "s3cret", "t0ken")
     assert "s3cret" not in repr(credentials) and "t0ken" not in repr(credentials)
     assert "s3cret" not in repr(ConnectionSettings(credentials=credentials))
-
-
-# --- TLS --------------------------------------------------------------------------------------------------------------
 
 
 def test_large_answers_and_requests_cross_each_other_encrypted(server, trusting):

@@ -120,8 +120,6 @@ def test_an_abort_goes_back_to_nothing_in_a_renewed_topic(bridge: Bridge, topic:
         is_told(consumer)
 
 
-# --- retention --------------------------------------------------------------------------------------------------------
-
 _DELETE_EXPIRED = 329
 _FILE_BYTES = 1 << 20
 
@@ -152,9 +150,6 @@ def test_a_group_goes_on_behind_a_message_that_is_dropped(start_rocketmq: StartR
 def first_of_the_last_file(records: list[MessageExt]) -> int:
     last = records[-1].log_offset // _FILE_BYTES
     return next(each.queue_offset for each in records if each.log_offset // _FILE_BYTES == last)
-
-
-# --- again and again --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

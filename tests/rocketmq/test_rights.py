@@ -87,9 +87,6 @@ def new_user(client: RemotingClient, rights: list[Right]) -> Credentials:
     return Credentials(name, user["password"])
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """The URL, topics and names that a program gets."""
@@ -215,9 +212,6 @@ def waiting(root: Bridge, client: RemotingClient) -> Iterator[None]:
     yield
     assert txn.token is not None
     root.abort(txn.token)
-
-
-# --- without an error -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", [None, *LOG, *FINISH, (TOPIC, "Pub")], ids=named)

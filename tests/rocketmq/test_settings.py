@@ -99,9 +99,6 @@ def test_the_note_of_a_capability_is_one_sentence_on_its_cost_or_its_absence():
     assert not backend.capabilities[Capability.ISOLATION]
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["a", "a b", "a/b", "ü", "%20", "a.b", "~", "\ud800", ".", "a_c-d", "%2E", "|"])
 def test_any_text_becomes_part_of_a_name_and_comes_back(text):
     assert decoded(encoded(text)) == text

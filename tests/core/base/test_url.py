@@ -116,8 +116,6 @@ def test_no_orders_land_in_a_local_file_by_accident(monkeypatch: pytest.MonkeyPa
         connect()
 
 
-# --- the arguments of a bridge and its calls --------------------------------------------------------------------------
-
 NO_SECONDS = [float("inf"), float("nan"), -1, "30", True, 1e300]
 
 

@@ -34,9 +34,6 @@ def test_four_processes_race_and_nobody_disagrees(tmp_path, races, dying):
     log.close()
 
 
-# --- killed at every step -------------------------------------------------------------------------------------------
-
-
 def decide_a_batch(url: str) -> None:
     """Run a batch: open, claim with data in parts, act on the claim that counts, mark the batch as done."""
     with txnbridge.connect(url) as bridge:

@@ -231,9 +231,6 @@ def test_a_seed_is_one_interleaving():
     assert first.told == second.told
 
 
-# --- without the rules ----------------------------------------------------------------------------------------------
-
-
 def without(owner, name, by):
     """A rule's function, replaced by one that is given the original, too."""
 

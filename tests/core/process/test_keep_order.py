@@ -113,9 +113,6 @@ def test_a_database_cannot_keep_the_order(bridge):
         )
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------
-
-
 def fail_now_and_then(message: Message, txn: Transaction) -> None:
     time.sleep(0.001)
     txn.send("out", message.value, key=message.key)
@@ -192,9 +189,6 @@ def test_killed_at_any_event_and_run_again_the_order_of_each_key_is_kept(tmp_pat
         feed_numbers(url, 12, partitions=1)
 
     kill_walk(work, lambda url: check(url, 12), Fresh(tmp_path, feed_and_create), least=WITHIN_A_TRANSACTION)
-
-
-# --- beside other members ---------------------------------------------------------------------------------------------
 
 
 def put(bridge: Bridge, topic: str, original: Message, number: int, delay: float) -> None:

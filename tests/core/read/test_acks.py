@@ -199,9 +199,6 @@ def test_an_abort_that_acknowledges_is_a_mistake(join, log):
     assert len(log.records) == before
 
 
-# --- the ledger's claims without acknowledgements -------------------------------------------------------------------
-
-
 def test_an_owner_that_was_taken_over_commits_nothing_that_it_has_not_prepared_but_may_give_it_up(join):
     old, new = join("X"), join("X")
     old.ledger.opened({}, Deadline(5))
