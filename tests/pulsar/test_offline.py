@@ -12,6 +12,8 @@ from unittest.mock import Mock
 import pytest
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
+from txnbridge_pulsar.admin.admin import PulsarAdmin
+from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.decision_log import PulsarLog
 from txnbridge_pulsar.outcome import in_doubt, late_writes
@@ -571,6 +573,17 @@ def test_the_doctor_tells_of_brokers_that_evict_what_is_not_acknowledged() -> No
     assert len(found()) == 1 and "backlog quota" in found()[0]
     told["backlogQuotaDefaultLimitGB"] = "-1"
     assert not found()
+
+
+def test_the_end_of_a_topic_is_not_told_too_early_while_a_broker_refuses_to_tell_it() -> None:
+    read = Mock(**{"return_value.progress.return_value": (wire.MessageId(1, 2), None)})
+    told = [RestRefused(503, "the broker is starting"), RestRefused(404, ""), {"maxReadPosition": "1:7"}]
+    cluster = cluster_with(topics=Mock(), client=SimpleNamespace(read=read), rest=Mock(**{"get.side_effect": told}))
+    cluster.topics.existing.return_value = ("t",)
+    found = PulsarAdmin(cluster)
+    with pytest.raises(errors.BrokerUnavailable, match="the broker is starting"):
+        found.bounds(["t"], Deadline(SOON))
+    assert [found.bounds(["t"], Deadline(SOON))["t", 0][1] for _ in told[1:]] == [(1, 3, 0), (1, 8, 0)]
 
 
 @pytest.mark.parametrize("states", [["Initializing"], ["Error"], ["Initializing", "Ready"], ["Ready"]])

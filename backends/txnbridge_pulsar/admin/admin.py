@@ -189,7 +189,9 @@ class PulsarAdmin(Admin):
         try:
             path = f"/admin/v3/transactions/transactionBufferStats/{path_of(concrete)}"
             ledger, _, entry = str(self._cluster.rest.get(path, deadline)["maxReadPosition"]).partition(":")
-        except (RestRefused, AccessDenied):
+        except (RestRefused, AccessDenied) as error:
+            if isinstance(error, RestRefused) and error.status >= 500:  # later it is known, and further on
+                raise unavailable(error, f"asking where {concrete} ends") from error
             return (0, 0, 0)
         return int(ledger), int(entry) + 1, 0
 
