@@ -731,6 +731,14 @@ def test_a_new_partition_that_cannot_be_opened_keeps_no_other_one_from_being_ass
         member.until(lambda: ("assigned", ("t", 2)) in member.listener.told, SOON / 4)
 
 
+def test_a_partition_whose_broker_stands_still_keeps_no_other_one_from_being_assigned() -> None:
+    with member_of([2], set(), "group") as (member, broker, made):
+        answer = broker.handlers["get_last_message_id"]
+        silent = lambda peer, fields: fields["consumer_id"] == made[0][1] or answer(peer, fields)  # noqa: E731
+        broker.handlers["get_last_message_id"] = silent
+        member.until(lambda: "assigned" in [what for what, _ in member.listener.told], SOON / 4)
+
+
 @pytest.mark.parametrize("call", ["append", "end"])
 def test_a_thread_that_waits_for_anothers_connection_of_the_decision_log_keeps_its_deadline(call: str) -> None:
     hold = Hold()

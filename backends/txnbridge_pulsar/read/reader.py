@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -59,7 +59,7 @@ _MAX_IDLE_CHECKS = 20
 _IDLE_CHECK_SECONDS = 5.0
 # Seconds between two looks for entries of shared groups that may be acknowledged whole.
 _FINISH_SECONDS = 1.0
-# Seconds for one of several lost partitions, with time for a REST answer; brokers go on loading its topic meanwhile.
+# Seconds for one of several lost or new partitions, with time for REST; brokers go on loading its topic meanwhile.
 _REOPEN_SECONDS = 4.0
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _PARALLEL_OPENINGS = 16
@@ -284,32 +284,48 @@ class PulsarReader(Reader):
     ) -> _BackgroundResult:
         try:
             with translated(f"reading {', '.join(self._subscription.topics)}"):
-                starting = {c: self._mode.begin(c, deadline) for c in due if not self._must_wait(c, deadline)}
-                self._reopen_all(lost, not (starting or check_topics), deadline)
+                starting: dict[PulsarPartition, Position] = {}
+
+                def begin(partition: PulsarPartition, deadline: Deadline) -> None:
+                    if not self._must_wait(partition, deadline):
+                        starting[partition] = self._mode.begin(partition, deadline)
+
+                silent = self._try_each(begin, due, deadline)
+                away = self._try_each(self._reopen, lost, deadline)
+                # If no other work waits, one of the lost ones gets the rest of the time.
+                if away and len(away) == len(lost) and not (due or check_topics):
+                    self._reopen(lost[0], deadline)
                 if due and not starting:
                     time.sleep(_PENDING_ACKS_CHECK_SECONDS)
+                if silent and len(silent) == len(due) and not (lost or check_topics):
+                    raise silent[0]
                 topics = self._concrete_topics(deadline) if check_topics and not starting else {}
+                if topics:
+                    self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
                 return _BackgroundResult(starting, self._open(topics, False, deadline))
         finally:
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
 
-    def _reopen_all(self, lost: Sequence[PulsarPartition], is_alone: bool, deadline: Deadline) -> None:
-        """Reopen lost partitions, each within a short time, so that one that stays away delays no other.
+    def _try_each(
+        self,
+        action: Callable[[PulsarPartition, Deadline], None],
+        partitions: Sequence[PulsarPartition],
+        deadline: Deadline,
+    ) -> list[Exception]:
+        """Call `action` for each, with a short time, so that none delays others; return their errors."""
+        failed: list[Exception] = []
 
-        If none comes back, and no other work waits (`is_alone`), one of them gets the rest of the time.
-        """
-        away: list[PulsarPartition] = []
-        for partition in random.sample(lost, len(lost)):
-            if self._closed:
-                return
+        def attempt(partition: PulsarPartition) -> None:
             try:
-                self._reopen(partition, Deadline(min(_REOPEN_SECONDS, deadline.left())))
+                if not self._closed:
+                    action(partition, Deadline(min(_REOPEN_SECONDS, deadline.left())))
             except (wire.PulsarError, errors.BrokerUnavailable) as error:
-                _log.debug("%s is not reopened yet: %s", partition.topic, error)
-                away.append(partition)
-        if away and len(away) == len(lost) and is_alone:
-            self._reopen(away[0], deadline)
+                _log.debug("%s cannot be read yet: %s", partition.topic, error)
+                failed.append(error)
+
+        in_parallel(attempt, random.sample(partitions, len(partitions)), _PARALLEL_OPENINGS)
+        return failed
 
     def _reopen(self, partition: PulsarPartition, deadline: Deadline) -> None:
         self._check_exists(partition, deadline)
@@ -384,8 +400,6 @@ class PulsarReader(Reader):
             time.sleep(_DELETED_TOPIC_SECONDS / 10)
 
     def _apply_work(self, result: _BackgroundResult) -> None:
-        if time.monotonic() >= self._check_partitions_at:
-            self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
         self._add(result.added)
         if not self._mode.grouped:
             for partition in result.added:
