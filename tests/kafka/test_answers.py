@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace as Fields
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from confluent_kafka import ConsumerGroupType, KafkaError, KafkaException, TopicPartition
@@ -23,11 +24,13 @@ from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome.outcome import read_how
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.read import start_positions
-from txnbridge_kafka.read.partition import SeekRequest
+from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest
+from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls, raising
+from tests.in_time import wait_until
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
@@ -176,9 +179,10 @@ def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("group", [None, "group"])
-def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, monkeypatch, group):
+def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, monkeypatch, caplog, group):
+    monkeypatch.setattr(start_positions, "_LEADER_SECONDS", 0)
     cluster.topics[0].partitions.append(Fields(partition_index=1, leader_id=-1))
-    cluster.answers = [ends(0)]
+    cluster.answers = [ends(0), ends(0)]
     asked = {("orders", number): SeekRequest() for number in (0, 1)}
     monkeypatch.setattr(requests, "positions", lambda *_, **__: dict.fromkeys(asked))
     read, ledger = Subscription(("orders",), group), Decisions(MemoryLog(), timeout=30).ledger
@@ -187,11 +191,23 @@ def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, mon
     if group is not None:
         counts, soon = {"orders": 2}, Deadline(30)
         starts = start_positions.KafkaGroupStartPositions(requests, read, context, counts, lambda _: [], soon)
-    found = starts.resolve(asked, Deadline(2))
-    assert {**found.offsets, **found.to_commit} == {("orders", 0): 0}
+    for _ in range(2):
+        found = starts.resolve(asked, Deadline(2))
+        assert {**found.offsets, **found.to_commit} == {("orders", 0): 0}
+    assert caplog.text.count("orders[1] has no leader") == 1
     cluster.topics = [topic("orders", DENIED)]
     with pytest.raises(AccessDenied):
         starts.resolve(asked, Deadline(2))
+
+
+@pytest.mark.parametrize("kind", [start_positions.KafkaStartPositions, start_positions.KafkaGroupStartPositions])
+def test_a_partition_without_a_leader_keeps_no_other_work_from_being_done(kind):
+    starts = Mock(spec=kind, unchecked={"orders"}, unrecorded=set())
+    starts.resolve.return_value, starts.counts.return_value = start_positions.ResolvedOffsets({}), {}
+    assignment = Mock(partitions={("orders", 0): KafkaPartition(("orders", 0))}, **{"current.return_value": []})
+    lookup: Any = StartLookup(assignment, starts, Mock(), 30)
+    other = starts.counts if kind is start_positions.KafkaStartPositions else starts.record
+    wait_until(lambda: lookup.advance() or (other.called and starts.resolve.call_count > 1))
 
 
 class Leftovers:

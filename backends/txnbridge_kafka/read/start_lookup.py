@@ -43,6 +43,7 @@ class StartLookup:
         # While first offsets are being committed as the group's offsets: the seek requests, and these offsets.
         self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
         self._refresh_at = 0.0
+        self._left_out = False  # whether the last look-up found nothing for some partitions, so that other work is next
 
     @property
     def busy(self) -> bool:
@@ -67,14 +68,16 @@ class StartLookup:
         unanswered = (PartitionReadState.ASSIGNED, PartitionReadState.SEEKING)
         requests = {each: each.request for each in self._assignment.partitions.values() if each.state in unanswered}
         starts, unchecked = self.starts, self._group_starts and self._group_starts.unchecked
-        if requests:
+        refreshes = self._group_starts is None and time.monotonic() >= self._refresh_at
+        left_out, self._left_out = self._left_out, False
+        if requests and not (left_out and (unchecked or refreshes)):
             asked = {each.partition: request for each, request in requests.items()}
             self._task = BackgroundTask(
                 lambda: starts.resolve(asked, deadline), lambda resolved: self._begin(requests, resolved)
             )
         elif unchecked and self._assignment.partitions:
             self._record(sorted(unchecked), lambda: None)
-        elif self._group_starts is None and time.monotonic() >= self._refresh_at:
+        elif refreshes:
             self._refresh_at = time.monotonic() + REFRESH_SECONDS
             self._task = BackgroundTask(lambda: starts.counts(deadline), self._add_new_partitions)
 
@@ -85,6 +88,7 @@ class StartLookup:
                     self._assignment.add((topic, number))
 
     def _begin(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
+        self._left_out = len({*resolved.offsets, *resolved.to_commit}) < len(requests)
         unrecorded = set() if self._group_starts is None else self._group_starts.unrecorded
         ready = {partition: start for partition, start in resolved.offsets.items() if partition[0] not in unrecorded}
         self.apply(requests, ResolvedOffsets(ready, topic_ids=resolved.topic_ids))

@@ -19,6 +19,7 @@ _log = logging.getLogger("txnbridge")
 
 # The pause before undecided offsets, or a missing topic, are looked up again: mostly that changes within milliseconds.
 _RETRY_SECONDS = 0.02
+_LEADER_SECONDS = 5.0  # an election takes less; after this time a warning names a partition without a leader
 # After this time an undecided offset may be due to a hanging transaction (hazard H9), which is then searched for.
 _UNDECIDED_SECONDS = 3.0
 _WARNING_SECONDS = 60.0  # the pause after a search that found a transaction which cannot be ended from here
@@ -51,6 +52,7 @@ class KafkaStartPositions:
     def __init__(self, client: Requests, subscription: Subscription) -> None:
         self._client = client
         self._subscription = subscription
+        self._warn_at: dict[Partition, float] = {}  # of partitions without a leader
 
     def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return the first offset to read of each partition, by the `start` of the subscription."""
@@ -104,6 +106,12 @@ class KafkaStartPositions:
     def _led(self, partitions: Collection[Partition], deadline: Deadline) -> set[Partition]:
         """Return the partitions that have a leader. Requests for others wait, as in `_of_known_topics`."""
         led = self._client.led(partitions, deadline)
+        for each in partitions:
+            if each in led:
+                self._warn_at.pop(each, None)
+            elif self._warn_at.setdefault(each, (now := time.monotonic()) + _LEADER_SECONDS) <= now:
+                self._warn_at[each] = math.inf
+                _log.warning("%s[%d] has no leader, and waits until a broker leads it", *each)
         if len(led) < len(partitions):
             time.sleep(min(_RETRY_SECONDS, deadline.left()))
         return led
