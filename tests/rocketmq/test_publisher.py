@@ -1,17 +1,21 @@
 """Tests of the publisher on a live broker: each message is stored once and in order, also under faults."""
 
+import threading
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from txnbridge_conformance import faults
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse
+from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
+from tests.failing import fail_call
 from tests.in_time import wait_until, within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from txnbridge import errors
@@ -56,6 +60,18 @@ def send_all(publisher, topic, values):
 
 def numbered(count):
     return [b"%d" % number for number in range(count)]
+
+
+@pytest.mark.offline
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(monkeypatch):
+    known = {"topics.require.return_value": [Queue("t", "a", 0)], "brokers.config.return_value.message_bytes": 9}
+    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    plain = RocketMQPublisher(cluster := Mock(**known))
+    with pytest.raises(RuntimeError):
+        send(plain, "t", b"refused")
+    send(plain, "t", b"1")
+    plain.close(Deadline(LONG))
+    assert cluster.client.submit.call_count == 1
 
 
 def test_a_message_is_stored_also_if_nobody_waits_for_it(publisher, topic, client):

@@ -90,12 +90,12 @@ class RocketMQPublisher(Publisher):
                     f"the send buffer had no room for a message to {queue.topic} for {deadline.seconds:g} s"
                 )
             self._check()
+            if self._thread is None:
+                (thread := threading.Thread(target=self._run, name="rocketmq publisher", daemon=True)).start()
+                self._thread = thread
             self._senders.setdefault(queue, _QueueSender(queue)).waiting.append(message)
             self._messages += 1
             self._bytes += len(message.body)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rocketmq publisher", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     @property
