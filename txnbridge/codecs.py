@@ -26,8 +26,8 @@ __all__ = ["Codec", "CodecContext", "avro", "bytes", "confluent", "dataclass_jso
 
 _T = TypeVar("_T")
 
-# JSON that has it may become what JSON cannot express: a lone surrogate, NaN, or an infinity.
-_SUSPECT = re.compile(rb"\\u[dD]|[eE]\+?\d{3}|\d{200}|NaN|Infinity")
+# JSON that has it may become what JSON cannot express: a lone surrogate, NaN, or an infinity, also from a text.
+_SUSPECT = re.compile(rb'\\u[dD]|[eE]\+?\d{3}|\d{200}|NaN|Infinity|"\s*[-+]?(?i:nan|inf|infinity)\s*"')
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,10 @@ class pydantic(Generic[_T]):
         return encoded
 
     def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
+        decoded = self._checked(self._adapter.validate_json, data)
         if self._refuses_nan and _SUSPECT.search(data):
-            json.decode(data, context)
-        return self._checked(self._adapter.validate_json, data)
+            self.encode(decoded, context)  # raises an error for what could not be sent on
+        return decoded
 
     def to_builtins(self, obj: _T) -> Any:
         import msgspec
