@@ -21,6 +21,7 @@ from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge.spi import Deadline, Half
+from txnbridge.sql import barrier
 from txnbridge.sql.barrier import BarrierTable
 from txnbridge.sql.span import SpanResolver
 from txnbridge.testing import Child
@@ -77,9 +78,9 @@ LOST = sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lo
 
 
 def lose_the_answer_to_its_row(patch: pytest.MonkeyPatch, happens: bool) -> None:
-    """Lose the answer to the first commit of the database behind the barrier's row."""
-    rows = note_calls(patch, BarrierTable, "commit_row")
-    fail_call(patch, sa.Connection, "commit", LOST, happens=happens, when=lambda _: rows)
+    """Lose the answer to the commit of the next span's own connection; a resolver commits as well."""
+    begun = note_calls(patch, barrier, "begin_guarded", lambda connection: connection)
+    fail_call(patch, sa.Connection, "commit", LOST, happens=happens, when=lambda connection: connection in begun)
 
 
 @pytest.mark.parametrize("committed", [True, False])
