@@ -461,7 +461,8 @@ class Relay(Service):
             raise
 
     def _look_deadline(self) -> Deadline:
-        return Deadline(min(_LOOK_SECONDS, self._connection.timeout))
+        timeout = self._connection.timeout  # for the one row that has taken too long before
+        return Deadline(timeout if self._limit == 1 else min(_LOOK_SECONDS, timeout))
 
     def _may_work(self, state: OutboxState) -> bool:
         """Return whether no other relay works. The time is this process's own, so a wrong clock hinders nobody."""
