@@ -25,6 +25,7 @@ class InputTopics:
         self._known: dict[str, Topic | None] = {**dict.fromkeys(apart), **self._named}
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
         self._denied: set[str] = set()  # the fitting topics that this user may not read
+        self._missed: set[str] = set()  # the topics that were read, and that the last look did not find
         self.now = given
         self.gone: bool = False  # whether the last look found none
 
@@ -53,6 +54,10 @@ class InputTopics:
                 raise AccessDenied(f"this user may not read {', '.join(sorted(denied))}; nothing else fits {patterns}")
             raise NotFound(f"no topic fits {patterns}: create one first")
         self.gone = not found
+        if self._look_at and not now:  # a name server that has just started does not know all topics
+            missed = {each.name: each for each in self.now if each.name not in {*found, *denied}}
+            found |= {name: each for name, each in missed.items() if name not in self._missed}
+            self._missed = set(missed)
         self._look_at = time.monotonic() + connection.timing.pattern_look
         # A list without any is one of a name server that has just started, or reading tells what is deleted.
         if found and found.keys() != {topic.name for topic in self.now}:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
-from tests.failing import answer_calls, fail_call, raising
+from tests.failing import answer_calls, fail_call, note_calls, raising
 from tests.in_time import wait_until
 from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors
 from txnbridge._process.inputs import ProcessorInputs
@@ -107,6 +107,19 @@ def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp
             with bridge.transaction() as txn:
                 txn.send("orders-a", b"1")
             wait_until(lambda: seen)
+
+
+def test_a_topic_that_one_list_lacks_is_read_on_and_one_that_two_lists_lack_is_not(tmp_path, with_timing, monkeypatch):
+    with_timing(pattern_look=0.02)
+    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+        bridge.ensure_topics("orders-a", "orders-b")
+        joins = note_calls(monkeypatch, ProcessorInputs, "__init__", lambda inputs, consumers, topics, *_: len(topics))
+        lists = [["orders-a"], ["orders-a", "orders-b"], ["orders-a"], ["orders-a", "orders-b"]]
+        with bridge.processor("orders-*", group="g", each=lambda order, txn: None):
+            wait_until(lambda: joins)
+            monkeypatch.setattr(EmbeddedAdmin, "topic_names", lambda *_: lists.pop(0) if lists else ["orders-a"])
+            wait_until(lambda: len(joins) > 1)
+    assert (joins, lists) == ([2, 1], [])
 
 
 def test_a_processor_waits_for_the_only_topic_of_its_pattern_while_it_is_gone(tmp_path):
