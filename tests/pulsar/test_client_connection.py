@@ -413,8 +413,8 @@ def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
 
 def test_a_quiet_broker_that_answers_pings_is_kept():
     with fake_broker(ping=lambda peer, fields: peer.say("pong")) as broker:
-        with closing(connect(broker, keepalive_seconds=0.1)) as connection:
-            broker.wait_for("ping", 5)
+        with closing(connect(broker, keepalive_seconds=1.0)) as connection:
+            broker.wait_for("ping", 2)
             assert not connection.closed
 
 
