@@ -8,8 +8,7 @@ from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_kafka import backend
-from txnbridge_kafka.settings import read
-from txnbridge_kafka.settings.timing import Timing
+from txnbridge_kafka.settings import Timing, read
 
 HERE = Path(__file__).parent
 

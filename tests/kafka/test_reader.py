@@ -14,9 +14,8 @@ from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.assignment import KafkaAssignment
 from txnbridge_kafka.read.reader import KafkaReader
-from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings import KafkaSettings, Timing
 from txnbridge_kafka.settings.security import Access
-from txnbridge_kafka.settings.timing import Timing
 
 from tests.core import reading_kit
 from tests.core.reading_kit import rows, values

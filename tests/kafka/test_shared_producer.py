@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from txnbridge_kafka import decision_log
-from txnbridge_kafka.client import shared_producer
-from txnbridge_kafka.client.shared_producer import SharedProducer
+from txnbridge_kafka.decision_log import SharedProducer
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
@@ -61,7 +60,7 @@ class Client:
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     made = Client()
-    answer_calls(monkeypatch, shared_producer, "ConfluentProducer", made)
+    answer_calls(monkeypatch, decision_log, "ConfluentProducer", made)
     return made
 
 

@@ -12,10 +12,9 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import pytest
-from txnbridge_kafka.client.connection import AttemptError, LoginRefusedError
+from txnbridge_kafka.client.connection import AttemptError, LoginRefusedError, login
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
-from txnbridge_kafka.client.login import login
 from txnbridge_kafka.client.protocol_types import RetryLaterError
 from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests

@@ -28,7 +28,7 @@ from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.protocol_types import COMMITTED, ActiveProducer, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, recorded_decisions
-from txnbridge_kafka.settings.timing import Timing
+from txnbridge_kafka.settings import Timing
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outcome
 

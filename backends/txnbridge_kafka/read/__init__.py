@@ -1,5 +1,5 @@
 """The reading side: `reader` is one consumer, `assignment` has its partitions, and `partition` is one partition.
 
 `start_positions` looks up the offsets at which the reading of partitions starts. `start_lookup` runs these look-ups in
-the background, and `rebalance` has the callbacks for the group's rebalances.
+the background, and `assignment` also has the callbacks for the group's rebalances.
 """

@@ -26,11 +26,10 @@ from txnbridge.spi import (
     as_offset,
 )
 from txnbridge_kafka.client.librdkafka import warm_up
-from txnbridge_kafka.client.offsets import is_another_topic
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import DENIED, MISSING, translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_group
-from txnbridge_kafka.read.assignment import KafkaAssignment
+from txnbridge_kafka.read.assignment import GroupRebalance, KafkaAssignment
 from txnbridge_kafka.read.partition import (
     Conversion,
     Found,
@@ -40,12 +39,12 @@ from txnbridge_kafka.read.partition import (
     has_errors,
     split_runs,
 )
-from txnbridge_kafka.read.rebalance import GroupRebalance
 from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.read.start_positions import (
     KafkaGroupStartPositions,
     KafkaStartPositions,
     ResolvedOffsets,
+    is_another_topic,
     out_of_range_text,
 )
 from txnbridge_kafka.write.acks import KafkaAckContext

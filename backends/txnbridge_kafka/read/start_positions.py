@@ -11,7 +11,6 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied, StorageFailed, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
-from txnbridge_kafka.client.offsets import is_another_topic, recreated_text
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequests
 
@@ -306,6 +305,21 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             self._group,
             error,
         )
+
+
+def is_another_topic(now: str | None, before: str | None) -> bool:
+    """Return whether a topic was deleted and created again, by its ids now and before. Unknown ids prove nothing."""
+    return bool(now) and bool(before) and now != before
+
+
+def recreated_text(name: str, partition: Partition, at: int) -> str:
+    """Return the error text for an offset (`name` says whose) in a topic that was deleted and created again."""
+    topic, number = partition
+    return (
+        f"{name} is {at} in {topic}[{number}], but the topic was deleted and created again since, so that offset means"
+        " nothing in the new topic. Nothing was skipped. Choose where to continue in the new topic by"
+        f" seek({{({topic!r}, {number}): (offset,)}})"
+    )
 
 
 def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:

@@ -2,7 +2,7 @@
 
 `owner` records and checks which process owns an id. `opening` opens the id, which fences older owners. `writer` writes
 one transaction after another, with a `producer` of confluent-kafka. `replaceable_producer` frees the producer, and
-opens the id again, when one of its requests may still be under way. `acks` has the acknowledgements, and
-`failures` translates errors. `prepared` writes prepared transactions, each under a transactional id that no other open
-transaction uses. `publisher` sends without a transaction.
+opens the id again, when one of its requests may still be under way. `acks` has the acknowledgements. `prepared` writes
+prepared transactions, each under a transactional id that no other open transaction uses. `publisher` sends without a
+transaction.
 """

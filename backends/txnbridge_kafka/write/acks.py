@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from txnbridge.errors import PositionLost
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.offsets import is_another_topic, recreated_text
 from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.read.start_positions import is_another_topic, recreated_text
 
 
 class KafkaAckContext:

@@ -16,9 +16,9 @@ from txnbridge_kafka.client.librdkafka import membership_of
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
 from txnbridge_kafka.client.protocol_types import DONE, OPEN, SETTLED, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.errors import is_fenced
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_owner
 from txnbridge_kafka.write.acks import KafkaAckContext
-from txnbridge_kafka.write.failures import is_fenced
 from txnbridge_kafka.write.owner import KafkaOwner
 from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 

@@ -30,11 +30,10 @@ from txnbridge.spi import (
 from txnbridge_kafka.client.librdkafka import milliseconds, sendable, too_large
 from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
-from txnbridge_kafka.errors import translate
+from txnbridge_kafka.errors import ENDED, ends_producer, failure, translate
 from txnbridge_kafka.outcome.outcome import plain_status
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 from txnbridge_kafka.write.acks import KafkaAckContext, check_topics
-from txnbridge_kafka.write.failures import ENDED, ends_producer, failure
 from txnbridge_kafka.write.owner import KafkaOwner, evidence_key
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
