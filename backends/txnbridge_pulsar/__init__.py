@@ -16,7 +16,7 @@ Pulsar's model, as far as our promises rest on it:
 - Brokers know no owner of a transaction. The process that opened a transactional id last, its owner, holds the id's
   fence topic, an internal topic, exclusively, and names each transaction there before its first message, so that the
   next owner can end open transactions: `write/owner`, `write/fence`, `write/fence_records`. A record in the decision
-  log shows whether a fence topic was deleted and created again: `write/recreated_fence_topic`.
+  log shows whether a fence topic was deleted and created again: `FenceIdentity` in `write/owner`.
 - A subscription keeps a transaction's acknowledgements as pending acks until the transaction's end arrives; after an
   abort the broker redelivers the messages. The end may miss one of the transaction's participants (its topics and
   subscriptions) that is being unloaded, so it is sent there again: `outcome/end_delivery`.

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.client import errors
-from txnbridge_pulsar.client.format.codec import Malformed, decode, encode, read_varint, varint
+from txnbridge_pulsar.client.format.codec import TYPES, Field, Malformed, decode, encode, read_varint, varint
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
 from txnbridge_pulsar.client.format.ids import MessageId, TxnId, individual_ack_fields
-from txnbridge_pulsar.client.format.schema import TYPES, Field
 
 pytestmark = pytest.mark.offline
 

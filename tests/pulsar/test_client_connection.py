@@ -17,10 +17,9 @@ from txnbridge_pulsar.client.connecting.address import Address, full_topic_name,
 from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConnectionOptions
 from txnbridge_pulsar.client.connecting.pending_response import answer_to
 from txnbridge_pulsar.client.connecting.transport import Transport
-from txnbridge_pulsar.client.deadline import ClientDeadline
+from txnbridge_pulsar.client.deadline import ClientDeadline, backoff_pauses
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
-from txnbridge_pulsar.client.retry import backoff_pauses
 
 from tests.failing import fail_call, raising
 from tests.in_time import within

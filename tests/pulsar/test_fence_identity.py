@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar.write.fence_records import FenceRecord
-from txnbridge_pulsar.write.recreated_fence_topic import FenceIdentity
+from txnbridge_pulsar.write.owner import FenceIdentity
 
 from tests.pulsar.kit import Kept
 from txnbridge import AccessDenied, EvidenceLost

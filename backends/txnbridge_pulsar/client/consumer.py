@@ -31,10 +31,9 @@ from txnbridge_pulsar.client.format.ids import (
 )
 from txnbridge_pulsar.client.format.received_entries import Chunks, ReceivedEntry
 
-from .deadline import ClientDeadline
+from .deadline import ClientDeadline, retry
 from .errors import BrokerConnectionLost, Closed, PulsarError
 from .inbox import Inbox
-from .retry import retry
 
 # Permits before the size of messages is known: so few that even the largest messages fit into memory.
 FIRST_PERMITS = 16

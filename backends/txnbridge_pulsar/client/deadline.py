@@ -1,11 +1,24 @@
-"""`ClientDeadline`: the moment by which one call of the client has to return."""
+"""`ClientDeadline`: the moment by which one call of the client has to return.
+
+`retry` repeats a request after temporary errors, with growing pauses, until then.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+from .errors import PulsarError, RequestTimedOut
+
+T = TypeVar("T")
+
+# The first pause lets a broker finish its work; the longest limits requests without delaying a retry much.
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 5.0
 
 
 class ClientDeadline:
@@ -40,3 +53,37 @@ class ClientDeadline:
         finally:
             if held:
                 lock.release()
+
+
+def backoff_pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each next attempt. The pauses about double up to a limit, and are partly random,
+    so that clients do not all repeat at once.
+    """
+    pause = FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def retry(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
+    """Call `attempt` until it returns, raises an error that is not `retriable`, or the deadline passes. Return the
+    result. A repeated call must be harmless, because a failed attempt may have had an effect.
+
+    At the deadline raise the last error. If this error is a timeout, its text also names the last refusal by the
+    broker.
+    """
+    refusal: PulsarError | None = None
+    for pause in backoff_pauses():
+        try:
+            return attempt()
+        except RequestTimedOut as error:
+            if deadline.left <= pause:
+                if refusal is None:
+                    raise
+                raise RequestTimedOut(f"{error}; before that: {refusal}", error.may_have_had_effect) from error
+        except PulsarError as error:
+            if not error.retriable or deadline.left <= pause:
+                raise
+            refusal = error
+        time.sleep(pause)
+    raise AssertionError("pauses never end")

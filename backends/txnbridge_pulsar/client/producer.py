@@ -24,7 +24,7 @@ from txnbridge_pulsar.client.format.frames import command, send_command
 from txnbridge_pulsar.client.format.ids import MessageId, TxnId, message_id
 from txnbridge_pulsar.client.format.outgoing_entry import Content
 
-from .deadline import ClientDeadline
+from .deadline import ClientDeadline, retry
 from .errors import (
     BrokerConnectionLost,
     Closed,
@@ -36,7 +36,6 @@ from .errors import (
     server_error,
 )
 from .pending_sends import Budget, Receipt, Send
-from .retry import retry
 
 
 def ignore_result(send: Send) -> None:

@@ -22,9 +22,8 @@ from txnbridge_pulsar.client.connecting.lookup import Lookup
 from txnbridge_pulsar.client.format.codec import Fields
 from txnbridge_pulsar.client.format.ids import TxnId
 
-from .deadline import ClientDeadline
+from .deadline import ClientDeadline, backoff_pauses, retry
 from .errors import BrokerConnectionLost, NotAllowed, ProtocolError, PulsarError, RequestTimedOut, TopicNotFound
-from .retry import backoff_pauses, retry
 
 ASSIGN_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
 _COMMIT, _ABORT = 0, 1

@@ -22,7 +22,7 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
-from txnbridge_pulsar.outcome.terminated_topics import terminated
+from txnbridge_pulsar.outcome.outcome import terminated
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 _log = logging.getLogger("txnbridge")

@@ -18,12 +18,11 @@ from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidToken, Outc
 from txnbridge.spi import Deadline, Outcome, Status, Token, TokenState
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.broker_evidence import has_undelivered_commit
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
 from txnbridge_pulsar.outcome.proof import was_committed
-from txnbridge_pulsar.outcome.terminated_topics import repair_hint, terminated
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
@@ -299,3 +298,37 @@ def _register_again(
         return error.state or "being ended"
     except wire.PulsarError as error:
         raise translate(error, f"asking the coordinator of transaction {txn}") from error
+
+
+def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
+    """Return which of these topics, or partitions of topics, are known to be terminated.
+
+    Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. The coordinator
+    ends the transaction on all other topics, tries the terminated topic again for ever, and never answers the request
+    (hazard H54).
+    """
+    answers = in_parallel(lambda topic: _is_terminated(cluster, topic, deadline), topics)
+    return tuple(topic for topic, is_terminated in zip(topics, answers, strict=True) if is_terminated)
+
+
+def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bool:
+    client = cluster.client
+    try:
+        # A producer would create a deleted topic anew, so first open a reader with `create=False`, which fails.
+        client.read(topic, timeout=deadline.left(), create=False).close(deadline.left())
+        client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
+    except wire.TopicTerminated:
+        return True
+    except wire.PulsarError:
+        return False  # not known; the caller treats the topic as not terminated
+    return False
+
+
+def repair_hint(topics: Sequence[str]) -> str:
+    """Return the error text about a commit that terminated topics keep from finishing: the loss, and the remedy."""
+    names = ", ".join(topics)
+    return (
+        f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"
+        " never finishes: readers cannot get its messages there, nor later ones. Save the messages that you need of"
+        f" {names}; once it is deleted, the commit finishes by itself: pulsar-admin topics delete --force"
+    )

@@ -40,9 +40,8 @@ from txnbridge_pulsar.client.format.frames import (
 
 from .address import Address
 from .authentication import NO_AUTHENTICATION, Authentication
-from .dialing import dial
 from .pending_response import Response, answer_to
-from .transport import NotWritten, Transport
+from .transport import NotWritten, Transport, dial
 
 _log = logging.getLogger(__name__)
 _log.addHandler(logging.NullHandler())  # so that a program without logging settings does not print these lines

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from txnbridge_pulsar.client.deadline import ClientDeadline
+from txnbridge_pulsar.client.deadline import ClientDeadline, retry
 from txnbridge_pulsar.client.errors import ProtocolError, PulsarError, ServiceNotReady, server_error
-from txnbridge_pulsar.client.retry import retry
 
 from .address import ServiceUrl, full_topic_name, service_url
 from .connection import BrokerConnection

@@ -8,8 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
 from txnbridge_pulsar.client.errors import PulsarError, RequestTimedOut
-from txnbridge_pulsar.client.format.codec import Fields
-from txnbridge_pulsar.client.format.schema import COMMANDS
+from txnbridge_pulsar.client.format.codec import COMMANDS, Fields
 
 
 def answer_to(name: str) -> str:

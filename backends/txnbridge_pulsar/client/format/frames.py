@@ -10,8 +10,7 @@ import google_crc32c as crc32c
 
 from txnbridge_pulsar.client.errors import CorruptEntry, ProtocolError
 
-from .codec import Fields, Malformed, decode, encode, read_varint, varint
-from .schema import COMMANDS, TYPES
+from .codec import COMMANDS, TYPES, Fields, Malformed, decode, encode, read_varint, varint
 
 _TWO_SIZES = struct.Struct(">II")
 _SIZE = struct.Struct(">I")
