@@ -29,8 +29,8 @@ from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_pre
 from txnbridge_rocketmq.write import half_buffer
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
-from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, place_of
+from txnbridge_rocketmq.write.writer import RocketMQPreparedWriter
 
 _log = logging.getLogger("txnbridge")
 

@@ -9,7 +9,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_pulsar import settings
 from txnbridge_pulsar.client import PulsarClient
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import Timing
 
 from tests.keeping import keeping
 from tests.pulsar.client_kit import fresh_topic, service

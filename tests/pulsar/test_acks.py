@@ -12,7 +12,7 @@ from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.format.ids import individual_ack_fields
 from txnbridge_pulsar.outcome.outcome import end
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import Timing
 
 from tests.core.reading_kit import by_partition, values
 from tests.pulsar import client_kit

@@ -7,7 +7,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually
 from txnbridge_pulsar.admin import cleanup
 from txnbridge_pulsar.client import PulsarClient
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import Timing
 
 from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import SOON, admin, path_of

@@ -14,7 +14,7 @@ from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.client import CorruptEntry, TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome import proof
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.write import fence
 
 from tests.failing import answer_calls, raising

@@ -11,7 +11,7 @@ import pytest
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.read import subscriptions
 from txnbridge_pulsar.read.partition import BEGIN
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import Timing
 
 from tests.core.reading_kit import by_partition, values
 from tests.failing import answer_calls, fail_call

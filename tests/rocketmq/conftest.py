@@ -14,8 +14,7 @@ from txnbridge_rocketmq import backend
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest, nothing
-from txnbridge_rocketmq.settings import RocketMQSettings, parse_settings
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
+from txnbridge_rocketmq.settings import RocketMQSettings, RocketMQTiming, parse_settings
 
 import txnbridge
 from tests.rocketmq import writing_kit

@@ -17,11 +17,10 @@ from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
+from txnbridge_rocketmq.settings import RocketMQTiming
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.owner import RocketMQOwner
-from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
-from txnbridge_rocketmq.write.writer import RocketMQWriter
+from txnbridge_rocketmq.write.writer import RocketMQPreparedWriter, RocketMQWriter
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.kit import context_for, pairs, settings_for, stored

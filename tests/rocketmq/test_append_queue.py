@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from txnbridge_rocketmq import decision_log
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
 from txnbridge_rocketmq.client.protocol.send_requests import WireMessage
-from txnbridge_rocketmq.write import append_queue
-from txnbridge_rocketmq.write.append_queue import AppendQueue
+from txnbridge_rocketmq.decision_log import AppendQueue
 
 from tests.in_time import within
 from tests.rocketmq.kit import becomes_true
@@ -80,8 +80,8 @@ def test_waiting_messages_are_stored_together_and_in_order(log, pool):
 
 
 def test_a_request_has_bounds(log, pool, monkeypatch):
-    monkeypatch.setattr(append_queue, "_MOST_TOGETHER", 3)
-    monkeypatch.setattr(append_queue, "_MOST_BYTES", 10)
+    monkeypatch.setattr(decision_log, "_MOST_TOGETHER", 3)
+    monkeypatch.setattr(decision_log, "_MOST_BYTES", 10)
     found = stored(log, pool, b"a", b"b", b"c", b"d", b"e" * 8, b"f" * 20)
     log.allowed.release(999)
     assert [each.result()[:1] for each in found] == [b"F", b"A", b"B", b"C", b"D", b"E", b"F"]
@@ -117,7 +117,7 @@ def test_a_thread_with_little_time_fails_no_thread_with_more_time(log, pool):
 
 def test_a_sender_takes_along_no_record_that_has_more_time_than_its_own(log):
     log.allowed.release(9)
-    log.waiting.append(append_queue._Append(WireMessage("log", b"later"), Deadline(60)))
+    log.waiting.append(decision_log._Append(WireMessage("log", b"later"), Deadline(60)))
     assert log.store(b"first", 30) == b"FIRST"
     assert log.together == [[b"first"]]
     assert log.waiting[0].sends

@@ -13,7 +13,7 @@ from txnbridge_rocketmq.client.protocol.read_requests import PullResult, PullSta
 from txnbridge_rocketmq.client.protocol.records import MessageExt, decode_records
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
+from txnbridge_rocketmq.settings import RocketMQTiming
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionPlace, properties, unique_key
 
 from tests.rocketmq.kit import batched, pairs, stored

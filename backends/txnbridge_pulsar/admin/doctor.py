@@ -15,8 +15,7 @@ from txnbridge_pulsar.admin.repair import held_back
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.outcome.proof import proof_prefix
-from txnbridge_pulsar.settings import PulsarSettings
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import PulsarSettings, Timing
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, PositionLost
 from txnbridge.spi import Context, Deadline, LedgerValue
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
-from txnbridge_pulsar.settings.timing import Timing
+from txnbridge_pulsar.settings import Timing
 
 _log = logging.getLogger("txnbridge")
 

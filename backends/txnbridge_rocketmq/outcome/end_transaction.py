@@ -32,8 +32,8 @@ from txnbridge_rocketmq.client.protocol.send_requests import HalfAddress, HalfEn
 from txnbridge_rocketmq.client.retry import MOST_AT_ONCE, look_up_by_key, retry_call
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
+from txnbridge_rocketmq.settings import RocketMQTiming
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.half_buffer import HalfCount
 from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 

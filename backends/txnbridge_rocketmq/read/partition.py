@@ -19,7 +19,7 @@ from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.pull import LONG_POLL_SECONDS, NotIndexed, QueuePull, SameQueueCheck, Submit
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset, topic_recreated
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
+from txnbridge_rocketmq.settings import RocketMQTiming
 from txnbridge_rocketmq.write.message_format import from_wire
 
 _log = logging.getLogger("txnbridge.rocketmq.client")

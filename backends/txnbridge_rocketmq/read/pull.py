@@ -15,7 +15,7 @@ from txnbridge_rocketmq.client.protocol.read_requests import PullResult
 from txnbridge_rocketmq.client.protocol.records import MessageExt, unwrap
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
+from txnbridge_rocketmq.settings import RocketMQTiming
 
 # The consumer group in the reader's requests. It has no members.
 GROUP = "txnbridge-reader"

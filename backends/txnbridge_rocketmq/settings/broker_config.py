@@ -14,7 +14,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.client.protocol.frames import LARGEST_FRAME
 from txnbridge_rocketmq.client.retry import retry, retry_call
-from txnbridge_rocketmq.settings.timing import RocketMQTiming
+from txnbridge_rocketmq.settings import RocketMQTiming
 
 # How long settings are cached. An administrator may change them at any time, but no timing here depends on seconds.
 _SETTINGS_CACHE_SECONDS = 60.0

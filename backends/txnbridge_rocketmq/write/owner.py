@@ -10,8 +10,7 @@ from txnbridge_rocketmq.client.protocol.records import pack_properties
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
-from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
-from txnbridge_rocketmq.write.writer import RocketMQWriter
+from txnbridge_rocketmq.write.writer import RocketMQPreparedWriter, RocketMQWriter
 
 
 class RocketMQOwner:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from txnbridge import errors
+from txnbridge.errors import InvalidState, TransactionAborted
 from txnbridge.spi import (
     Ack,
     Begin,
@@ -29,7 +30,7 @@ from txnbridge.spi import (
 )
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
-from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_prepared, publish_exclusively
+from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
 from txnbridge_rocketmq.write import half_buffer
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
 from txnbridge_rocketmq.write.message_format import choose_queue, ordering_key, to_wire
@@ -344,3 +345,33 @@ class RocketMQWriter(Writer):
 
     def close(self) -> None:
         """Do nothing: the broker sends check-backs for halves that were not ended."""
+
+
+class RocketMQPreparedWriter(RocketMQWriter):
+    """Writer of a single transaction, which is prepared (durable, undecided, ended later by its token) or aborted."""
+
+    def _lifetime(self, begin: Begin) -> float:
+        if begin.hold is not None:
+            return begin.deadline.left() + begin.hold
+        home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
+        return min(home.longest_transaction, home.retention)
+
+    def prepare(self, deadline: Deadline) -> None:
+        self._store(deadline)
+        transaction = self._begun.transaction
+        prepared = PrepareRecord(self._halves.topics, self._all_acks(), self._expires_at)
+        try:
+            with self._cluster.context.events.step("step:record", transaction):
+                self._owner.ledger.record(PREPARE, transaction, prepared.as_json(self._origin.log), deadline)
+                claim = self._owner.ledger.decided(transaction, deadline, log=self._origin.log)
+                if claim is not None and claim.decision is Decision.ABORT:
+                    raise TransactionAborted("another process aborted the transaction; run it again")
+                for context, acks in self._acks.items():
+                    context.require_held(acks, transaction, deadline)
+        except BaseException:
+            # The prepare record may be stored although the call failed, but the caller gets no token to end it.
+            self._abort_quietly(deadline)
+            raise
+
+    def commit(self, deadline: Deadline) -> None:
+        raise InvalidState("a prepared transaction is committed by its token")
