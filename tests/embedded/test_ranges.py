@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_embedded.client.ranges import merged, ranges_of, without
+from txnbridge_embedded.client.readable_ranges import merged, ranges_of, without
 
 offsets = st.lists(st.integers(0, 40))
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)).map(lambda pair: (pair[0], sum(pair))))

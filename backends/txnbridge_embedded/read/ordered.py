@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_embedded.admin import groups
-from txnbridge_embedded.client.ranges import Range, ranges_of, without
-from txnbridge_embedded.client.readable_ranges import Bounds, first_since, read_bounds
+from txnbridge_embedded.client.readable_ranges import Bounds, Range, first_since, ranges_of, read_bounds, without
 from txnbridge_embedded.client.store import FileConnection, now_ms
 from txnbridge_embedded.read import group_assignments
 from txnbridge_embedded.read.group_assignments import PartitionOwner

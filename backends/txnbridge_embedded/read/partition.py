@@ -10,8 +10,7 @@ from typing import TypeVar
 from txnbridge.errors import PositionLost, StorageFailed
 from txnbridge.spi import NO_HEADERS, Message, MessageColumns, Partition
 from txnbridge_embedded.client import headers
-from txnbridge_embedded.client.ranges import Range, merged, without
-from txnbridge_embedded.client.readable_ranges import Bounds
+from txnbridge_embedded.client.readable_ranges import Bounds, Range, merged, without
 from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 
 # How many rows are fetched first. The sizes of these determine the later fetches, so that memory is not filled.

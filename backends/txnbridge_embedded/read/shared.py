@@ -13,8 +13,7 @@ from contextlib import suppress
 from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
-from txnbridge_embedded.client.ranges import ranges_of
-from txnbridge_embedded.client.readable_ranges import Bounds, read_bounds
+from txnbridge_embedded.client.readable_ranges import Bounds, ranges_of, read_bounds
 from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.client.store import FileConnection, now_ms
 from txnbridge_embedded.read import group_assignments

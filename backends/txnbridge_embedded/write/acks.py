@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Partition, Position
-from txnbridge_embedded.client.ranges import Range, merged, ranges_of
+from txnbridge_embedded.client.readable_ranges import Range, merged, ranges_of
 from txnbridge_embedded.client.schema import OFFSET_BITS
 
 # The end of the lease of a message that a prepared transaction has reserved: the end of that transaction frees it.
