@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.connecting.address import Address, full_topic_name, partition_name, service_url
-from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConnectionOptions
-from txnbridge_pulsar.client.connecting.pending_response import answer_to
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConnectionOptions, answer_to
 from txnbridge_pulsar.client.connecting.transport import Transport
 from txnbridge_pulsar.client.deadline import ClientDeadline, backoff_pauses
 from txnbridge_pulsar.client.format.codec import encode

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 from txnbridge_pulsar.client import EARLIEST, MessageBatch, PulsarConsumer, ReceivedEntry, SubscriptionType, TxnId
-from txnbridge_pulsar.client.connecting.pending_response import Response
+from txnbridge_pulsar.client.connecting.connection import Response
 from txnbridge_pulsar.client.consumer import ConsumerOptions
 from txnbridge_pulsar.client.errors import RequestTimedOut, server_error
 from txnbridge_pulsar.client.format.codec import encode

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.credentials import Credentials
+from txnbridge_rocketmq.client.connection import Credentials
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand, RpcRequest
 from txnbridge_rocketmq.client.protocol.records import MessageExt

@@ -6,7 +6,7 @@ import pytest
 from txnbridge_conformance.brokers import RocketMQ
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.credentials import Credentials
+from txnbridge_rocketmq.client.connection import Credentials
 from txnbridge_rocketmq.client.errors import ErrorResponse
 from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.protocol import read_requests, send_requests

@@ -3,8 +3,7 @@
 import ssl
 
 import pytest
-from txnbridge_rocketmq.client.connection import ConnectionSettings, RemotingConnection
-from txnbridge_rocketmq.client.credentials import Credentials
+from txnbridge_rocketmq.client.connection import ConnectionSettings, Credentials, RemotingConnection
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout, Unreachable
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 

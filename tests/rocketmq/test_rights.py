@@ -10,7 +10,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.credentials import Credentials
+from txnbridge_rocketmq.client.connection import Credentials
 from txnbridge_rocketmq.client.protocol.frames import RpcRequest, as_body, fields, nothing
 
 from tests.rocketmq.kit import BROKER, LONG, bodies, one_user

@@ -1,15 +1,18 @@
-"""Answers health checks of an orchestrator, and requests of Prometheus, by HTTP."""
+"""Answers health checks of an orchestrator, and requests of Prometheus for the metrics of all workers, by HTTP."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import Thread
 from typing import Any, NamedTuple
+
+from txnbridge import InvalidOption
+from txnbridge._metrics import Family, PrometheusCollector, merged, require_prometheus_client
 
 
 class Answer(NamedTuple):
@@ -66,3 +69,30 @@ def serving(host: str, port: int, pages: dict[str, Callable[[], Answer]]) -> Ite
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def to_json(families: Iterable[Family]) -> list[Any]:
+    """Return metrics in a form that can be written as JSON, for `from_json`."""
+    return [[each.name, [[dict(labels), value] for labels, value in each.samples.items()]] for each in families]
+
+
+def from_json(document: list[Any]) -> list[Family]:
+    """Return the metrics from a document that `to_json` has made."""
+    return [Family(name, {tuple(labels.items()): value for labels, value in samples}) for name, samples in document]
+
+
+def of_ended(documents: Iterable[list[Any]]) -> list[Any]:
+    """Return the metrics to keep of processes that have ended: the sums of their counters and histograms."""
+    return to_json(each for each in merged(map(from_json, documents)) if each.definition.kind != "gauge")
+
+
+def page(documents: Iterable[list[Any]]) -> Answer:
+    """Return the sums of the metrics of all workers as a page for Prometheus."""
+    try:
+        client = require_prometheus_client()
+    except InvalidOption as error:
+        return Answer(501, "text/plain", f"{error}\n".encode())
+    families = merged(map(from_json, documents))
+    registry = client.CollectorRegistry()
+    registry.register(PrometheusCollector(lambda: families))
+    return Answer(200, client.CONTENT_TYPE_LATEST, client.generate_latest(registry))

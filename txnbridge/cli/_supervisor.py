@@ -15,7 +15,7 @@ from typing import Any
 
 from txnbridge._base.service_stop import signals_handled
 from txnbridge.cli._common import ExitCode
-from txnbridge.cli._health import Answer, health
+from txnbridge.cli._health import Answer, health, of_ended, page
 from txnbridge.cli._worker import ABORT, STOP
 
 _log = logging.getLogger("txnbridge")
@@ -92,8 +92,6 @@ class WorkerSupervisor:
 
     def metrics(self) -> Answer:
         """Answer Prometheus with the metrics of all workers together."""
-        from txnbridge.cli._metrics import page
-
         return page([document for worker in self._workers for document in worker.metrics])
 
     # --- workers ------------------------------------------------------------------------------------------------------
@@ -278,8 +276,6 @@ class Worker:
     def _keep_counts(self) -> None:
         """Keep the metrics of a process that has ended: a counter of Prometheus must not go down."""
         if self.metrics[1]:
-            from txnbridge.cli._metrics import of_ended
-
             self.metrics = of_ended(self.metrics), []
 
     def kill(self) -> None:

@@ -19,7 +19,7 @@ import click
 
 from txnbridge import App, InvalidState, NotFound, Poison, TxnBridgeError, UsageError, plugins
 from txnbridge.cli._common import ExitCode, report
-from txnbridge.cli._metrics import to_json
+from txnbridge.cli._health import to_json
 from txnbridge.cli._object_loading import show_traceback
 from txnbridge.metrics import Metrics
 

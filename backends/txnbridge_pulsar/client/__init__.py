@@ -26,7 +26,7 @@ from txnbridge_pulsar.client.connecting.authentication import (
     token_authentication,
     token_file,
 )
-from txnbridge_pulsar.client.connecting.pending_response import Response
+from txnbridge_pulsar.client.connecting.connection import Response
 from txnbridge_pulsar.client.format.compression import Compression
 from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId, TxnId
 from txnbridge_pulsar.client.format.outgoing_entry import MessageBatch, Single

@@ -13,8 +13,7 @@ from typing import TypeVar
 from txnbridge_pulsar.client.connecting.address import full_topic_name, service_url
 from txnbridge_pulsar.client.connecting.authentication import NO_AUTHENTICATION, Authentication, tls_context
 from txnbridge_pulsar.client.connecting.connection import KEEPALIVE_SECONDS, ConnectionOptions
-from txnbridge_pulsar.client.connecting.connection_pool import ConnectionPool
-from txnbridge_pulsar.client.connecting.lookup import Lookup
+from txnbridge_pulsar.client.connecting.lookup import ConnectionPool, Lookup
 from txnbridge_pulsar.client.format.compression import Compression
 from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId
 

@@ -14,9 +14,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConsumerCallbacks
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection, ConsumerCallbacks, Response
 from txnbridge_pulsar.client.connecting.lookup import Lookup
-from txnbridge_pulsar.client.connecting.pending_response import Response
 from txnbridge_pulsar.client.format.codec import Fields
 from txnbridge_pulsar.client.format.frames import command
 from txnbridge_pulsar.client.format.ids import (

@@ -13,10 +13,9 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, start_before
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.proof import proof_prefix
-from txnbridge_pulsar.read.last_entry import start_before
 
 _log = logging.getLogger("txnbridge")
 

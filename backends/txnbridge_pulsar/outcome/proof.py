@@ -18,9 +18,8 @@ from typing import Any
 from txnbridge.errors import DeadlineExceeded, EvidenceLost, NotFound
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.cluster import ClusterAccess, last_entry, start_before, value_of
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.read.last_entry import last_entry, start_before, value_of
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 from txnbridge_pulsar.write.fence_records import ProofLocation
 

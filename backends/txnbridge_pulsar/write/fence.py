@@ -18,9 +18,8 @@ from contextlib import suppress
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
+from txnbridge_pulsar.cluster import ClusterAccess, in_parallel, last_entry, value_of
 from txnbridge_pulsar.errors import translate, translated
-from txnbridge_pulsar.read.last_entry import last_entry, value_of
 from txnbridge_pulsar.settings.topic_names import encoded
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
 

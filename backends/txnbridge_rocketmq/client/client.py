@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
-from txnbridge_rocketmq.client.credentials import Credentials
+from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, Credentials, RemotingConnection
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, Unreachable
 from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
 from txnbridge_rocketmq.client.pool import BlockingPool, Exchange

@@ -6,16 +6,18 @@ most one incomplete frame is buffered.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import itertools
 import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import (
     Disconnected,
     ProtocolViolation,
@@ -38,6 +40,28 @@ MOST_IN_FLIGHT = 1024
 _EXPIRY_CHECK_SECONDS = 0.25
 # Timeout of sending a response to the broker's own request. It has about a hundred bytes.
 _RESPONSE_SECONDS = 1.0
+# The fields of a signed request, for brokers that control access.
+_ACCESS_KEY, _SECURITY_TOKEN, _SIGNATURE = "AccessKey", "SecurityToken", "Signature"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The name and keys of a broker's user. The secret key signs requests. It is never sent, logged or in errors."""
+
+    access_key: str
+    secret_key: str = field(repr=False)
+    security_token: str | None = field(default=None, repr=False)
+
+    def sign(self, fields: Mapping[str, str], body: bytes) -> dict[str, str]:
+        """Return the fields of a request together with the user's name, token and signature."""
+        named = {**fields, _ACCESS_KEY: self.access_key}
+        if self.security_token is not None:
+            named[_SECURITY_TOKEN] = self.security_token
+        # The signed content is the values in the order of their names. Java orders names by UTF-16, which makes no
+        # difference for the names in use.
+        content = "".join(named[name] for name in sorted(named)).encode() + body
+        digest = hmac.new(self.secret_key.encode(), content, hashlib.sha1).digest()
+        return {**named, _SIGNATURE: base64.b64encode(digest).decode()}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, topi
 if TYPE_CHECKING:  # the options are read by every process, the client only by processes that connect
     import ssl
 
-    from txnbridge_rocketmq.client.credentials import Credentials
+    from txnbridge_rocketmq.client.connection import Credentials
 
 _PORT = 9876  # the default port of name servers
 
@@ -168,7 +168,7 @@ class RocketMQSettings:
         return f"rocketmq://{','.join(self.name_servers)}"
 
     def credentials(self) -> Credentials | None:
-        from txnbridge_rocketmq.client.credentials import Credentials
+        from txnbridge_rocketmq.client.connection import Credentials
 
         if not self.access_key:
             return None

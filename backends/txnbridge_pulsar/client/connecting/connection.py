@@ -13,6 +13,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +30,7 @@ from txnbridge_pulsar.client.errors import (
     RequestTimedOut,
     server_error,
 )
-from txnbridge_pulsar.client.format.codec import Fields
+from txnbridge_pulsar.client.format.codec import COMMANDS, Fields
 from txnbridge_pulsar.client.format.frames import (
     DEFAULT_MAX_MESSAGE,
     FRAME_ALLOWANCE,
@@ -40,7 +42,6 @@ from txnbridge_pulsar.client.format.frames import (
 
 from .address import Address
 from .authentication import NO_AUTHENTICATION, Authentication
-from .pending_response import Response, answer_to
 from .transport import NotWritten, Transport, dial
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,49 @@ class ConsumerCallbacks(NamedTuple):
     on_message: Callable[[Fields, bytes], None]
     on_active: Callable[[bool], None]
     on_lost: Callable[[PulsarError], None]
+
+
+def answer_to(name: str) -> str:
+    if name == "producer":
+        return "producer_success"
+    answer = f"{name.removesuffix('_request')}_response"
+    return answer if answer in COMMANDS else "success"
+
+
+class Response:
+    """A request's answer, which may still be under way. The caller does other work until it calls `result`."""
+
+    def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
+        self.kind = kind  # the command that answers, unless it is an error
+        self._future: Future[Fields] = Future()
+        self._forget = forget
+        self._what = what
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float) -> Fields:
+        """Wait for the answer, and return its fields. Raise `ServerError` if the broker refused the request,
+        `BrokerConnectionLost`, or `RequestTimedOut`.
+        """
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout:
+            self._forget()
+            raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call `call` when the answer has arrived: on the reading thread, so `call` may not block."""
+        self._future.add_done_callback(lambda _: call())
+
+    def resolve(self, outcome: Fields | PulsarError) -> None:
+        """Set the answer's fields, or the error, for which the caller waits. Only the first call has an effect."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, PulsarError):
+                self._future.set_exception(outcome)
+            else:
+                self._future.set_result(outcome)
 
 
 @dataclass(frozen=True)
