@@ -4,10 +4,9 @@ Underneath, each function is the handler of a `Processor`, which keeps its promi
 arguments of the function and publishes what it returns.
 
 The modules, from the application down to one message:
-- `app` opens the bridge, and starts and stops the processors of all functions together.
+- `app` opens the bridge, and starts and stops the processors of all functions together; if one fails, all stop.
 - `router` gathers the functions of a module by the decorator `process`; its lifespans open and close what the functions
   of a process share.
-- `served_processor` is the processor of one function, which stops the app if it fails.
 - `handler` reads the signature of a function, and calls it with a message. `event_loop` runs it if it is asynchronous.
 - `outgoing` publishes what a function returns.
 - `value_types` chooses codecs by types.
