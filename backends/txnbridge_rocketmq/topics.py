@@ -48,14 +48,14 @@ class RocketMQTopics:
         self._known: dict[str, tuple[float, TopicRoute]] = {}
         self._internal: set[str] = set()
 
-    def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
+    def queues(self, topic: str, deadline: Deadline, create: bool = True) -> tuple[Queue, ...]:
         """Return the readable queues of a topic, by partition.
 
-        Create a missing topic if `create` and the settings allow that. Use the cached route of the last second, unless
-        that route has fewer than `at_least` queues. Raise `NotFound` if the topic is missing, `InvalidOption` if the
-        name is invalid, or `NotSupported` if the topic is on several brokers.
+        Create a missing topic if `create` and the settings allow that. Use the cached route of the last second. Raise
+        `NotFound` if the topic is missing, `InvalidOption` if the name is invalid, or `NotSupported` if the topic is on
+        several brokers.
         """
-        return self._route(topic, deadline, at_least, create).readable
+        return self._route(topic, deadline, 1, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
         """Return a topic's writable queues. Raise the errors of `queues`, or `NotFound` if the partition is missing."""

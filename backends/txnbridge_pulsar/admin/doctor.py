@@ -288,20 +288,13 @@ def check_held_back(cluster: ClusterAccess, deadline: Deadline) -> Iterator[Advi
 
 
 def _losses(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
-    if _int_of(config, ttl, 0) > 0:
-        yield Advice(
-            "problem",
-            whose,
-            f"{ttl} is {config[ttl]}: older messages count as acknowledged, and decisions are lost with them",
-            "let no messages expire in the namespace of the internal topics",
-        )
-    if _int_of(config, expiry, 0) > 0:
-        yield Advice(
-            "problem",
-            whose,
-            f"{expiry} is {config[expiry]}: unused subscriptions are deleted, even those that keep internal topics",
-            "let no subscriptions expire in the namespace of the internal topics",
-        )
+    for name, what, effect in (
+        (ttl, "messages", "older messages count as acknowledged, and decisions are lost with them"),
+        (expiry, "subscriptions", "unused subscriptions are deleted, even those that keep internal topics"),
+    ):
+        if _int_of(config, name, 0) > 0:
+            remedy = f"let no {what} expire in the namespace of the internal topics"
+            yield Advice("problem", whose, f"{name} is {config[name]}: {effect}", remedy)
 
 
 def _int_of(config: Mapping[str, Any], name: str, default: int) -> int:
