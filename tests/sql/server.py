@@ -63,7 +63,7 @@ class Server:
         return cls._missing_program()
 
     def start(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180  # a killed one may recover for a minute
         while True:
             # It gives up while a process of its killed predecessor has not ended yet.
             if self._process is None or self._process.poll() is not None:

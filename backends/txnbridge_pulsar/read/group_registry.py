@@ -9,6 +9,7 @@ The binary protocol has no request for this (hazard H57).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +32,7 @@ class GroupRegistry:
         self._timing = timing
         self._is_disabled = not rest or group is None
         self._no_rest_until = 0.0
+        self._asks = threading.Lock()  # so that one thread alone waits for an answer that does not come
 
     def partitions(self, topic: str, deadline: Deadline) -> int:
         """Return how many of a topic's partitions the group is recorded to have begun to read; 0 for a new group."""
@@ -90,13 +92,14 @@ class GroupRegistry:
 
     def _ask(self, path: str, deadline: Deadline) -> Any:
         """Return the JSON answer to a GET request. For a while after a timeout, raise `BrokerUnavailable` instead."""
-        if time.monotonic() < self._no_rest_until:
-            raise BrokerUnavailable("REST did not answer a moment ago")
-        try:
-            return self._rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
-        except DeadlineExceeded:
-            self._no_rest_until = time.monotonic() + self._timing.no_rest_seconds
-            raise
+        with deadline.holding(self._asks, "another thread asked REST"):
+            if time.monotonic() < self._no_rest_until:
+                raise BrokerUnavailable("REST did not answer a moment ago")
+            try:
+                return self._rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
+            except DeadlineExceeded:
+                self._no_rest_until = time.monotonic() + self._timing.no_rest_seconds
+                raise
 
     def _value(self, topic: str) -> LedgerValue:
         return LedgerValue(self._context.ledger(self._context.application, f"group/{self._group}/{topic}"))
