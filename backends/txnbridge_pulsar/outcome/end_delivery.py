@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
@@ -169,26 +168,18 @@ class EndDelivery:
                 thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
                 thread.start()
                 self._thread = thread  # unless no more threads can be started now: the next end tries again
-        self._try({each.topic for each in participants}, deadline)
+        self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Send remembered commits and aborts again to those of these topics that were unloaded, until all are known.
+        """Send remembered commits and aborts again to those of these topics that were unloaded, until the deadline.
 
         Call this before another transaction ends on these topics, because its end would drop messages whose commit has
-        not arrived. Raise `BrokerUnavailable` if one has not arrived by the deadline.
+        not arrived.
         """
-        while not self._try(topics, deadline):
-            if deadline.left() <= _UNLOAD_CHECK_SECONDS:
-                raise BrokerUnavailable("the end of an earlier transaction has not reached a topic that was unloaded")
-            time.sleep(_UNLOAD_CHECK_SECONDS)
-
-    def _try(self, topics: Set[str], deadline: Deadline) -> bool:
         for each in self._moved(topics):
             self._deliver_again(each, deadline)
         with self._changed:
-            waited = max(0.0, deadline.left())
-            told = self._changed.wait_for(lambda: self._delivering.keys().isdisjoint(topics), waited)
-            return told and not self._moved(topics)
+            self._changed.wait_for(lambda: self._delivering.keys().isdisjoint(topics), max(0.0, deadline.left()))
 
     def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
         with self._changed:

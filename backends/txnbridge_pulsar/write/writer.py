@@ -375,11 +375,8 @@ class PulsarWriter(Writer):
         proof = () if self.proof is None else (self.proof.topic,)
         used = [producer.participant for topic in (*proof, *self._sent) if (producer := self._producers.get(topic))]
         participants = [each for each in used if each] + [each for sent in self._acks for each in sent.participants]
-        self._settle_earlier_ends(deadline)
+        self._owner.end_delivery.settle({participant.topic for participant in participants}, deadline)
         return participants
-
-    def _settle_earlier_ends(self, deadline: Deadline) -> None:
-        self._owner.end_delivery.settle({*self._announced, *(topic for topic, _ in self._subscriptions)}, deadline)
 
     def _located_proof(self) -> ProofLocation | None:
         """Return where the transaction's proof is; None if none was sent. Its position is known after all is stored."""
@@ -472,9 +469,9 @@ class PulsarWriter(Writer):
             self._hang_up()
         for sent in self._acks:
             sent.drop_rest_of_entries()
+        participants = self._participants(deadline)
         with self._cluster.events.step("step:end", self._begin.transaction, decision="abort"):
             try:
-                participants = self._participants(deadline)
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except errors.BrokerUnavailable as error:
                 raise errors.OutcomeUnknown(f"the transaction is aborted when it times out: {error}") from error
@@ -519,7 +516,6 @@ class PulsarWriter(Writer):
     def reopen(self, deadline: Deadline) -> None:
         self._hang_up()
         if self._txn is not None:
-            self._settle_earlier_ends(deadline)
             try:
                 # The transaction has to end, by commit or abort, before this writer begins the next one.
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
