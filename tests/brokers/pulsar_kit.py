@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 
-from txnbridge_conformance.faults._pulsar_exchanges import Value, decode
+from txnbridge_conformance.faults._protocols import Value, decode
 
 CONNECT, CONNECTED, ERROR, LOOKUP, LOOKUP_RESPONSE = 2, 3, 14, 23, 24
 # The newest protocol version that brokers know. Transactions need at least version 19.

@@ -6,9 +6,9 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_conformance.faults._frames import FrameSplitter, StreamPiece
-from txnbridge_conformance.faults._kafka_exchanges import KafkaConversation
-from txnbridge_conformance.faults._pulsar_exchanges import PulsarConversation, Value, decode
+from txnbridge_conformance.faults import _protocols
+from txnbridge_conformance.faults._protocols import FrameSplitter, KafkaConversation, PulsarConversation, StreamPiece
+from txnbridge_conformance.faults._protocols import Value, decode
 
 from tests.brokers.pulsar_kit import encode
 
@@ -232,8 +232,9 @@ def test_the_answer_to_a_brokers_ping_is_not_taken_for_a_ping():
     assert conversation.answer(command(19)).kind == 19
 
 
-def test_requests_that_are_never_answered_are_forgotten():
-    conversation = PulsarConversation(most_pending=10)
+def test_requests_that_are_never_answered_are_forgotten(monkeypatch):
+    monkeypatch.setattr(_protocols, "_MOST_PENDING", 10)
+    conversation = PulsarConversation()
     for number in range(1000):
         conversation.request(command(56, (1, number)))
         conversation.request(command(6, (1, 1), (2, 1), (3, 1)))

@@ -8,7 +8,7 @@ import pytest
 from txnbridge_conformance.brokers import Route
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.faults import Proxy
-from txnbridge_conformance.faults._kafka_exchanges import KafkaConversation
+from txnbridge_conformance.faults._protocols import KafkaConversation
 
 from tests.faults.kit import END_TXN, PRODUCE, Client, Echo
 from txnbridge.errors import InvalidOption, UsageError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import Route
-from txnbridge_conformance.faults._rocketmq_exchanges import RocketMQConversation
+from txnbridge_conformance.faults._protocols import RocketMQConversation
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from txnbridge_conformance.faults._frames import Request
+from txnbridge_conformance.faults._protocols import Request
 from txnbridge_conformance.faults._proxy import Hold, Proxy, proxy
 
 __all__ = ["Hold", "Proxy", "Request", "proxy"]

@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from txnbridge.errors import InvalidOption, UsageError
-from txnbridge_conformance.faults._frames import Conversation, FrameSplitter, Request, StreamPiece
-from txnbridge_conformance.faults._kafka_exchanges import API_VERSIONS, KafkaConversation, with_versions
-from txnbridge_conformance.faults._pulsar_exchanges import PulsarConversation
-from txnbridge_conformance.faults._rocketmq_exchanges import RocketMQConversation
+from txnbridge_conformance.faults._protocols import (
+    API_VERSIONS,
+    Conversation,
+    FrameSplitter,
+    KafkaConversation,
+    PulsarConversation,
+    Request,
+    RocketMQConversation,
+    StreamPiece,
+    with_versions,
+)
 
 if TYPE_CHECKING:  # the programs in this package start often, and need no brokers
     from txnbridge_conformance.brokers import Broker, Route
