@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import _detached, _jars, _kafka, _pulsar, _pulsar_cluster, _rocketmq, commands
+from txnbridge_conformance.brokers import _detached, _jars, _kafka, _pulsar, _rocketmq, commands
 from txnbridge_conformance.brokers._broker import wait_until
 
 from tests.brokers import programs
@@ -57,7 +57,7 @@ def toy_for_kafka(monkeypatch):
 def toys(toy_for_kafka, monkeypatch):
     """Let the command line start toy brokers for all brokers."""
     monkeypatch.setattr(_pulsar, "fetch_pulsar", lambda version, bar: None)
-    monkeypatch.setattr(_pulsar_cluster, "PulsarProcess", lambda folder, **asked: Toy(folder=folder))
+    monkeypatch.setattr(_pulsar, "PulsarProcess", lambda folder, **asked: Toy(folder=folder))
     monkeypatch.setattr(_rocketmq, "fetch_rocketmq", lambda version, bar: None)
     monkeypatch.setattr(_rocketmq, "RocketMQ", lambda folder, **asked: Toy(folder=folder))
     answer_for(monkeypatch, "pulsar", "rocketmq")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import _pulsar_cluster
+from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering, load_coordinator, rest
 
@@ -211,7 +211,7 @@ def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(op
 
 
 def test_other_ports_are_tried_when_one_is_taken(monkeypatch):
-    attempts = port_attempts(monkeypatch, _pulsar_cluster, "PulsarProcess", 1)
+    attempts = port_attempts(monkeypatch, _pulsar, "PulsarProcess", 1)
     assert str(brokers.pulsar(container=False)) == "started"
     assert attempts == [None, None]
     attempts.clear()

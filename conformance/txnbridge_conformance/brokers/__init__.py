@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from txnbridge.errors import InvalidOption
-from txnbridge_conformance.brokers import _kafka, _pulsar, _pulsar_cluster, _rocketmq
+from txnbridge_conformance.brokers import _kafka, _pulsar, _rocketmq
 from txnbridge_conformance.brokers._broker import Broker, CannotStart, PortTaken, ProcessBroker, Route, ToolMissing
 from txnbridge_conformance.brokers._container import KafkaContainer, PulsarContainer, engine_answers
 from txnbridge_conformance.brokers._kafka import KafkaProcess
-from txnbridge_conformance.brokers._pulsar import Pulsar, java_with_pulsar
-from txnbridge_conformance.brokers._pulsar_cluster import PulsarCluster
+from txnbridge_conformance.brokers._pulsar import Pulsar, PulsarCluster, java_with_pulsar
 from txnbridge_conformance.brokers._rocketmq import RocketMQ
 
 __all__ = [
@@ -109,7 +108,7 @@ def pulsar(
     options |= {"store": store, "delete_unused": delete_unused}
     if container or (container is None and nodes == 1 and engine_answers()):
         return PulsarContainer(**options)
-    return _start(_pulsar_cluster.start, nodes=nodes, **options)
+    return _start(_pulsar.start, nodes=nodes, **options)
 
 
 def rocketmq(

@@ -13,7 +13,7 @@ import click
 
 from txnbridge.commands import json_and_debug
 from txnbridge.errors import NotFound
-from txnbridge_conformance.brokers import _detached, _kafka, _pulsar, _pulsar_cluster, _rocketmq
+from txnbridge_conformance.brokers import _detached, _kafka, _pulsar, _rocketmq
 
 # By broker, the function that counts how many nodes of the cluster at a URL answer.
 _ANSWERING: dict[str, Callable[[str], int]] = {
@@ -107,7 +107,7 @@ def _start_pulsar(bar: bool, **options: Any) -> _Started:
     options = {"nodes": 1, "version": _pulsar.VERSIONS[0], **kept, "port": None, **options}
     _pulsar.check(options["version"], options["store"], options["nodes"])
     _pulsar.fetch_pulsar(options["version"], bar)
-    return _detached.up("pulsar", options, lambda folder: _pulsar_cluster.start(folder=folder, **options))
+    return _detached.up("pulsar", options, lambda folder: _pulsar.start(folder=folder, **options))
 
 
 def _start_rocketmq(bar: bool, **options: Any) -> _Started:
