@@ -139,10 +139,8 @@ def check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings
 
 def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, span: Numbers) -> _Steps:
     """Return the pairs of rows that follow each other in one thread, partition (`key`) and reading (`span`)."""
-    threads: dict[tuple[int, int], int] = {}
-    for each in tables.operations:
-        threads.setdefault((each.process, each.fields.get("thread", 0)), len(threads))
-    numbers = [threads[each.process, each.fields.get("thread", 0)] for each in tables.operations]
+    threads = Names()
+    numbers = [threads.number((each.process, each.fields.get("thread", 0))) for each in tables.operations]
     thread = np.array(numbers, np.int64)[operation]
     rows = np.lexsort((np.arange(len(key)), span, key, thread))
     first, second = rows[:-1], rows[1:]

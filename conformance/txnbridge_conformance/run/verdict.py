@@ -181,10 +181,7 @@ def count(history: History, findings: Findings) -> dict[str, int]:
     halves = Counter(fate[operation.order] for operation in history.operations if operation.what == "half")
     begun = [fault.kind for fault in history.faults if fault.phase == "begin"]
     return {
-        "committed": results["committed"],
-        "aborted": results["aborted"],
-        "prepared": results["prepared"],
-        "unknown": results["unknown"],
+        **{name: results[name] for name in ("committed", "aborted", "prepared", "unknown")},
         "finished": calls["finish"],
         "fenced": sum(operation.fields.get("error") == "Fenced" for operation in history.operations),
         "half messages": calls["half"],
