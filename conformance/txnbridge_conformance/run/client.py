@@ -36,7 +36,6 @@ from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAbo
 from txnbridge_conformance.history import RecordedCall, Recorder, Result
 from txnbridge_conformance.run.bodies import Bodies, dead_value, sent_as, text_of
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
-from txnbridge_conformance.run.raw import kafka as raw_kafka
 
 Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition, or, below 0, key
 _KEYS = 2
@@ -186,7 +185,9 @@ class Client:
         wanted = {"timeout": self.plan.timeout, "hold": self.plan.hold, **self.plan.settings, **settings}
         owner = settings.get("transactional_id")
         self._session = {} if owner is None else {"owner": owner, "session": f"{self.process}/{next(self._numbers)}"}
-        connect = raw_kafka.connect if self.plan.raw else txnbridge.connect
+        connect: Callable[..., Any] = txnbridge.connect
+        if self.plan.raw:
+            from txnbridge_conformance.run.raw.kafka import connect  # it needs Kafka's plain client
         with ExitStack() as opened:
             with self.recorded("open", deadline=wanted["timeout"], **self._session):
                 bridge = opened.enter_context(connect(self.plan.url, **wanted))

@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+
 from txnbridge import Capability, Headers, Limits
 from txnbridge.errors import Abort, BrokerUnavailable, Fenced, OutcomeUnknown, TransactionAborted
 from txnbridge_conformance.run.plan import PARTITIONS
@@ -33,8 +35,6 @@ class _RawConsumer:
     """Reads committed messages by Kafka's plain client, in a group or, without one, from all partitions."""
 
     def __init__(self, settings: dict[str, Any], topics: Sequence[str], group: str | None) -> None:
-        from confluent_kafka import Consumer, TopicPartition
-
         own = {"enable.auto.commit": False, "auto.offset.reset": "earliest", "isolation.level": "read_committed"}
         self.client = Consumer({**settings, **own, "group.id": group or "none", "session.timeout.ms": 6000})
         if group:
@@ -61,8 +61,6 @@ class _RawConsumer:
         return found
 
     def _back_to_committed(self) -> None:
-        from confluent_kafka import KafkaException, TopicPartition
-
         try:
             for each in self.client.committed(self.client.assignment(), 8):
                 with suppress(KafkaException):  # the partition was taken from this member
@@ -86,8 +84,6 @@ class _RawTransaction:
         self._producer.poll(0)
 
     def ack(self, messages: Iterable[_RawMessage]) -> None:
-        from confluent_kafka import TopicPartition
-
         assert self._consumer is not None
         ends = {(each.topic, each.partition): each.position[0] + 1 for each in messages}
         offsets = [TopicPartition(*key, end) for key, end in ends.items()]
@@ -112,8 +108,6 @@ class _RawBridge:
             self._open()
 
     def _open(self) -> None:
-        from confluent_kafka import KafkaException, Producer
-
         limit = {"transaction.timeout.ms": int(self._timeout * 1000), "message.timeout.ms": int(self._timeout * 1000)}
         producer = Producer({**self._settings, **limit, "transactional.id": self._id})
         try:
@@ -132,8 +126,6 @@ class _RawBridge:
 
     @contextmanager
     def transaction(self, **_: Any) -> Iterator[_RawTransaction]:
-        from confluent_kafka import KafkaException
-
         if self._producer is None:
             if self._owned:
                 raise Fenced("this owner was fenced, or its client has failed")
@@ -157,8 +149,6 @@ class _RawBridge:
 
     def _commit(self) -> None:
         """Commit, and repeat a request without an answer. Raise txnbridge's errors in the place of the client's."""
-        from confluent_kafka import KafkaException
-
         until = time.monotonic() + self._timeout
         while True:
             try:
@@ -173,8 +163,6 @@ class _RawBridge:
                     raise OutcomeUnknown(str(told)) from error
 
     def _abort(self) -> None:
-        from confluent_kafka import KafkaException
-
         try:
             self._producer.abort_transaction(self._timeout)
         except KafkaException:  # the broker aborts it when its time is over
