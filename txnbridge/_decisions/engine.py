@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from txnbridge._base.deadline import Deadline
@@ -66,29 +67,21 @@ def _next_opening(path: IdPath, name: str, newest: KnownOpening | None) -> Openi
     return OpeningRef(path, name, newest.under.number + 1 if newest else 1)
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Reads and appends to one decision log for this process, and keeps which ids this process owns. Thread-safe."""
 
-    def __init__(
-        self,
-        log: DecisionLog,
-        events: Emitter,
-        begins: Mapping[str, str],
-        lifetime: float,
-        tidy_after: int,
-        clock: Callable[[], float],
-        host: str,
-        timing: Timing,
-    ) -> None:
-        self._log = log
-        self.host = host
-        self._begins = begins
-        self._lifetime = lifetime
-        self._tidy_after = tidy_after
-        self._clock = clock
-        self._events = events
-        self._timing = timing
-        self.follower = Follower(log, events, self.now, timing)
+    _log: DecisionLog
+    _events: Emitter
+    _begins: Mapping[str, str]
+    _lifetime: float
+    _tidy_after: int
+    _clock: Callable[[], float]
+    host: str
+    _timing: Timing
+
+    def __post_init__(self) -> None:
+        self.follower = Follower(self._log, self._events, self.now, self._timing)
         self._older: Follower | None = None
         self._older_used = 0.0
         self._older_lock = threading.Lock()
@@ -105,7 +98,7 @@ class Engine:
         self._closed = False
         self._process = os.getpid()
         # The age (in seconds) of the last snapshot at which a new one is written.
-        self.tidy_seconds = min(_TIDY_SECONDS, (log.keeps or math.inf) / _SNAPSHOTS_IN_KEEPING)
+        self.tidy_seconds = min(_TIDY_SECONDS, (self._log.keeps or math.inf) / _SNAPSHOTS_IN_KEEPING)
 
     def require_open(self) -> None:
         if self._closed:

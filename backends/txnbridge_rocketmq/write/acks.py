@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Ack, Deadline, Partition, Position
@@ -23,23 +24,16 @@ from txnbridge_rocketmq.read.start_positions import GroupPositions
 OnAck = Callable[[QueueReader, int], object]
 
 
+@dataclass(eq=False, repr=False)
 class RocketMQAckContext:
     """Makes the acknowledgements of one reader's messages. Thread-safe, also while another thread polls the reader."""
 
-    def __init__(
-        self,
-        group: str,
-        starts: GroupPositions,
-        readers: Mapping[Partition, QueueReader],
-        guard: threading.Lock,
-        on_ack: OnAck,
-    ) -> None:
-        self.group = group
-        self._starts = starts
-        self._readers = readers
-        self._guard = guard
-        self._on_ack = on_ack
-        self.was_used = False
+    group: str
+    _starts: GroupPositions
+    _readers: Mapping[Partition, QueueReader]
+    _guard: threading.Lock
+    _on_ack: OnAck
+    was_used: bool = False
 
     def acks(
         self, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline, *, so_far: Sequence[Ack] = ()

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import txnbridge
@@ -39,6 +40,7 @@ _QUIET_SECONDS = 10.0
 _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
 
 
+@dataclass(eq=False, repr=False)
 class Settling:
     """Ends transactions that a run's processes leave open after their work, and waits until groups have read all.
 
@@ -46,27 +48,19 @@ class Settling:
     again that have ended. `raw` is True if the processes use the broker's plain client.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        bridge: Bridge,
-        roles: Collection[str],
-        stop: Callable[[Collection[str]], None],
-        replace_dead: Callable[[], None],
-        raw: bool,
-    ) -> None:
-        self._client = client
-        self._plan = client.plan
-        self._recorder = client.recorder
-        self._bridge = bridge
-        self._roles = roles
-        self._stop = stop
-        self._replace_dead = replace_dead
+    _client: Client
+    _bridge: Bridge
+    _roles: Collection[str]
+    _stop: Callable[[Collection[str]], None]
+    _replace_dead: Callable[[], None]
+    raw: bool
+    _next_look: float = 0.0
+    _left: int = 0  # the number of messages that a group has not read
+
+    def __post_init__(self) -> None:
+        self._plan, self._recorder = self._client.plan, self._client.recorder
         # RocketMQ sends check-backs to the plain clients that stored half messages: these run until none come any more.
-        self._answerers = ("sell",) if raw else ()
-        self._topics = frozenset(self._plan.topics)
-        self._next_look = 0.0
-        self._left = 0  # the number of messages that a group has not read
+        self._answerers = ("sell",) if self.raw else ()
 
     def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
@@ -158,7 +152,7 @@ class Settling:
 
         def ended() -> bool:
             nonlocal left
-            now = open_on(self._bridge, self._topics)
+            now = open_on(self._bridge, self._plan.topics)
             left = now if left is None else left & now
             return not left
 
