@@ -80,7 +80,12 @@ def write_partition(
             first, is_small = _first_batches(batches)
         if is_small:
             return _small(identity, partition, attempt, columns, first)
-        return _write(identity, columns, chain(first, batches), partition, attempt, holder, session, writers)
+        take = partial(writers.take, session, identity, holder)
+        parts = prepare(take, columns, chain(first, batches), partition)
+        totals = total(parts).sums
+        if not _are_still_needed(identity, session, parts):
+            return Written(identity, partition, None, *totals, settled=True)
+        return Written(identity, partition, attempt, *totals, parts=parts)
 
 
 def _first_batches(batches: Iterator[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], bool]:
@@ -129,23 +134,6 @@ def _begin(identity: BatchId, partition: int, session: SinkSession, writers: Slo
     writers.renew(opening)
     writers.ended_older = partition == 0
     return _attempt(identity, session)
-
-
-def _write(
-    identity: BatchId,
-    columns: Columns,
-    batches: Iterable[pa.RecordBatch],
-    partition: int,
-    attempt: int,
-    holder: str,
-    session: SinkSession,
-    writers: SlotWriters,
-) -> Written:
-    parts = prepare(partial(writers.take, session, identity, holder), columns, batches, partition)
-    count = total(parts)
-    if not _are_still_needed(identity, session, parts):
-        return Written(identity, partition, None, *count.sums, settled=True)
-    return Written(identity, partition, attempt, *count.sums, parts=parts)
 
 
 def prepare(
