@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_conformance.faults import _protocols
 from txnbridge_conformance.faults._protocols import FrameSplitter, KafkaConversation, PulsarConversation, StreamPiece
-from txnbridge_conformance.faults._protocols import Value, decode
 
 from tests.brokers.pulsar_kit import encode
 
@@ -169,7 +168,7 @@ def test_no_heads_in_any_order_are_an_error_to_kafka(heads):
 # --- Pulsar -----------------------------------------------------------------------------------------------------------
 
 
-def command(kind: int, *fields: tuple[int, Value]) -> bytes:
+def command(kind: int, *fields: tuple[int, _protocols.Value]) -> bytes:
     return sized_head(encode([(1, kind), (kind, encode(fields))]))
 
 
@@ -257,23 +256,23 @@ fields = st.lists(st.tuples(st.integers(1, 2**29 - 1), values))
 
 @given(fields)
 def test_a_message_comes_out_as_it_went_in(fields):
-    assert list(decode(encode(fields))) == fields
+    assert list(_protocols.decode(encode(fields))) == fields
 
 
 @given(fields, st.integers(0, 200))
 def test_a_message_that_is_cut_gives_what_comes_before_the_cut(fields, end):
-    found = list(decode(encode(fields)[:end]))
+    found = list(_protocols.decode(encode(fields)[:end]))
     assert found == fields[: len(found)]
 
 
 @given(st.binary(max_size=100))
 def test_the_search_for_fields_takes_any_bytes_without_an_error(garbage):
-    assert sum(len(value) for _, value in decode(garbage) if isinstance(value, bytes)) <= len(garbage)
+    assert sum(len(value) for _, value in _protocols.decode(garbage) if isinstance(value, bytes)) <= len(garbage)
 
 
 def test_numbers_of_all_sizes_are_passed_over():
     eight, four = b"\x09" + bytes(range(8)), b"\x15" + bytes(range(4))
-    assert list(decode(eight + four + encode([(3, -1)]))) == [
+    assert list(_protocols.decode(eight + four + encode([(3, -1)]))) == [
         (1, bytes(range(8))),
         (2, bytes(range(4))),
         (3, 2**64 - 1),
