@@ -153,7 +153,8 @@ class RocketMQDecisionLog(DecisionLog):
 
     def begin(self, deadline: Deadline) -> Position | None:
         at, end_offset = self._bounds(deadline)
-        trimmed = self._trimmed(deadline)
+        request = groups.committed_offset(GROUP, self._queue.topic, self._queue.queue)
+        trimmed = self._ask(request, "asking for its trim position", deadline) or 0
         # A broker that was killed may return an older trim position; one that lost messages, a position after the end.
         at = max(at, trimmed) if trimmed < end_offset else at
         while at < end_offset:
@@ -161,15 +162,11 @@ class RocketMQDecisionLog(DecisionLog):
             pulled = self._pull(at, deadline, count=1)
             if pulled.records:
                 return (pulled.records[0].queue_offset,)
-            at = self._next_offset(pulled, at)
+            if pulled.next_offset <= at:
+                time.sleep(_VISIBLE_POLL_SECONDS)
+            at = max(at, pulled.next_offset)
             deadline.check(f"looking for the first record of the decision log {self._queue.topic}")
         return None
-
-    def _next_offset(self, pulled: PullResult, at: int) -> int:
-        if pulled.next_offset > at:
-            return pulled.next_offset
-        time.sleep(_VISIBLE_POLL_SECONDS)
-        return at
 
     def end(self, deadline: Deadline) -> Position | None:
         # A log that had records stays numbered on when the broker drops them, so the first offset is not needed. A
@@ -187,17 +184,11 @@ class RocketMQDecisionLog(DecisionLog):
 
         The first may be too low for a while after the broker has dropped old records.
         """
-        request = read_requests.min_offset(self._queue.topic, 0)
-        first = self._retry(lambda: self._call(request, deadline), "asking for its first offset", deadline)
+        first = self._ask(read_requests.min_offset(self._queue.topic, 0), "asking for its first offset", deadline)
         return max(first, 0), self._end_offset(deadline)
 
-    def _trimmed(self, deadline: Deadline) -> int:
-        request = groups.committed_offset(GROUP, self._queue.topic, self._queue.queue)
-        return self._retry(lambda: self._call(request, deadline), "asking for its trim position", deadline) or 0
-
     def _end_offset(self, deadline: Deadline) -> int:
-        request = read_requests.max_offset(self._queue.topic, 0)
-        return self._retry(lambda: self._call(request, deadline), "asking for its end", deadline)
+        return self._ask(read_requests.max_offset(self._queue.topic, 0), "asking for its end", deadline)
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         body, properties = pack_value(record)
@@ -315,8 +306,7 @@ class RocketMQDecisionLog(DecisionLog):
         return PositionLost(f"the decision log {self._queue.topic} was trimmed: the broker has dropped record {at}")
 
     def _pull(self, at: int, deadline: Deadline, count: int = read_requests.PULL_MOST) -> PullResult:
-        request = self._pull_request(at, count)
-        return self._retry(lambda: self._call(request, deadline), "reading it", deadline)
+        return self._ask(self._pull_request(at, count), "reading it", deadline)
 
     def _pull_request(self, at: int, count: int = read_requests.PULL_MOST) -> RpcRequest[PullResult]:
         return read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
@@ -324,7 +314,10 @@ class RocketMQDecisionLog(DecisionLog):
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Store `before` as the new begin of the log. The broker drops the older records by its retention."""
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
-        self._retry(lambda: self._call(request, deadline), "storing its trim position", deadline)
+        self._ask(request, "storing its trim position", deadline)
+
+    def _ask(self, request: RpcRequest[T], action: str, deadline: Deadline) -> T:
+        return self._retry(lambda: self._call(request, deadline), action, deadline)
 
     def _call(self, request: RpcRequest[T], deadline: Deadline) -> T:
         return self._client.call(self._queue.broker, request, deadline.left())

@@ -12,10 +12,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, HalfStore, Identity, LedgerClaim, Outcome, Token
@@ -62,7 +61,7 @@ class RocketMQHalfStore(HalfStore):
             writer.give_up(deadline)
             raise
         writer.prepare(deadline)
-        how = {**_how(writer.evidence().log or {}, writer.prepared()), "fresh": [writer.halves()]}
+        how = {"log": dict(writer.evidence().log or {}), "prepared": writer.prepared(), "fresh": [writer.halves()]}
         return replace(half, how=how)
 
     def _owner(self, half: Half) -> RocketMQOwner:
@@ -106,7 +105,11 @@ class RocketMQHalfStore(HalfStore):
             for transaction, checks in taken:
                 # Divide the time: a transaction whose broker or log is down must leave time for the others.
                 patience = Deadline(self._timing.resolver_timeout / len(taken))
-                half = self._half_logged(group, transaction, checks, patience)
+                half = None
+                try:
+                    half = self._half(group, transaction, checks, patience)
+                except TxnBridgeError as error:
+                    _log.warning("half message of transaction %s cannot be resolved now: %s", transaction, error)
                 if half is not None:
                     halves.append(half)
                 else:
@@ -114,16 +117,6 @@ class RocketMQHalfStore(HalfStore):
         if not halves and not self._cluster.client.is_member:
             raise BrokerUnavailable(f"no broker is reachable, so no check-backs arrive for half messages of {group!r}")
         return halves
-
-    def _half_logged(
-        self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
-    ) -> Half | None:
-        """Return a transaction's unresolved half message; None if it has none, or after an error, which is logged."""
-        try:
-            return self._half(group, transaction, checks, deadline)
-        except TxnBridgeError as error:
-            _log.warning("half message of transaction %s cannot be resolved now: %s", transaction, error)
-            return None
 
     def _join(self, group: str, deadline: Deadline) -> None:
         with self._changed:
@@ -234,7 +227,7 @@ class RocketMQHalfStore(HalfStore):
             int(time.time() * 1000),
             origin.deadline,
             checks=int(record.properties.get(Property.CHECKS, 0) or 0),
-            how=_how(origin.log, prepared),
+            how={"log": dict(origin.log), "prepared": prepared},
         )
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
@@ -245,10 +238,10 @@ class RocketMQHalfStore(HalfStore):
         record, origin = parked.halves[0].record, parked.origin
         if origin is None:
             return None
-        prepared = prepared_by(record, parked.halves[0].broker)
-        if prepared is None:
-            ledger = self._cluster.ledger(parked.name, origin.log)
-            prepared = prepare_record(ledger, parked.name, origin.log, deadline)
+        ledger = self._cluster.ledger(parked.name, origin.log)
+        prepared = prepared_by(record, parked.halves[0].broker) or prepare_record(
+            ledger, parked.name, origin.log, deadline
+        )
         if prepared is None:
             return None
         return self._as_half(group, parked.name, record, origin, prepared, deadline)
@@ -310,10 +303,6 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         # If the abort fails, the next check-back aborts the halves, because no prepare record names them.
         with suppress(TxnBridgeError):
             self.abort(deadline)
-
-
-def _how(log: Mapping[str, Any], prepared: PrepareRecord) -> dict[str, Any]:
-    return {"log": dict(log), "prepared": prepared}
 
 
 def _message(record: MessageExt) -> HalfMessage:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -41,16 +42,14 @@ _WAIT_SECONDS = 1.0
 _opaques = itertools.count(1)
 
 
+@dataclass(eq=False, repr=False)
 class Exchange:
     """Requests that were sent together on one connection, and whose responses `results` reads, in any order."""
 
-    def __init__(
-        self, pool: BlockingPool, connection: BlockingConnection, requests: dict[int, RpcRequest[Any]], until: float
-    ) -> None:
-        self._pool = pool
-        self._connection = connection
-        self._requests = requests
-        self._until = until
+    _pool: BlockingPool
+    _connection: BlockingConnection
+    _requests: dict[int, RpcRequest[Any]]
+    _until: float
 
     def results(self) -> list[Any]:
         """Read the responses. Return, for each request, the decoded response or the `RemotingError` that it met."""

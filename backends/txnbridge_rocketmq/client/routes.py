@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from txnbridge_rocketmq.client.groups import Queue
@@ -47,7 +46,9 @@ def masters() -> RpcRequest[dict[str, str]]:
     """Return the address of the master of each broker, by broker name. Brokers without a master are left out."""
 
     def read(answer: RemotingCommand) -> dict[str, str]:
-        return _masters(_lenient(answer.body).get("brokerAddrTable", {}).values())
+        # The keys of its objects, if they are numbers, may lack quotes.
+        told = document(replace(answer, body=_BARE_KEY.sub(rb'\1"\2":', answer.body)))
+        return _masters(told.get("brokerAddrTable", {}).values())
 
     return RpcRequest("asking for the cluster's brokers", RequestCode.GET_BROKER_CLUSTER_INFO, read)
 
@@ -91,11 +92,3 @@ def _number(count: object) -> int:
 
 # A numeric key without quotes, which JSON does not allow. Names and addresses of brokers contain no `{0:` or `,0:`.
 _BARE_KEY = re.compile(rb"([{,])\s*(\d+)\s*:")
-
-
-def _lenient(body: bytes) -> dict[str, Any]:
-    """Decode a JSON body whose numeric keys may lack quotes, as in a name server's list of brokers."""
-    read = json.loads(_BARE_KEY.sub(rb'\1"\2":', body))
-    if not isinstance(read, dict):
-        raise TypeError("not an object")
-    return read

@@ -97,7 +97,9 @@ class RocketMQReader(Reader):
             self._offsets = QueueOffsets(self._client, cluster.settings.timing.missing_timeout)
             self._starts = InitialPositions(self._offsets, subscription, queues, deadline)
             if subscription.group is None:
-                self._add_all(queues, self._starts, deadline)
+                first = {each: self._starts.first(each, queue, deadline) for each, queue in queues.items()}
+                for partition, at in first.items():
+                    self._add(partition, queues[partition]).continue_at(at)
             else:
                 self._group = GroupPositions(self._offsets, self._starts, subscription.group, cluster.context, ender)
                 self._context = RocketMQAckContext(
@@ -106,11 +108,6 @@ class RocketMQReader(Reader):
         except BaseException:
             self.close(deadline)
             raise
-
-    def _add_all(self, queues: Mapping[Partition, Queue], starts: InitialPositions, deadline: Deadline) -> None:
-        first = {partition: starts.first(partition, queue, deadline) for partition, queue in queues.items()}
-        for partition, at in first.items():
-            self._add(partition, queues[partition]).continue_at(at)
 
     def _add(self, partition: Partition, queue: Queue) -> QueueReader:
         reader = QueueReader(partition, queue, self._cluster.settings.timing)

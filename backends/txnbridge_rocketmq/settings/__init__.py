@@ -118,16 +118,12 @@ class RocketMQSettings:
 
     def broker_topic(self, broker: str) -> str:
         """Return the name of the empty topic that records a broker. The name may be longer than brokers allow."""
-        return f"{self._broker_topics}{encoded(broker)}"
+        return f"{self.prefix}broker-{encoded(broker)}"
 
     def noted_brokers(self, topics: Iterable[str]) -> set[str]:
         """Return the brokers that topics named by `broker_topic` record."""
-        begin = self._broker_topics
+        begin = self.broker_topic("")
         return {decoded(topic.removeprefix(begin)) for topic in topics if topic.startswith(begin)}
-
-    @property
-    def _broker_topics(self) -> str:
-        return f"{self.prefix}broker-"
 
     @property
     def producer_group(self) -> str:

@@ -64,11 +64,11 @@ def to_wire(
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:
-        word = _as_rocketmq_key(key)
-        if word is None:
-            properties[_KEY] = base64.b64encode(key).decode() or "="
-        else:
+        word = key.decode("ascii", "replace")
+        if _WORD.fullmatch(word):
             keys = (word,)
+        else:
+            properties[_KEY] = base64.b64encode(key).decode() or "="
     if timestamp is not None:
         properties[_TIMESTAMP] = str(timestamp)
     tags = _put_headers(properties, headers or ())
@@ -81,12 +81,6 @@ def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
     if value:
         return value, {}
     return _PLACEHOLDER, {_VALUE: _NONE if value is None else _EMPTY}
-
-
-def _as_rocketmq_key(key: bytes) -> str | None:
-    """Return a key as text for RocketMQ's KEYS; None for a key that is not one printable word without spaces."""
-    text = key.decode("ascii", "replace")
-    return text if _WORD.fullmatch(text) else None
 
 
 def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
@@ -172,13 +166,14 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
 def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
     """Decode any client's record into a `Message` with this `source`. Raise `CannotDecompress` for a damaged body."""
     properties = record.properties
+    pairs = list(_pairs(properties))
     return Message(
         topic,
         partition,
         (record.queue_offset,),
         _key(properties),
         unpack_value(record),
-        _headers(properties),
+        Headers(pairs) if pairs else NO_HEADERS,
         timestamp_of(record),
         1,
         source,
@@ -205,11 +200,6 @@ def timestamp_of(record: MessageExt) -> int:
     """Return the sender's timestamp, or the store time if there is none."""
     text = record.properties.get(_TIMESTAMP, "")
     return int(text) if re.fullmatch(r"-?\d{1,19}", text) else record.stored_time
-
-
-def _headers(properties: Mapping[str, str]) -> Headers:
-    pairs = list(_pairs(properties))
-    return Headers(pairs) if pairs else NO_HEADERS
 
 
 def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:

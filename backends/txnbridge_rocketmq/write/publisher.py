@@ -235,11 +235,8 @@ class RocketMQPublisher(Publisher):
         )
 
     def _fail(self, failure: _PublishFailure) -> None:
-        kind = (
-            errors.AccessDenied
-            if isinstance(translate(failure.cause, ""), errors.AccessDenied)
-            else errors.DeliveryFailed
-        )
+        refused = isinstance(translate(failure.cause, ""), errors.AccessDenied)
+        kind = errors.AccessDenied if refused else errors.DeliveryFailed
         with self._changed:
             self._failed = kind(f"{failure}; no later message in its partition is stored: {failure.cause}")
             self._failed.__cause__ = failure.cause
