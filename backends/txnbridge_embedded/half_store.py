@@ -65,7 +65,10 @@ class EmbeddedHalves(HalfStore):
                 connection.execute("UPDATE halves SET check_at = ? WHERE id = ?", (check_at, half_id))
                 return Outcome.UNKNOWN
             if decision is Decision.COMMIT:
-                self._publish(connection, half_id)
+                outgoing = self._stage(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
+                now = now_ms()
+                for rows in outgoing.pending():
+                    store(connection, rows, now)
             outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
             connection.execute("DELETE FROM half_messages WHERE half = ?", (half_id,))
             connection.execute(
@@ -152,12 +155,6 @@ class EmbeddedHalves(HalfStore):
         if row is None:
             raise NotFound(f"group {half.group!r} has no half message of transaction {half.transaction!r}")
         return row[0], row[1], row[2]
-
-    def _publish(self, connection: FileConnection, half_id: int) -> None:
-        outgoing = self._stage(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
-        now = now_ms()
-        for rows in outgoing.pending():
-            store(connection, rows, now)
 
     def _stage(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], StoredTopic]) -> StagedMessages:
         outgoing = StagedMessages(find_topic, lambda: None, self._store.settings)

@@ -122,13 +122,10 @@ class KafkaBroker(Broker):
         with self._guard:  # two pools would use the same ids
             if self._pool is None:
                 owner = self._owner_of(identity, ledger)
-                self._pool = PreparedIdPool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
+                timeout, hold = self._settings.timeout, self._settings.hold
+                prepared_ms = self._longest_ms if hold is None else int((timeout + hold) * 1000)
+                self._pool = PreparedIdPool(self._cluster, owner, prepared_ms, self._longest_ms)
         return self._pool.take(deadline)
-
-    def _prepared_ms(self) -> int:
-        if self._settings.hold is None:
-            return self._longest_ms
-        return int((self._settings.timeout + self._settings.hold) * 1000)
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
         publisher = KafkaPublisher(self._settings, self._cluster.topics)

@@ -258,24 +258,15 @@ class EmbeddedAdmin(Admin):
             yield Advice("warning", "clock", text, "set the clock right, and let a time service slew it")
         for transaction, state, deadline_at in held:
             left = max(0, deadline_at - now_ms()) // 1000
-            yield Advice(
-                "warning",
-                f"transaction {transaction}",
-                f"is {state} and holds readers back for up to {left} s more",
-                f"txnbridge transactions commit (or abort) {shlex.quote(transaction)} --yes --reason TEXT"
-                if state == "prepared"
-                else "",
-            )
+            text = f"is {state} and holds readers back for up to {left} s more"
+            end = f"txnbridge transactions commit (or abort) {shlex.quote(transaction)} --yes --reason TEXT"
+            yield Advice("warning", f"transaction {transaction}", text, end if state == "prepared" else "")
         for group, state, count, check_at in halves:
             late = (now_ms() - check_at) // 1000
             if state == "parked":
                 text = f"{count} are parked: their check-backs were not answered"
-                yield Advice(
-                    "warning",
-                    f"half messages of {group}",
-                    text,
-                    f"txnbridge resolver parked --group {shlex.quote(group)}",
-                )
+                remedy = f"txnbridge resolver parked --group {shlex.quote(group)}"
+                yield Advice("warning", f"half messages of {group}", text, remedy)
             elif late > self._store.settings.half_check_seconds:
                 text = f"{count} wait, and a check-back is {late} s overdue: no resolver runs"
                 remedy = f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"

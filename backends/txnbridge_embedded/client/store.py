@@ -463,7 +463,8 @@ def add_topic(
 
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
     """Add `count` partitions to a topic, numbered from `first` on, in the caller's write transaction."""
-    if _partition_ids_used(connection) + count > MAX_PARTITION_ID:
+    used = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'partitions'").fetchone()
+    if (used[0] if used else 0) + count > MAX_PARTITION_ID:
         raise errors.InvalidOption(f"a file can have at most {MAX_PARTITION_ID} partitions, including deleted ones")
     for start in range(first, first + count, _PARTITIONS_AT_ONCE):
         deadline.check(f"adding {count} partitions")
@@ -471,11 +472,6 @@ def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, co
             "INSERT INTO partitions(topic_id, number) VALUES (?, ?)",
             ((topic_id, number) for number in range(start, min(start + _PARTITIONS_AT_ONCE, first + count))),
         )
-
-
-def _partition_ids_used(connection: sqlite3.Connection) -> int:
-    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'partitions'").fetchone()
-    return int(row[0]) if row else 0
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:

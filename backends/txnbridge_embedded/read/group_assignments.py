@@ -152,7 +152,10 @@ def reassign(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: 
         before = held.get(id, PartitionOwner(None, 0))
         after = _next_assignment(before, target[id], before.member in members, now, lease_ms)
         if after != before:
-            _store(connection, group_id, id, after)
+            connection.execute(
+                "INSERT OR REPLACE INTO assignments VALUES (?, ?, ?, ?, ?, ?)",
+                (group_id, id, after.member, after.epoch, after.wanted, after.wanted_since),
+            )
     connection.execute("UPDATE groups SET generation = generation + 1 WHERE id = ?", (group_id,))
 
 
@@ -163,13 +166,6 @@ def _next_assignment(row: PartitionOwner, target: str, owner_lives: bool, now: i
         return PartitionOwner(target, row.epoch + 1)
     # `wanted_since` is kept even if another member should get the partition now.
     return PartitionOwner(row.member, row.epoch, target, now if row.wanted_since is None else row.wanted_since)
-
-
-def _store(connection: sqlite3.Connection, group_id: int, partition_id: int, row: PartitionOwner) -> None:
-    connection.execute(
-        "INSERT OR REPLACE INTO assignments VALUES (?, ?, ?, ?, ?, ?)",
-        (group_id, partition_id, row.member, row.epoch, row.wanted, row.wanted_since),
-    )
 
 
 def _partitions(connection: sqlite3.Connection, topics: Iterable[str]) -> dict[int, str]:

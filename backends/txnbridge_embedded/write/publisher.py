@@ -181,9 +181,8 @@ class EmbeddedPublisher(Publisher):
                     instance.add(self._connection)
                 try:
                     instance.record_commit(self._connection)
-                except (
-                    errors.TransactionAborted
-                ):  # the row was deleted by age; no token names it, so a new row replaces it
+                except errors.TransactionAborted:
+                    # The row was deleted by age; no token names it, so a new row replaces it.
                     instance = WriterRow(self._owner)
                     instance.add(self._connection)
                     instance.record_commit(self._connection)

@@ -180,12 +180,9 @@ class EmbeddedWriter(Writer):
         if isinstance(error, errors.NotFound):  # the topic was deleted, and perhaps created again
             for topic in self._outgoing.topics():
                 self._store.forget_topic(topic.name)
-        text = f"transaction {self._begin.transaction} was aborted: {error}"
-        return (
-            errors.TransactionTimedOut(text)
-            if isinstance(error, errors.DeadlineExceeded)
-            else errors.DeliveryFailed(text)
-        )
+        late = isinstance(error, errors.DeadlineExceeded)
+        kind = errors.TransactionTimedOut if late else errors.DeliveryFailed
+        return kind(f"transaction {self._begin.transaction} was aborted: {error}")
 
     def _abort(self, deadline: Deadline) -> None:
         """Abort the transaction: drop its messages in memory, and remove stored ones until the deadline."""

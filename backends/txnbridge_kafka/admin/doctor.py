@@ -42,10 +42,6 @@ def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice
             f"{version}: a writer is not fenced at once if another process ends its transaction",
             "on Kafka 4: kafka-features.sh upgrade --feature transaction.version=2",
         )
-    yield from _check_transaction_timeouts(cluster, deadline)
-
-
-def _check_transaction_timeouts(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     settings, brokers = cluster.settings, sorted(cluster.topics.overview(deadline).brokers)
     wanted = settings.timeout + (settings.hold or 0)
     for number, config in cluster.topics.broker_configs(brokers, deadline).items():

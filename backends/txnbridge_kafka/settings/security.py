@@ -79,8 +79,7 @@ def advice(client: Mapping[str, str]) -> str:
     if protocol.startswith("SASL"):
         checks += list(_OAUTH_NEEDS) if client["sasl.mechanism"] == _OAUTH else ["sasl.username", "sasl.password"]
     if protocol.endswith("SSL"):
-        checks.append("ssl.ca.location")
-        checks.append("ssl.certificate.location")
+        checks += ["ssl.ca.location", "ssl.certificate.location"]
     listener = f"that the URL's port is a listener for {protocol}"
     mechanism = f" with {client['sasl.mechanism']}" if protocol.startswith("SASL") else ""
     return f"check {listener}{mechanism}" + (f", and {', '.join(checks)}" if checks else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from txnbridge.errors import PositionLost
 from txnbridge.spi import Deadline, Partition
@@ -10,6 +11,7 @@ from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.start_positions import is_another_topic, recreated_text
 
 
+@dataclass(slots=True, eq=False)
 class KafkaAckContext:
     """A group, and its consumer's group metadata (member id and generation), which acknowledgements send to the broker.
 
@@ -19,12 +21,9 @@ class KafkaAckContext:
     to its member.
     """
 
-    __slots__ = ("group", "metadata", "topic_ids")
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-        self.metadata: object = None
-        self.topic_ids: dict[Partition, str] = {}  # by partition, the id of its topic, if it has one
+    group: str
+    metadata: object = None
+    topic_ids: dict[Partition, str] = field(default_factory=dict)  # by partition, the id of its topic, if it has one
 
 
 def check_topics(

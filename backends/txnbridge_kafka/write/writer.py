@@ -335,9 +335,8 @@ class KafkaWriter(Writer):
         session.stale = session.stale or error.str()
         if error.retriable():
             self._unknown = True
-            raise errors.OutcomeUnknown(f"the broker did not answer the commit: {error.str()}") from KafkaException(
-                error
-            )
+            unanswered = f"the broker did not answer the commit: {error.str()}"
+            raise errors.OutcomeUnknown(unanswered) from KafkaException(error)
         self._settle(error, refused_only_once, deadline)
 
     def _has_acks_alone(self) -> bool:
