@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
     """Return the commands about Spark queries and pipelines."""
-    from pyspark_txnbridge._pipeline_command import command as pipeline
-    from pyspark_txnbridge._query_command import command as query
+    from pyspark_txnbridge._commands import pipeline_command, spark_command
 
-    return [query, pipeline]
+    return [spark_command, pipeline_command]

@@ -196,6 +196,6 @@ def _unwrapping_errors() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from pyspark_txnbridge._pipeline_command import main
+    from pyspark_txnbridge._commands import main
 
     main()

@@ -33,7 +33,7 @@ FLOOR_PLAN = re.compile(
 # Imports that may close a circle, each with its reason.
 CIRCULAR = {
     ("txnbridge.spi", "txnbridge._base.plugins"): "backends mark their hooks with what the contract hands them",
-    ("pyspark_txnbridge.pipeline", "pyspark_txnbridge._pipeline_command"): "spark-submit runs the module as a program",
+    ("pyspark_txnbridge.pipeline", "pyspark_txnbridge._commands"): "spark-submit runs the module as a program",
 }
 
 

@@ -24,7 +24,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
 from pyspark.sql.streaming.listener import SourceProgress
 from pyspark_txnbridge import _cli_plugin, offsets_behind, pipeline
-from pyspark_txnbridge._pipeline_command import command
+from pyspark_txnbridge._commands import pipeline_command as command
 from pyspark_txnbridge._write.batch_identity import BatchInDoubt
 
 
