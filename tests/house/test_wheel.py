@@ -106,6 +106,7 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
         ("txnbridge", "anyio"),
         ("txnbridge_conformance", "pytest"),
         ("txnbridge_conformance", "numpy"),  # the checker
+        ("txnbridge_conformance", "confluent_kafka"),  # runs through the plain client
         ("txnbridge_kafka", "confluent_kafka"),
         ("txnbridge_pulsar", "google_crc32c"),
         ("txnbridge_conformance", "google_crc32c"),  # its client
