@@ -22,7 +22,7 @@ The rooms:
 - `broker` opens everything else; `cluster` finds the cluster's id and home broker, which has the bridge's own topics;
   `decision_log` and `half_store` are on topics. The log's `AppendQueue` joins the records that several threads append.
 - `client/` is the protocol client, which is independent of bridges.
-- `write/`: the `writer` with its owner, and `acks`; `half_buffer` sends halves with their `transaction_properties`.
+- `write/`: `owner`, `writer` and `acks`; `half_buffer` sends halves with their `transaction_properties`.
 - `read/`: a `reader` with a `partition` for each queue; `pull`, `duplicates`, `start_positions`, `rebalance`.
 - `outcome/`: `outcome` by tokens, `end_transaction` for halves, `check_back` with its `producer_groups`.
 - `admin/`: `admin`, `doctor` and `open_halves`. `settings/`: the options, `names`, and `broker_config` of brokers.

@@ -39,8 +39,8 @@ from txnbridge_rocketmq.settings import RocketMQSettings
 
 if TYPE_CHECKING:
     from txnbridge_rocketmq.half_store import RocketMQHalfStore
+    from txnbridge_rocketmq.write.owner import RocketMQOwner
     from txnbridge_rocketmq.write.publisher import RocketMQPublisher
-    from txnbridge_rocketmq.write.writer import RocketMQOwner
 
 
 class RocketMQBroker(Broker):
@@ -81,7 +81,7 @@ class RocketMQBroker(Broker):
         return self._owner_of(identity, ledger).prepare_writer(deadline)
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> RocketMQOwner:
-        from txnbridge_rocketmq.write.writer import RocketMQOwner
+        from txnbridge_rocketmq.write.owner import RocketMQOwner
 
         with self._lock:
             if self._owner is None:

@@ -27,8 +27,9 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
 from txnbridge_rocketmq.write import half_buffer
 from txnbridge_rocketmq.write.message_format import from_wire
+from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, place_of
-from txnbridge_rocketmq.write.writer import RocketMQOwner, RocketMQPreparedWriter
+from txnbridge_rocketmq.write.writer import RocketMQPreparedWriter
 
 _log = logging.getLogger("txnbridge")
 

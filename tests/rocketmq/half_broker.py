@@ -19,7 +19,8 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
 from txnbridge_rocketmq.settings import RocketMQTiming
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
-from txnbridge_rocketmq.write.writer import RocketMQOwner, RocketMQPreparedWriter, RocketMQWriter
+from txnbridge_rocketmq.write.owner import RocketMQOwner
+from txnbridge_rocketmq.write.writer import RocketMQPreparedWriter, RocketMQWriter
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.kit import context_for, pairs, settings_for, stored

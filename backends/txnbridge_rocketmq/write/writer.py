@@ -1,7 +1,4 @@
-"""The writer: sends the half messages of one transaction at a time, decides it in the decision log, and ends them.
-
-Its owner opens the transactional id, or the random name of a bridge without a transactional id.
-"""
+"""The writer: sends the half messages of one transaction at a time, decides it in the decision log, and ends them."""
 
 from __future__ import annotations
 
@@ -10,17 +7,16 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from txnbridge import errors
-from txnbridge.errors import DeadlineExceeded, Fenced, InvalidOption, InvalidState, TransactionAborted
+from txnbridge.errors import InvalidState, TransactionAborted
 from txnbridge.spi import (
     Ack,
     Begin,
     Deadline,
     Decision,
     Evidence,
-    FairSemaphore,
-    Identity,
     Item,
     Ledger,
     LedgerClaim,
@@ -32,16 +28,9 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_rocketmq.client.protocol.records import pack_properties
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
-from txnbridge_rocketmq.outcome.outcome import (
-    PREPARE,
-    PrepareRecord,
-    end_prepared,
-    publish_decided,
-    publish_exclusively,
-)
+from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
 from txnbridge_rocketmq.write import half_buffer
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
 from txnbridge_rocketmq.write.message_format import choose_queue, ordering_key, to_wire
@@ -53,13 +42,26 @@ _log = logging.getLogger("txnbridge")
 _LEAST_ABORT_SECONDS = 2.0
 
 
+class WriterOwner(Protocol):
+    """The attributes and methods of `RocketMQOwner` that its writers use."""
+
+    cluster: RocketMQCluster
+    ledger: Ledger
+    ender: HalfEnder
+    owned: bool
+    opening: str | None
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if another process has opened the transactional id after this owner."""
+
+
 class RocketMQWriter(Writer):
     """Writer of transactions: sends halves, records the decision in the log, and has the broker publish the halves.
 
     A decision cannot be undone: halves that this process does not publish, others publish after a check-back.
     """
 
-    def __init__(self, owner: RocketMQOwner, number: int) -> None:
+    def __init__(self, owner: WriterOwner, number: int) -> None:
         self._owner = owner
         self._number = number
         self._unpublished: tuple[str, Sequence[half_buffer.HalfCount]] | None = None  # committed before
@@ -373,75 +375,3 @@ class RocketMQPreparedWriter(RocketMQWriter):
 
     def commit(self, deadline: Deadline) -> None:
         raise InvalidState("a prepared transaction is committed by its token")
-
-
-class RocketMQOwner:
-    """Owner of a transactional id: opens the id in the decision log, after which older owners cannot commit.
-
-    The new owner first publishes the transactions that the previous owner committed and did not publish. Undecided
-    transactions are aborted after the broker's check-back. The owner does not wait for that, because undecided halves
-    do not block readers.
-
-    A bridge without a transactional id has a random name, which no other process can own. It opens this name only for
-    prepared transactions and half messages.
-    """
-
-    def __init__(self, cluster: RocketMQCluster, identity: Identity, ledger: Ledger, ender: HalfEnder) -> None:
-        try:
-            pack_properties({"transaction": identity.name})
-        except ValueError as error:
-            raise InvalidOption(f"transactional_id {identity.name!r} is a property of each message: {error}") from error
-        self.cluster = cluster
-        self.ledger = ledger
-        self.ender = ender
-        self.owned = identity.owned  # whether other processes may open the transactional id
-        self.opening: str | None = None  # id of this process's opening in the decision log; None before `open`
-        self._identity = identity
-        self._turns = FairSemaphore(1, 0.0)  # a signal handler's exception loses no place of it
-
-    def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Return `count` writers. With a transactional id, first open it, which fences older owners."""
-        if self._identity.owned:
-            self.open(deadline)
-        return [RocketMQWriter(self, number) for number in range(count)]
-
-    def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one prepared transaction. Raise `Fenced` if a newer owner has opened the id."""
-        self.open(deadline)
-        return RocketMQPreparedWriter(self, 0)
-
-    def open(self, deadline: Deadline) -> None:
-        """Open the transactional id, at the first call only: a second opening would fence the first."""
-        turn = self._turns.place()
-        try:
-            if not turn.enter(deadline):
-                raise DeadlineExceeded(
-                    f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
-                )
-            if self.opening is not None:
-                return
-            with self.cluster.context.events.step("step:open"):
-                opening = self.ledger.opened({"host": self._identity.host}, deadline)
-            if self._identity.owned:
-                self._finish(deadline)
-            self.opening = opening
-        finally:
-            turn.leave()
-
-    def _finish(self, deadline: Deadline) -> None:
-        """Publish the previous owner's last commit of each writer: the broker may not have published it yet.
-
-        Earlier commits are published already. A writer publishes one transaction before it begins the next, and each
-        owner calls this method before its first commit (hazard H71).
-        """
-        for transaction, claim in self.ledger.claims(deadline):
-            publish_decided(self.ender, transaction, claim, deadline)
-
-    def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the transactional id after this owner."""
-        if self.opening is None:
-            return
-        newest = self.ledger.newest_opening(deadline)
-        if newest is None or newest[0] != self.opening:
-            host = None if newest is None else str(newest[1].get("host", "")) or None
-            raise Fenced(f"{self._identity.name} was opened by {host or 'another process'} since", newer=host)
