@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,26 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
 from txnbridge_conformance.observing import eventually, seen, send, take, values
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin.open_transactions import list_open
 from txnbridge_pulsar.admin.rest import path_of
 from txnbridge_pulsar.client import Transactions, TxnId
+from txnbridge_pulsar.outcome import anchors, end_delivery
+from txnbridge_pulsar.outcome.anchors import Anchors
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, EndDelivery, Participants
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.write import owner as owner_module
 
-from tests.failing import answer_calls
+from tests.failing import EACH, answer_calls, fail_call
 from tests.pulsar import writing_kit
 from tests.pulsar.client_kit import admin
 from tests.pulsar.kit import SOON
 from txnbridge import Bridge, Consumer, Outcome, TokenState, errors
 from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline
+
+# A message of another owner.
+BESIDE = b"beside"
 
 # Of so many commits while a topic is unloaded the coordinator forgets a third.
 COMMITS = 12
@@ -249,6 +256,43 @@ def test_a_writer_takes_back_no_commit_that_its_coordinator_forgot(bridge: Bridg
     assert values(seen(bridge, topic)) == [b"1"]
 
 
+def test_another_owner_takes_back_no_commit_that_a_topic_missed(open_bridge, bridge, unload, monkeypatch):
+    topic, other = movable(bridge), open_bridge()
+    send(other, topic, b"0")
+    monkeypatch.setattr(anchors, "_USE_SECONDS", 0.1)
+    monkeypatch.setattr(anchors, "_KEEP_SECONDS", 0.1)
+    with monkeypatch.context() as patch:
+        deliveries = fail_call(patch, end_delivery, "_end_on", wire.BrokerConnectionLost("not yet"), EACH)
+        with patch.context() as inner:
+            inner.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+            with bridge.transaction() as txn:
+                txn.send(topic, b"1")
+        unload(topic)
+        eventually(lambda: len(deliveries) > 9, "an unneeded anchor would be dropped")
+        for _ in range(2 * writing_kit.cluster_of(other).client.transactions.connect(SOON)):
+            with other.transaction() as later:
+                later.send(topic, b"2")
+    assert b"1" in values(seen(bridge, topic))
+
+
+@pytest.mark.parametrize("end", ["commit", "token", "death"])
+def test_no_anchor_stays_open(open_bridge, pulsar_broker, monkeypatch, end):
+    name = writing_kit.unique("owned")
+    bridge = open_bridge(transactional_id=name)
+    topic = writing_kit.new_topic(bridge)
+    if end == "token":
+        assert open_bridge().commit(writing_kit.prepare(bridge, topic)) is Outcome.COMMITTED
+    else:
+        send(bridge, topic, b"1")
+    open_anchors = writing_kit.owner_of(bridge).anchors.open
+    assert bool(open_anchors) is (end != "token")
+    if end == "death":
+        monkeypatch.setattr(Anchors, "drop_unused", lambda *_: None)
+        open_bridge(transactional_id=name)
+    cluster = writing_kit.cluster_of(bridge)
+    eventually(lambda: not any(each.is_empty for each in list_open(cluster, Deadline(SOON))), "all are ended")
+
+
 def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, TxnId]:
     """The token of what was prepared, and then committed so that no topic has heard of it."""
     with monkeypatch.context() as patch:
@@ -286,14 +330,14 @@ def test_the_proof_topic_of_a_prepared_transaction_is_used_again_once_it_tells_t
 # --- a race with the real thing -------------------------------------------------------------------------------------
 
 
-def race(bridge: Bridge, unload: Callable[[str], None]) -> tuple[set[Any], set[Any]]:
+def race(bridge: Bridge, unload: Callable[[str], None], beside: Bridge | None = None) -> tuple[set[Any], set[Any]]:
     """Process messages while the topics of inputs and results are let go of in turn, each time some milliseconds before
-    a commit: which results were lost, and which came twice.
+    a commit: which results were lost, and which came twice. `beside` sends to the results all the time.
     """
     inputs = movable(bridge)
     results = movable(bridge, inputs)
     processed: list[Any] = []
-    with bridge.consumer(inputs, group="workers") as consumer:
+    with bridge.consumer(inputs, group="workers") as consumer, sending(beside, results):
         for number in range(COMMITS):
             send(bridge, inputs, b"%d" % number)
             process(bridge, consumer, results, processed, partial(unload, (inputs, results)[number % 2]))
@@ -305,7 +349,25 @@ def race(bridge: Bridge, unload: Callable[[str], None]) -> tuple[set[Any], set[A
         eventually(all_are, "all are processed")
         process(bridge, consumer, results, processed)  # what comes again
     stored = Counter(values(seen(bridge, results)))
-    return set(processed) - set(stored), {value for value, count in stored.items() if count > 1}
+    return set(processed) - set(stored), {value for value, count in stored.items() if count > 1} - {BESIDE}
+
+
+@contextmanager
+def sending(bridge: Bridge | None, topic: str) -> Iterator[None]:
+    stop = threading.Event()
+
+    def run() -> None:
+        while bridge is not None and not stop.wait(0.01):
+            with suppress(errors.TxnBridgeError):
+                send(bridge, topic, BESIDE)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def process(
@@ -330,8 +392,9 @@ def process(
 
 
 @pytest.mark.full
-def test_commits_while_topics_unload_lose_and_double_nothing(bridge: Bridge, unload: Callable[[str], None]) -> None:
-    assert race(bridge, unload) == (set(), set())
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another owner"])
+def test_commits_while_topics_unload_lose_and_double_nothing(open_bridge, bridge, unload, alone):
+    assert race(bridge, unload, None if alone else open_bridge()) == (set(), set())
 
 
 @pytest.mark.full

@@ -197,7 +197,8 @@ class PulsarAdmin(Admin):
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         listed = list_open(self._cluster, deadline)
-        return [self._as_open_transaction(each) for each in listed if each.owner.startswith(owners)]
+        used = (each for each in listed if not each.is_empty and each.owner.startswith(owners))
+        return [self._as_open_transaction(each) for each in used]
 
     def _as_open_transaction(self, listed: ListedTransaction) -> OpenTransaction:
         return OpenTransaction(
@@ -263,7 +264,8 @@ class PulsarAdmin(Admin):
 
     def _check_open(self, deadline: Deadline) -> Iterator[Advice]:
         listed = list_open(self._cluster, deadline)
-        yield from doctor.check_open(map(self._as_open_transaction, listed), self._settings.timing)
+        used = (self._as_open_transaction(each) for each in listed if not each.is_empty)
+        yield from doctor.check_open(used, self._settings.timing)
         yield from doctor.check_at_risk(self._cluster, listed, deadline)
 
 

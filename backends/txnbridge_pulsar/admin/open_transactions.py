@@ -66,6 +66,11 @@ class ListedTransaction:
         return self.transaction or str(self.txn)
 
     @property
+    def is_empty(self) -> bool:
+        """Return whether the transaction holds nothing back, like the anchors of bridges."""
+        return not (self.topics or self.subscriptions)
+
+    @property
     def users_topics(self) -> tuple[str, ...]:
         return tuple(topic for topic in self.topics if topic != self.proof_topic)
 

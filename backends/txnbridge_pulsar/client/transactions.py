@@ -136,6 +136,12 @@ class Transactions:
                     raise
             time.sleep(pause)
 
+    def send_abort(self, txn: TxnId, timeout: float) -> None:
+        """Request an abort, and wait for no answer. Raise `PulsarError` if the request cannot be sent."""
+        deadline = ClientDeadline(timeout)
+        fields = {**txn.fields, "txn_action": _ABORT}
+        self._coordinator(txn.most, deadline).request("end_txn", deadline, **fields)
+
     def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
         """End a transaction on one topic, for repair if no coordinator knows it. Only a superuser may do this."""
         self._end_on(txn, topic, "end_txn_on_partition", {"topic": full_topic_name(topic)}, commit, timeout)

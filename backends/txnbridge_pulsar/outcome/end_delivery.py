@@ -25,6 +25,7 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
+from txnbridge_pulsar.outcome.anchors import Anchors
 from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
@@ -148,8 +149,9 @@ class _EndedTransaction(NamedTuple):
 class EndDelivery:
     """Remembers commits and aborts of an owner, and sends them again to topics that are unloaded. Thread-safe."""
 
-    def __init__(self, cluster: ClusterAccess) -> None:
+    def __init__(self, cluster: ClusterAccess, anchors: Anchors | None = None) -> None:
         self._cluster = cluster
+        self._anchors = anchors or Anchors(cluster)
         self._changed = threading.Condition()
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
         self._delivering: Counter[str] = Counter()  # topics
@@ -227,9 +229,12 @@ class EndDelivery:
             in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
             with self._changed:
                 self._drop_old()
+                undelivered = {ended.txn for each, kept in self._recent.items() if each.has_moved for ended in kept}
                 if not self._recent:
                     self._thread = None
-                    return
+                    break
+            self._anchors.drop_unused(undelivered)
+        self._anchors.drop_unused(())
 
     def _drop_old(self) -> None:
         oldest = time.monotonic() - _KEEP_SECONDS

@@ -39,9 +39,13 @@ class InDoubt:
                 self._transactions[ended.txn] = ended
         return clear
 
+    @property
+    def is_any(self) -> bool:
+        return bool(self._transactions)
+
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
         """Return the transactions in doubt that have sent to one of these topics, or acknowledged on it."""
-        if not self._transactions:
+        if not self.is_any:
             return []
         wanted = set(topics)
         with self._lock:

@@ -20,6 +20,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.anchors import end_anchors
 from txnbridge_pulsar.outcome.broker_evidence import has_undelivered_commit
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
 from txnbridge_pulsar.outcome.proof import was_committed
@@ -60,6 +61,7 @@ class TokenEvidence:
     proof: ProofLocation | None
     asked: bool = True  # whether its writer requested the commit
     participants: Participants = NO_PARTICIPANTS  # of a prepared transaction
+    anchor: int | None = None  # id of a prepared transaction's anchor at its coordinator
 
     def fields(self) -> dict[str, Any]:
         proof_fields: dict[str, Any] = {} if self.proof is None else self.proof.fields()
@@ -67,6 +69,7 @@ class TokenEvidence:
             "x": None if self.txn is None else list(self.txn),
             "a": self.asked,
             **proof_fields,
+            **({} if self.anchor is None else {"k": self.anchor}),
             **self.participants.fields(),
         }
 
@@ -77,9 +80,11 @@ class TokenEvidence:
             if fields["x"] is None:
                 return cls(None, None, fields["a"] is True)
             most, least = fields["x"]
-            if not isinstance(most, int) or not isinstance(least, int):
+            anchor = fields.get("k")
+            if not isinstance(most, int) or not isinstance(least, int) or not isinstance(anchor, int | None):
                 raise TypeError("not numbers")
-            return cls(TxnId(most, least), ProofLocation.read(fields), fields["a"] is True, Participants.read(fields))
+            proof, asked, participants = ProofLocation.read(fields), fields["a"] is True, Participants.read(fields)
+            return cls(TxnId(most, least), proof, asked, participants, anchor)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidToken("this token is damaged: it does not name a transaction and its proof topic") from error
 
@@ -174,7 +179,7 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, deadline: D
     if ended is EndResult.COMMITTED:
         outcome = Outcome.COMMITTED
     elif ended is EndResult.ABORTED:
-        return Outcome.ABORTED
+        outcome = Outcome.ABORTED
     else:
         outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
@@ -186,6 +191,8 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, deadline: D
                 f"{evidence.txn} is committed, but brokers are away, and on some of its topics and groups the commit"
                 " may be missing, so that a later transaction would take it back there. Commit it again"
             )
+    if evidence.anchor is not None:
+        end_anchors(cluster, [TxnId(evidence.txn.most, evidence.anchor)])
     return outcome
 
 

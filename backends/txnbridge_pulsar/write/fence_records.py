@@ -104,7 +104,7 @@ class FenceRecord:
 
     Transactions `at_risk` were ended by another process than their writer, and some broker does not refuse their late
     messages yet. If the writer still sends such a message, it blocks its topic for all readers. `fence_id` is the same
-    in all records of a transactional id; see `FenceIdentity`.
+    in all records of a transactional id; see `FenceIdentity`. The next owner ends the open `anchors`; see `Anchors`.
     """
 
     opening: str
@@ -113,6 +113,7 @@ class FenceRecord:
     under_way: Sequence[AnnouncedTransaction] = field(default=())
     at_risk: Sequence[AnnouncedTransaction] = field(default=())
     fence_id: str = ""
+    anchors: Sequence[TxnId] = field(default=())
 
     def pack(self) -> bytes:
         fields = {
@@ -123,6 +124,7 @@ class FenceRecord:
             "u": [each.fields() for each in self.under_way],
             "r": [each.fields() for each in self.at_risk],
             "l": self.fence_id,
+            "k": [list(each) for each in self.anchors],
         }
         return json.dumps(fields, separators=(",", ":")).encode()
 
@@ -140,6 +142,7 @@ class FenceRecord:
                 under_way=tuple(AnnouncedTransaction.read(each) for each in fields["u"]),
                 at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
                 fence_id=str(fields["l"]),
+                anchors=tuple(TxnId(_number(most), _number(least)) for most, least in fields.get("k", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EvidenceLost("a record on a fence topic was not written by this or an earlier txnbridge") from error

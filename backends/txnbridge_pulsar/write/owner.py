@@ -22,6 +22,7 @@ from txnbridge_pulsar.admin.cleanup import ProofTopicCleanup
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.anchors import Anchors, end_anchors
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
@@ -114,7 +115,8 @@ class PulsarOwner:
         self.name = identity.name
         self.owned = identity.owned
         self.opening = secrets.token_hex(8)
-        self.end_delivery = EndDelivery(cluster)
+        self.anchors = Anchors(cluster)
+        self.end_delivery = EndDelivery(cluster, self.anchors)
         self.in_doubt = InDoubt(cluster)
         self.late_write_guard = LateWriteGuard(cluster, self.end_delivery, self.in_doubt)
         self._cluster = cluster
@@ -156,6 +158,8 @@ class PulsarOwner:
         in_order = sorted(left, key=lambda announced: self._is_left_open(announced, deadline))
         host = "" if before is None else before.host
         ended = [announced for announced in in_order if self._end_left_open(announced, host, deadline)]
+        if before is not None and not self.in_doubt.is_any:
+            end_anchors(self._cluster, before.anchors)
         self._refuse_late_writes(ended, deadline)
         for announced in at_risk:
             self.late_write_guard.add(announced, deadline)
@@ -225,18 +229,17 @@ class PulsarOwner:
         """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no proof topic becomes free."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
-    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
-        """Begin a transaction at the next coordinator, and another one if the answer is lost; the first then times out.
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline, alone: bool = False) -> TxnId:
+        """Begin a transaction behind an anchor, and another one if the answer is lost; the first then times out.
 
-        `seconds` is called before each request, and returns the transaction's timeout in seconds.
+        `seconds` is called before each request, and returns the transaction's timeout in seconds. Transactions share
+        anchors unless they are `alone`.
         """
-        transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
             while True:
                 patience = min(deadline.left(), _BEGIN_SECONDS)
-                ttl_ms = max(1, int(seconds() * 1000))
                 try:
-                    return transactions.begin(ttl_ms, patience)
+                    return self.anchors.begin(seconds, patience, alone)
                 except wire.PulsarError as error:
                     # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
                     may_succeed = error.retriable or isinstance(error, wire.RequestTimedOut)
@@ -286,7 +289,7 @@ class PulsarOwner:
             under_way = tuple(self._under_way.values())
         now = int(time.time() * 1000)
         at_risk = (*at_risk, *self.late_write_guard.at_risk)
-        return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
+        return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id, self.anchors.open)
 
     def mark_not_prepared(self, announced: AnnouncedTransaction) -> None:
         """List a transaction as not prepared in the next record on the fence topic, before its writer aborts it.
@@ -303,6 +306,7 @@ class PulsarOwner:
         """
         with self._lock:
             self._under_way.pop(txn, None)
+        self.anchors.ended(txn)
 
     def check(self, deadline: Deadline) -> None:
         """Raise `Fenced` if the transactional id has a newer owner."""
@@ -315,6 +319,7 @@ class PulsarOwner:
         self._cleanup.close()
         deadline = Deadline(min(deadline.left(), _CLOSE_SECONDS))
         self.end_delivery.close(deadline)
+        self.anchors.close()
         try:
             if self._fence is None:
                 for writer in self._writers:

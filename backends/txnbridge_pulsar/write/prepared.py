@@ -126,6 +126,8 @@ class PreparedSlots:
 class PulsarPreparedWriter(PulsarWriter):
     """Writer of a single transaction, which is prepared or aborted. After that the writer is closed."""
 
+    _alone = True
+
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}")
         self._slots = slots
@@ -180,6 +182,8 @@ class PulsarPreparedWriter(PulsarWriter):
             self._abort_quietly(deadline)
             raise
         self._prepared = True
+        anchor = self._owner.anchors.hand_over(self._txn)
+        self._evidence = replace(self._evidence, anchor=None if anchor is None else anchor.least)
         self._slots.keep(announced)
         for sent in self._acks:
             sent.note_prepared()

@@ -14,6 +14,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.capabilities import LIMITS
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.anchors import Anchors
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
 from txnbridge_pulsar.outcome.forgotten_transactions import proof_property
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
@@ -53,11 +54,12 @@ class TransactionOwner(Protocol):
     name: str
     owned: bool
     opening: str
+    anchors: Anchors
     end_delivery: EndDelivery
     in_doubt: InDoubt
     late_write_guard: LateWriteGuard
 
-    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> wire.TxnId: ...
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline, alone: bool = False) -> wire.TxnId: ...
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None: ...
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None: ...
     def mark_not_prepared(self, announced: AnnouncedTransaction) -> None: ...
@@ -73,6 +75,7 @@ class PulsarWriter(Writer):
     """
 
     not_taken = (NotBareValue, KeyError, TypeError)
+    _alone = False  # whether each transaction has an anchor of its own
 
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str) -> None:
         self.name = name
@@ -245,7 +248,7 @@ class PulsarWriter(Writer):
     def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
         self.proof = self._presence(deadline)
         with self._cluster.events.step("step:begin", self._begin.transaction):
-            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline, self._alone)
         self._evidence = TokenEvidence(self._txn, self.proof, False)
         # Only topics with an open producer: the others may have been terminated since the last transaction.
         last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)

@@ -1,0 +1,148 @@
+"""Keeps coordinators' low water marks behind an owner's transactions, so that no later end takes a lost commit back.
+
+The end of a transaction tells a topic its coordinator's low water mark: all transactions up to it have ended. If the
+topic still has an open transaction that is not above the mark, it aborts it. So if a topic misses a commit (hazard
+H49), the next end there, perhaps of another program, takes the commit back. A mark never reaches an open transaction.
+So an owner first begins an empty transaction, an anchor, and ends it only after the later ones have ended everywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import ClusterAccess
+
+# Seconds in which new transactions use an anchor. Brokers refuse no late messages while it is open (hazard H44).
+_USE_SECONDS = 2.0
+# Seconds for which an anchor is kept after the end of its last transaction: by then brokers have closed producers on
+# topics that they were unloading.
+_KEEP_SECONDS = 1.0
+# An anchor times out this long after the last transaction that may use it.
+_MARGIN_SECONDS = 10.0
+_SEND_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Anchor:
+    """An open transaction without topics, and the number of later ones that have not ended."""
+
+    txn: TxnId
+    begun_at: float
+    expires_at: float
+    used: int = 0
+    unused_since: float = 0.0
+
+
+class Anchors:
+    """The anchors of an owner's transactions. Thread-safe."""
+
+    def __init__(self, cluster: ClusterAccess) -> None:
+        self._cluster = cluster
+        self._beginning = threading.Lock()
+        self._lock = threading.Lock()
+        self._newest: _Anchor | None = None
+        self._open: list[_Anchor] = []
+        self._of: dict[TxnId, _Anchor] = {}
+
+    def begin(self, seconds: Callable[[], float], timeout: float, alone: bool = False) -> TxnId:
+        """Begin a transaction behind an anchor of the same coordinator, `alone` or with others; it times out after
+        `seconds()`.
+
+        Raise the errors of `Transactions.begin`; then the next call asks another coordinator.
+        """
+        until = time.monotonic() + timeout
+        anchor = self._take(seconds(), until, alone)
+        try:
+            left = until - time.monotonic()
+            txn = self._cluster.client.transactions.begin(_milliseconds(seconds()), left, anchor.txn.most)
+        except BaseException:
+            self._newest = None
+            self._give_back(anchor)
+            raise
+        with self._lock:
+            self._of[txn] = anchor
+        return txn
+
+    def _take(self, seconds: float, until: float, alone: bool) -> _Anchor:
+        """Return the newest anchor, or a new one if it is too old to last as long as a transaction of `seconds`."""
+        if not self._beginning.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise wire.RequestTimedOut("another thread still begins an anchor")
+        try:
+            now = time.monotonic()
+            with self._lock:
+                newest = self._newest
+                if newest and not alone and now < newest.begun_at + _USE_SECONDS and now + seconds < newest.expires_at:
+                    newest.used += 1
+                    return newest
+            lasts = _USE_SECONDS + seconds + _MARGIN_SECONDS
+            txn = self._cluster.client.transactions.begin(_milliseconds(lasts), until - now)
+            anchor = _Anchor(txn, now, now + lasts, used=1)
+            with self._lock:
+                self._open.append(anchor)
+                self._newest = self._newest if alone else anchor
+            return anchor
+        finally:
+            self._beginning.release()
+
+    def _give_back(self, anchor: _Anchor) -> None:
+        with self._lock:
+            anchor.used -= 1
+            anchor.unused_since = time.monotonic()
+
+    def ended(self, txn: TxnId) -> None:
+        """Note that a transaction has ended, though perhaps not yet on all of its topics."""
+        with self._lock:
+            anchor = self._of.pop(txn, None)
+        if anchor is not None:
+            self._give_back(anchor)
+
+    def hand_over(self, txn: TxnId) -> TxnId | None:
+        """Return the anchor of a transaction that is alone with it. Whoever ends the transaction ends the anchor."""
+        with self._lock:
+            anchor = self._of.pop(txn, None)
+            if anchor is None:
+                return None
+            self._open.remove(anchor)
+            return anchor.txn
+
+    @property
+    def open(self) -> Sequence[TxnId]:
+        with self._lock:
+            return [anchor.txn for anchor in self._open]
+
+    def drop_unused(self, undelivered: Collection[TxnId]) -> None:
+        """End the anchors that no transaction needs; those `undelivered` have ended, but not on all of their topics."""
+        now = time.monotonic()
+        with self._lock:
+            unused = [
+                anchor
+                for anchor in self._open
+                if now > anchor.expires_at
+                or not (
+                    anchor.used
+                    or now < max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + _KEEP_SECONDS)
+                    or any(txn.most == anchor.txn.most and txn.least > anchor.txn.least for txn in undelivered)
+                )
+            ]
+            self._open = [anchor for anchor in self._open if anchor not in unused]
+        end_anchors(self._cluster, [anchor.txn for anchor in unused])
+
+    def close(self) -> None:
+        end_anchors(self._cluster, self.open)
+
+
+def end_anchors(cluster: ClusterAccess, anchors: Iterable[TxnId]) -> None:
+    """Have anchors ended, without waiting for it. An anchor that is not ended times out."""
+    for anchor in anchors:
+        with suppress(wire.PulsarError):
+            cluster.client.transactions.send_abort(anchor, _SEND_SECONDS)
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))
