@@ -280,17 +280,23 @@ def test_no_anchor_stays_open(open_bridge, pulsar_broker, monkeypatch, end):
     name = writing_kit.unique("owned")
     bridge = open_bridge(transactional_id=name)
     topic = writing_kit.new_topic(bridge)
-    if end == "token":
-        assert open_bridge().commit(writing_kit.prepare(bridge, topic)) is Outcome.COMMITTED
-    else:
-        send(bridge, topic, b"1")
-    open_anchors = writing_kit.owner_of(bridge).anchors.open
-    assert bool(open_anchors) is (end != "token")
-    if end == "death":
-        monkeypatch.setattr(Anchors, "drop_unused", lambda *_: None)
-        open_bridge(transactional_id=name)
     cluster = writing_kit.cluster_of(bridge)
-    eventually(lambda: not any(each.is_empty for each in list_open(cluster, Deadline(SOON))), "all are ended")
+
+    def empty() -> set[TxnId]:
+        return {each.txn for each in list_open(cluster, Deadline(SOON)) if each.is_empty}
+
+    before = empty()
+    if end == "token":
+        token = writing_kit.prepare(bridge, topic)
+        assert empty() - before
+        assert open_bridge().commit(token) is Outcome.COMMITTED
+    else:
+        monkeypatch.setattr(Anchors, "drop_unused", lambda *_: None) if end == "death" else None
+        send(bridge, topic, b"1")
+        assert empty() - before == set(writing_kit.owner_of(bridge).anchors.open) != set()
+    if end == "death":
+        open_bridge(transactional_id=name)
+    eventually(lambda: not empty() - before, "all are ended")
 
 
 def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, TxnId]:
