@@ -57,7 +57,7 @@ class Anchors:
         Raise the errors of `Transactions.begin`; then the next call asks another coordinator.
         """
         until = time.monotonic() + timeout
-        anchor = self._take(seconds(), until, alone)
+        anchor = (self._begin_anchor if alone else self._take)(seconds(), until)
         try:
             left = until - time.monotonic()
             txn = self._cluster.client.transactions.begin(_milliseconds(seconds()), left, anchor.txn.most)
@@ -69,26 +69,34 @@ class Anchors:
             self._of[txn] = anchor
         return txn
 
-    def _take(self, seconds: float, until: float, alone: bool) -> _Anchor:
-        """Return the newest anchor, or a new one if it is too old to last as long as a transaction of `seconds`."""
+    def _take(self, seconds: float, until: float) -> _Anchor:
+        """Return the newest anchor, or a new one if it is too old, or would not outlast a transaction of `seconds`."""
         if not self._beginning.acquire(timeout=max(0.0, until - time.monotonic())):
             raise wire.RequestTimedOut("another thread still begins an anchor")
         try:
             now = time.monotonic()
             with self._lock:
                 newest = self._newest
-                if newest and not alone and now < newest.begun_at + _USE_SECONDS and now + seconds < newest.expires_at:
+                if (
+                    newest
+                    and now < newest.begun_at + _USE_SECONDS
+                    and now + seconds + _KEEP_SECONDS < newest.expires_at
+                ):
                     newest.used += 1
                     return newest
-            lasts = _USE_SECONDS + seconds + _MARGIN_SECONDS
-            txn = self._cluster.client.transactions.begin(_milliseconds(lasts), until - now)
-            anchor = _Anchor(txn, now, now + lasts, used=1)
-            with self._lock:
-                self._open.append(anchor)
-                self._newest = self._newest if alone else anchor
+            self._newest = anchor = self._begin_anchor(seconds, until)
             return anchor
         finally:
             self._beginning.release()
+
+    def _begin_anchor(self, seconds: float, until: float) -> _Anchor:
+        now = time.monotonic()
+        lasts = _USE_SECONDS + seconds + _MARGIN_SECONDS
+        txn = self._cluster.client.transactions.begin(_milliseconds(lasts), until - now)
+        anchor = _Anchor(txn, now, now + lasts, used=1)
+        with self._lock:
+            self._open.append(anchor)
+        return anchor
 
     def _give_back(self, anchor: _Anchor) -> None:
         with self._lock:
@@ -116,25 +124,22 @@ class Anchors:
         with self._lock:
             return [anchor.txn for anchor in self._open]
 
-    def drop_unused(self, undelivered: Collection[TxnId]) -> None:
-        """End the anchors that no transaction needs; those `undelivered` have ended, but not on all of their topics."""
+    def drop_unused(self, undelivered: Collection[TxnId], young: bool = False) -> None:
+        """End the anchors that no transaction needs, also `young` ones if no transaction will be begun any more.
+
+        Transactions that are `undelivered` have ended, but not on all of their topics.
+        """
         now = time.monotonic()
         with self._lock:
             unused = [
                 anchor
                 for anchor in self._open
-                if now > anchor.expires_at
-                or not (
-                    anchor.used
-                    or now < max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + _KEEP_SECONDS)
-                    or any(txn.most == anchor.txn.most and txn.least > anchor.txn.least for txn in undelivered)
-                )
+                if not anchor.used
+                and (young or now > max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + _KEEP_SECONDS))
+                and not any(txn.most == anchor.txn.most and txn > anchor.txn for txn in undelivered)
             ]
-            self._open = [anchor for anchor in self._open if anchor not in unused]
+            self._open = [each for each in self._open if each not in unused and now < each.expires_at]
         end_anchors(self._cluster, [anchor.txn for anchor in unused])
-
-    def close(self) -> None:
-        end_anchors(self._cluster, self.open)
 
 
 def end_anchors(cluster: ClusterAccess, anchors: Iterable[TxnId]) -> None:

@@ -229,12 +229,15 @@ class EndDelivery:
             in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
             with self._changed:
                 self._drop_old()
-                undelivered = {ended.txn for each, kept in self._recent.items() if each.has_moved for ended in kept}
                 if not self._recent:
                     self._thread = None
                     break
-            self._anchors.drop_unused(undelivered)
+            self._anchors.drop_unused(self._undelivered())
         self._anchors.drop_unused(())
+
+    def _undelivered(self) -> set[TxnId]:
+        with self._changed:
+            return {ended.txn for each, kept in self._recent.items() if each.has_moved for ended in kept}
 
     def _drop_old(self) -> None:
         oldest = time.monotonic() - _KEEP_SECONDS
@@ -257,3 +260,4 @@ class EndDelivery:
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)
+        self._anchors.drop_unused(self._undelivered(), young=True)

@@ -319,7 +319,6 @@ class PulsarOwner:
         self._cleanup.close()
         deadline = Deadline(min(deadline.left(), _CLOSE_SECONDS))
         self.end_delivery.close(deadline)
-        self.anchors.close()
         try:
             if self._fence is None:
                 for writer in self._writers:
