@@ -27,14 +27,14 @@ ANNOUNCED = AnnouncedTransaction(
     prepared=True,
     messages=3,
 )
-NOTICE = FenceRecord("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage")
+NOTICE = FenceRecord("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage", (TxnId(0, 8),))
 GOLDEN = (
     b'{"v":1,"o":"0pening","h":"host pid 1","w":1700000000000,"u":[{"t":"billing/1/2","x":[0,0],'
     b'"p":{"persistent://public/default/_txnbridge-marker-billing.p0":[-1],'
     b'"persistent://public/default/orders":[0,3]},'
     b'"a":[["persistent://public/default/input-partition-1","shipping"]],'
     b'"k":{"m":"persistent://public/default/_txnbridge-marker-billing.p0","s":[7,8],"n":"n0nce"},'
-    b'"i":0,"e":1700000030000,"d":true,"c":3}],"r":[],"l":"l1neage"}'
+    b'"i":0,"e":1700000030000,"d":true,"c":3}],"r":[],"l":"l1neage","k":[[0,8]]}'
 )
 
 

@@ -77,11 +77,7 @@ class Anchors:
             now = time.monotonic()
             with self._lock:
                 newest = self._newest
-                if (
-                    newest
-                    and now < newest.begun_at + _USE_SECONDS
-                    and now + seconds + _KEEP_SECONDS < newest.expires_at
-                ):
+                if newest and now < min(newest.begun_at + _USE_SECONDS, newest.expires_at - seconds - _KEEP_SECONDS):
                     newest.used += 1
                     return newest
             self._newest = anchor = self._begin_anchor(seconds, until)

@@ -142,7 +142,7 @@ class FenceRecord:
                 under_way=tuple(AnnouncedTransaction.read(each) for each in fields["u"]),
                 at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
                 fence_id=str(fields["l"]),
-                anchors=tuple(TxnId(_number(most), _number(least)) for most, least in fields.get("k", ())),
+                anchors=tuple(TxnId(_number(most), _number(least)) for most, least in fields["k"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EvidenceLost("a record on a fence topic was not written by this or an earlier txnbridge") from error
