@@ -245,15 +245,23 @@ class PulsarConsumer:
         self._held = held
         self._grant()
 
-    def request_messages(self, messages: int) -> None:
-        """Grant permits until the broker has permits for this many messages. If the consumer was opened with 0
-        `permits`, it gets permits only by this call.
+    def request_messages(self, messages: int, again: bool = False) -> None:
+        """Grant permits until the broker has permits for this many messages, if it has used at least half of them. If
+        the consumer was opened with 0 `permits`, it gets permits only by this call.
+
+        If `again`, have a shared subscription's broker go on that has stopped (hazard H159): give back the chunks of
+        messages that did not arrive whole, and grant a permit more.
         """
-        self._grant_up_to(lambda: messages, 1)
+        if again:
+            messages = min(self._outstanding, 2 * messages) + 1
+            with suppress(BrokerConnectionLost):
+                self.redeliver(self._chunks.take())
+        self._grant_up_to(messages, 1 if again else messages / 2)
 
     def _grant(self) -> None:
         """Grant permits for the free space in the inbox, if the broker has used at least half of its permits."""
-        self._grant_up_to(self._permits_that_fit, 2)
+        room = self._permits_that_fit()
+        self._grant_up_to(room, room / 2)
 
     def _permits_that_fit(self) -> int:
         if self._held:
@@ -262,14 +270,14 @@ class PulsarConsumer:
             return min(self._options.permits, FIRST_PERMITS)
         return min(self._options.permits, max(1, int(self.inbox.bytes_each / self._largest)))
 
-    def _grant_up_to(self, room: Callable[[], int], worth: int) -> None:
+    def _grant_up_to(self, wanted: int, least: float) -> None:
         with self._state:
             # A broker closes the connection at more than an int32. An invalid entry may claim to use up as many.
-            grant = min((wanted := room()) - self._outstanding, MAX_GRANT)
+            grant = min(wanted - self._outstanding, MAX_GRANT)
             # A broker drops flow permits that arrive before it has created the consumer.
             if self._connection is None or self._lost is not None or not self._subscribed:
                 return
-            if grant < 1 or worth * grant < wanted:
+            if grant < max(1, least):
                 return
             self._outstanding += grant
             flow = command("flow", consumer_id=self._id, message_permits=grant)

@@ -25,14 +25,11 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
-from txnbridge_pulsar.outcome.anchors import Anchors
+from txnbridge_pulsar.outcome.anchors import KEEP_SECONDS, Anchors
 from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds for which an ended transaction is remembered. A broker closes producers within milliseconds of unloading a
-# topic, but unloads the topics of a large bundle one by one.
-_KEEP_SECONDS = 5.0
 _UNLOAD_CHECK_SECONDS = 0.05
 # Seconds for one delivery. Topics of a killed broker are retried until the other brokers notice its death.
 _DELIVERY_SECONDS = 2.0
@@ -240,7 +237,7 @@ class EndDelivery:
             return {ended.txn for each, kept in self._recent.items() if each.has_moved for ended in kept}
 
     def _drop_old(self) -> None:
-        oldest = time.monotonic() - _KEEP_SECONDS
+        oldest = time.monotonic() - KEEP_SECONDS
         for each, ended in list(self._recent.items()):
             while ended and ended[0].at < oldest and not each.has_moved:
                 ended.popleft()

@@ -50,6 +50,9 @@ _MAX_REPEATED_REDELIVERIES = 5
 # Entries whose committed parts are kept, besides the outstanding entries. Another transaction may acknowledge the rest.
 _MAX_COMMITTED_IN_PART = 1000
 
+# Seconds without an entry, growing, after which the broker of a shared group is asked to go on.
+_SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 5.0, 60.0
+
 # Seconds until the broker is asked whether all of an entry is committed: then most transactions with parts have ended.
 FIRST_QUERY_SECONDS = 3.0
 
@@ -115,6 +118,9 @@ class PulsarPartition:
         # the check before had found the same: then the broker has skipped messages.
         self._unread: tuple[_EntryId, wire.MessageId | None, int] | None = None
         self.is_behind = False
+        self._count = 0  # of entries put here
+        self._heard: tuple[int, int] | None = None  # the consumer's generation and `_count` at the last entry
+        self._silence, self._silent_at = 0.0, 0.0  # seconds until a partition is silent, and the time
         self._delivery_counts: dict[Position, int] = {}
         self._max_delivery_counts = max_delivery_counts
 
@@ -157,7 +163,19 @@ class PulsarPartition:
 
     def put(self, entry: wire.ReceivedEntry) -> None:
         self._waiting.append(entry)
+        self._count += 1
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
+
+    def is_silent(self) -> bool:
+        """Return whether nothing has come for some seconds; then not before twice as many have passed again."""
+        now, heard = time.monotonic(), (self.consumer.generation, self._count)
+        if heard == self._heard and now < self._silent_at:
+            return False
+        is_silent = heard == self._heard
+        self._heard = heard
+        self._silence = min(2 * self._silence, _LONGEST_SILENCE_SECONDS) if is_silent else _SILENCE_SECONDS
+        self._silent_at = now + self._silence
+        return is_silent
 
     def misses_entries_before(self, entry: wire.ReceivedEntry) -> bool:
         """Return whether the broker has left out entries before this one while it redelivers (hazard H94).

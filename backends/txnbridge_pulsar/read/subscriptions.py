@@ -291,7 +291,7 @@ class SharedMode(FailoverMode):
 
     def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
         if not partition.paused:
-            partition.consumer.request_messages(messages)
+            partition.consumer.request_messages(messages, again=partition.is_silent())
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
         pass  # the broker sends only what was requested

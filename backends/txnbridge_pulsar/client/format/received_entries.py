@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 from txnbridge_pulsar.client.errors import CorruptEntry, PulsarError
@@ -266,6 +267,8 @@ def _described(data: bytes) -> tuple[int, Fields]:
 
 # The most incomplete messages that are kept: a dead sender leaves its message incomplete.
 MAX_INCOMPLETE_MESSAGES = 16
+# Chunks without those before them whose ids are kept.
+_MAX_STRAYS = 1000
 # Bytes counted for a chunk besides its content: else many small chunks could take any amount of memory.
 CHUNK_OVERHEAD_BYTES = 1024
 # The number of dropped messages that are remembered, to report them if more of their chunks arrive.
@@ -279,7 +282,8 @@ class Chunks:
     messages together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk
     of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
-    One thread calls `add`; any thread may call `clear`.
+    Chunks that arrive without those before them are left out: `take` returns their ids, too. One thread calls `add`;
+    any thread may call the other methods.
     """
 
     def __init__(self) -> None:
@@ -287,6 +291,7 @@ class Chunks:
         self._begun: dict[str, list[ReceivedEntry]] = {}
         self._sizes: dict[str, int] = {}
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
+        self._strays: deque[MessageId] = deque(maxlen=_MAX_STRAYS)
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         """Add an entry, which is a `chunk` of a message. Return the whole message after its last chunk, else None.
@@ -304,6 +309,7 @@ class Chunks:
         if earlier is None or len(earlier) != number:
             repeated = earlier is not None and 0 <= number < len(earlier) and earlier[number].id == entry.id
             if not repeated:
+                self._strays.extend(each.id for each in (*(earlier or ()), entry))
                 self._forget(uuid)
             return entry if self._is_of_dropped_message(uuid, entry) else None
         size = self._sizes[uuid] + entry.size + CHUNK_OVERHEAD_BYTES
@@ -345,6 +351,15 @@ class Chunks:
         entry.refuse("the first chunks of a message were dropped, because too many others were incomplete as well")
         return True
 
+    def take(self) -> list[MessageId]:
+        """Forget all incomplete messages, and return the ids of their chunks, to be delivered again."""
+        with self._lock:
+            ids = [*self._strays, *(entry.id for chunks in self._begun.values() for entry in chunks)]
+            self._begun.clear()
+            self._sizes.clear()
+            self._strays.clear()
+            return ids
+
     @property
     def incomplete(self) -> bool:
         return bool(self._begun)
@@ -354,3 +369,4 @@ class Chunks:
             self._begun.clear()
             self._sizes.clear()
             self._dropped.clear()
+            self._strays.clear()
