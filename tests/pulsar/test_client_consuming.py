@@ -226,6 +226,18 @@ def test_a_reader_that_is_opened_again_amid_a_message_in_chunks_gives_it_whole(c
     assert payloads(reopened(reader, 1)) == [b"4"]
 
 
+def test_a_shared_consumer_gives_back_the_chunks_of_a_message_that_is_not_whole(client, topic):
+    consumer = subscribe(client, topic, type=wire.SubscriptionType.SHARED)
+    write_chunks(client, topic, [b"two, "], of=2)
+    while not consumer._chunks.incomplete:
+        assert consumer.receive(0.1) == []
+    consumer.request_messages(1, again=True)
+    while consumer.arrived < 2:
+        assert consumer.receive(0.1) == []
+    write_chunks(client, topic, [b"and the rest"], first=1, of=2)
+    assert payloads(receive(consumer, 1)) == [b"two, and the rest"]
+
+
 # ---------------------------------------------------------------------------------------------------- losing it
 
 

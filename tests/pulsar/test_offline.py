@@ -23,6 +23,7 @@ from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.outcome.proof import ProofRecord
+from txnbridge_pulsar.read import partition as partition_module
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings import Timing
@@ -631,6 +632,17 @@ def test_a_redelivery_that_skips_entries_is_repeated_until_they_cannot_be_there_
         assert not arrives(partition, 0, 2)
     redelivers(partition)
     assert arrives(partition, 0, 2, 4)
+
+
+def test_a_partition_of_a_shared_group_is_silent_if_no_entry_comes_for_a_while(monkeypatch) -> None:
+    consumer: Any = SimpleNamespace(generation=1, activations=1)
+    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    assert not partition.is_silent() and not partition.is_silent()
+    monkeypatch.setattr(partition_module, "_SILENCE_SECONDS", 0)
+    assert arrives(partition, 1)
+    assert not partition.is_silent() and partition.is_silent()
+    consumer.generation += 1
+    assert not partition.is_silent() and partition.is_silent()
 
 
 def test_entries_that_a_broker_skips_after_it_went_back_unasked_are_missed() -> None:
