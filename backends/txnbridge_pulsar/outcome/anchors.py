@@ -54,7 +54,8 @@ class Anchors:
         """Begin a transaction behind an anchor of the same coordinator, `alone` or with others; it times out after
         `seconds()`.
 
-        Raise the errors of `Transactions.begin`; then the next call asks another coordinator.
+        Raise the errors of `Transactions.begin`; then the next call asks another coordinator. An anchor that was begun
+        for this is ended, because a coordinator at its limit of open transactions does not answer.
         """
         until = time.monotonic() + timeout
         anchor = (self._begin_anchor if alone else self._take)(seconds(), until)
@@ -63,7 +64,10 @@ class Anchors:
             txn = self._cluster.client.transactions.begin(_milliseconds(seconds()), left, anchor.txn.most)
         except BaseException:
             self._newest = None
-            self._give_back(anchor)
+            if not self._give_back(anchor):
+                with self._lock:
+                    self._open = [each for each in self._open if each is not anchor]
+                end_anchors(self._cluster, [anchor.txn])
             raise
         with self._lock:
             self._of[txn] = anchor
@@ -94,17 +98,20 @@ class Anchors:
             self._open.append(anchor)
         return anchor
 
-    def _give_back(self, anchor: _Anchor) -> None:
+    def _give_back(self, anchor: _Anchor, used: bool = False) -> bool:
+        """Note that a transaction no longer needs an anchor; return whether any has `used` it or is about to."""
         with self._lock:
             anchor.used -= 1
-            anchor.unused_since = time.monotonic()
+            if used:
+                anchor.unused_since = time.monotonic()
+            return bool(anchor.used or anchor.unused_since)
 
     def ended(self, txn: TxnId) -> None:
         """Note that a transaction has ended, though perhaps not yet on all of its topics."""
         with self._lock:
             anchor = self._of.pop(txn, None)
         if anchor is not None:
-            self._give_back(anchor)
+            self._give_back(anchor, used=True)
 
     def hand_over(self, txn: TxnId) -> TxnId | None:
         """Return the anchor of a transaction that is alone with it. Whoever ends the transaction ends the anchor."""

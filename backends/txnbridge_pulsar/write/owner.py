@@ -235,12 +235,16 @@ class PulsarOwner:
         `seconds` is called before each request, and returns the transaction's timeout in seconds. Transactions share
         anchors unless they are `alone`.
         """
+        anchored = True
         with translated("beginning a transaction"):
             while True:
                 patience = min(deadline.left(), _BEGIN_SECONDS)
                 try:
-                    return self.anchors.begin(seconds, patience, alone)
+                    if anchored:
+                        return self.anchors.begin(seconds, patience, alone)
+                    return self._cluster.client.transactions.begin(max(1, int(seconds() * 1000)), patience)
                 except wire.PulsarError as error:
+                    anchored = not isinstance(error, wire.RequestTimedOut)  # there may be room for one only
                     # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
                     may_succeed = error.retriable or isinstance(error, wire.RequestTimedOut)
                     if not may_succeed or deadline.left() <= _MIN_RETRY_SECONDS:
