@@ -45,15 +45,12 @@ def _start_debugging(ctx: click.Context, option: click.Parameter, value: bool) -
         ctx.with_resource(plugins.registered(_ShowEvents()))
 
 
-class _ShowEvents:
+class _ShowEvents(EventLogger):
     """The plug-in of the option --debug: it logs every event of every transaction, without bodies or keys."""
-
-    def __init__(self) -> None:
-        self._logger = EventLogger()
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
-        self._logger(event)
+        self(event)
 
 
 # Both options are eager, so that they take effect even if another option is invalid.

@@ -270,13 +270,9 @@ class Worker:
             os.close(self._status_pipe)
             os.close(self._orders_pipe)
             self._status_pipe = self._orders_pipe = -1
-            self._keep_counts()
+            if self.metrics[1]:  # they are kept, because a counter of Prometheus must not go down
+                self.metrics = of_ended(self.metrics), []
         return code
-
-    def _keep_counts(self) -> None:
-        """Keep the metrics of a process that has ended: a counter of Prometheus must not go down."""
-        if self.metrics[1]:
-            self.metrics = of_ended(self.metrics), []
 
     def kill(self) -> None:
         """Kill the process if it still runs."""

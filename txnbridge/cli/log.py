@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import click
 
 from txnbridge._decisions.decisions import IncompleteLog
@@ -25,16 +27,12 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
     processes of the application first: each gets the error `EvidenceLost`, and has to be started again.
     """
     options = {} if decision_log is None else {"decision_log": decision_log}
-    with cli.look(application=application, **options) as bridge:
-        decisions = bridge.decisions()
-        try:
-            lost = decisions.lost()
-            if lost is None:
-                text = f"the decision log of {application} has all of its evidence: there is nothing to renew"
-                raise InvalidState(text)
-            position = decisions.renew() if yes else None
-        finally:
-            decisions.close()
+    with cli.look(application=application, **options) as bridge, closing(bridge.decisions()) as decisions:
+        lost = decisions.lost()
+        if lost is None:
+            text = f"the decision log of {application} has all of its evidence: there is nothing to renew"
+            raise InvalidState(text)
+        position = decisions.renew() if yes else None
     cli.answer({**_as_json(lost), "renewed_at": position and list(position)}, *_in_words(lost))
     if position is None:
         cli.say("renew the log with --yes, which forgets all of that, once no process of the application runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,13 +56,10 @@ def _store(name: str, schema: str | None, database: str) -> Iterator[OutboxStore
     outbox = _outbox(name, schema)
     from txnbridge.sql.relay import OutboxStore
 
-    store = OutboxStore(outbox, database)
-    try:
+    with closing(OutboxStore(outbox, database)) as store:
         if not store.exists(Deadline(30)):
             raise NotFound(f"this database has no outbox {name!r} that a relay has opened")
         yield store
-    finally:
-        store.close()
 
 
 @_common.command("run", command)

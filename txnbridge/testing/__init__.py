@@ -56,19 +56,16 @@ else:
             yield opened
 
 
-class _Listener:
-    def __init__(self, function: Callable[[Event], object]) -> None:
-        self._function = function
-
-    @hookimpl
-    def txnbridge_event(self, event: Event) -> None:
-        self._function(event)
-
-
 @contextmanager
 def listening(function: Callable[[Event], object]) -> Iterator[None]:
     """Call a function with every event of each bridge that is opened inside this block, until the bridge is closed."""
-    with plugins.registered(_Listener(function)):
+
+    class Listener:
+        @hookimpl
+        def txnbridge_event(self, event: Event) -> None:
+            function(event)
+
+    with plugins.registered(Listener()):
         yield
 
 

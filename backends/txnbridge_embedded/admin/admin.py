@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, StorageFailed, TxnBridgeError
 from txnbridge.spi import (
@@ -210,15 +210,13 @@ class EmbeddedAdmin(Admin):
             return ending.decide(self._store, connection, transaction, decision, deadline, reason)
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        connection = self._store.connect()  # not the shared connection, because checking a large file takes long
-        try:
+        # Not the shared connection, because checking a large file takes long.
+        with closing(self._store.connect()) as connection:
             damage = list(self._check_file(connection, deadline))
             if damage:
                 return damage  # a damaged file should not be written, and other findings in it may be wrong
             sound = Advice("ok", "file", f"{self._store.path} is sound")
             return [sound, *self._remove_expired(connection, deadline), *self._check_use(connection, deadline)]
-        finally:
-            connection.close()
 
     def _remove_expired(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
         """Abort expired transactions, and remove messages of deleted topics and beyond retention; yield findings."""
