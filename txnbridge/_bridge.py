@@ -351,7 +351,10 @@ class Bridge:
             raise InvalidOption("prepare, fingerprint and group_commit are True or False")
         begin = self._new_begin(timeout, prepare, hold, mark)
         if fingerprint:
-            _require_xxhash()
+            try:
+                import xxhash  # noqa: F401
+            except ImportError:
+                raise InvalidOption("fingerprint=True needs a package: pip install xxhash") from None
         with connection.events.step("transaction.begin", begin.transaction, prepare=prepare):
             if self._group_commit is None or not group_commit or prepare or fingerprint:
                 taken = self._writers.take(begin)
@@ -747,13 +750,6 @@ class _OtherBroker:
 
     def close(self) -> None:
         self._bridge.close()
-
-
-def _require_xxhash() -> None:
-    try:
-        import xxhash  # noqa: F401
-    except ImportError:
-        raise InvalidOption("fingerprint=True needs a package: pip install xxhash") from None
 
 
 _live: weakref.WeakSet[Bridge] = weakref.WeakSet()

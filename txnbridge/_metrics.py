@@ -287,19 +287,14 @@ class PrometheusCollector:
         """Yield the metrics as those of `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+        kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
         for family in self._families():
             kind, text = family.definition
-            names = [name for name, _ in next(iter(family.samples), ())]
-            if kind == "histogram":
-                histogram = HistogramMetricFamily(family.name, text, labels=names)
-                for labels, sample in family.samples.items():
-                    histogram.add_metric([value for _, value in labels], list(_cumulated(sample)), sample[-1])
-                yield histogram
-                continue
-            plain = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(family.name, text, labels=names)
+            made: Any = kinds[kind](family.name, text, labels=[name for name, _ in next(iter(family.samples), ())])
             for labels, value in family.samples.items():
-                plain.add_metric([value for _, value in labels], value)
-            yield plain
+                sample = (list(_cumulated(value)), value[-1]) if kind == "histogram" else (value,)
+                made.add_metric([label for _, label in labels], *sample)
+            yield made
 
     def describe(self) -> list[Metric]:
         """Return nothing, so that registering the collector does not collect."""

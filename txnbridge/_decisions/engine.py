@@ -226,11 +226,6 @@ class Engine:
                 self._older = Follower(self._log, self._events, self.now, self._timing, begin)
             return self._older
 
-    def _let_go_of_older(self) -> None:
-        with self._older_lock:
-            if time.monotonic() - self._older_used > _IDLE_SECONDS:
-                self._older = None
-
     @property
     def has_written(self) -> bool:
         """True if this process has opened an id or begun a transaction in this log, and does not only read the log."""
@@ -347,7 +342,9 @@ class Engine:
             needed = (state.oldest_living(self.now()), state.oldest_ack_window())
         # The trim ends before the snapshot, which does not replace the records between its covered record and itself.
         before = min([covers, *(position for position in needed if position is not None)])
-        self._let_go_of_older()
+        with self._older_lock:
+            if time.monotonic() - self._older_used > _IDLE_SECONDS:
+                self._older = None
         self._log.trim(before, deadline)
         return before
 

@@ -159,12 +159,9 @@ class Follower:
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[None]:
         with deadline.holding(self._lock, _OTHER):
-            self._require_log()
+            if self._lost:
+                raise errors.EvidenceLost(self._lost)
             yield
-
-    def _require_log(self) -> None:
-        if self._lost:
-            raise errors.EvidenceLost(self._lost)
 
     def _end(self, deadline: Deadline, may_create: bool) -> Position | None:
         end, cursor = self._log.end(deadline), self._state.cursor

@@ -112,31 +112,31 @@ class LogRecord:
     log: str | None
     nonce: str
 
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+
 
 @dataclass(frozen=True, kw_only=True)
-class Birth(LogRecord):
+class Birth(LogRecord, kind="birth"):
     """The first record of a log. `log` becomes the log's id; `at` is the time (ms since 1970)."""
 
-    kind: ClassVar[str] = "birth"
     at: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Presence(LogRecord):
+class Presence(LogRecord, kind="presence"):
     """Announces a process: only later records decide its next transactions. Needed until `until` (ms since 1970)."""
 
-    kind: ClassVar[str] = "presence"
     until: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened(LogRecord):
+class Opened(LogRecord, kind="opened"):
     """An owner has opened an id. `under.number` counts the id's openings; 0 is for an id that its process made up.
 
     `named` is True if the caller chose the name of this opening (`under.name`), and may repeat the opening by it.
     """
 
-    kind: ClassVar[str] = "opened"
     under: OpeningRef
     named: bool
     host: str
@@ -144,10 +144,9 @@ class Opened(LogRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntryRecord(LogRecord):
+class EntryRecord(LogRecord, kind="entry"):
     """A record by a backend about one of an owner's transactions (see `txnbridge.spi.Ledger.record`)."""
 
-    kind: ClassVar[str] = "entry"
     under: OpeningRef
     about: str  # "prepare", "outcome", …
     transaction: str
@@ -177,7 +176,7 @@ class PreparedAcks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claimed(LogRecord):
+class Claimed(LogRecord, kind="claim"):
     """A claim: a process decides an id to COMMIT or ABORT.
 
     `begin` is given if a token carries the id, `by` if an owner claims under its opening: after a newer opening such a
@@ -185,7 +184,6 @@ class Claimed(LogRecord):
     carries has `acked`.
     """
 
-    kind: ClassVar[str] = "claim"
     id: IdPath
     decision: Decision
     begin: EvidenceBegin | None
@@ -200,30 +198,27 @@ class Claimed(LogRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done(LogRecord):
+class Done(LogRecord, kind="done"):
     """A done mark: every id that consists of `id` and a number up to `up_to` is finished."""
 
-    kind: ClassVar[str] = "done"
     id: IdPath
     up_to: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class BodyPart(LogRecord):
+class BodyPart(LogRecord, kind="part"):
     """A part of a body that is too large for one record."""
 
-    kind: ClassVar[str] = "part"
     payload: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot(LogRecord):
+class Snapshot(LogRecord, kind="snapshot"):
     """Replaces all records up to and including the covered record: its position is `covers`, its hash `digest`.
 
     `born` is the position of the log's birth record, so that a late copy of the birth record is recognised.
     """
 
-    kind: ClassVar[str] = "snapshot"
     born: Position
     covers: Position
     digest: str
@@ -233,7 +228,7 @@ class Snapshot(LogRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Renewed(LogRecord):
+class Renewed(LogRecord, kind="renewed"):
     """An operator renewed the log: no record before this one counts.
 
     A renewal counts only directly after the record with position `covers` and hash `digest`, the last one that the
@@ -241,7 +236,6 @@ class Renewed(LogRecord):
     host.
     """
 
-    kind: ClassVar[str] = "renewed"
     covers: Position
     digest: str
     at: int

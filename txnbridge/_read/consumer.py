@@ -293,7 +293,7 @@ class Consumer(ConnectionUser):
         """Deliver nothing from these partitions (all by default) until `resume`; the consumer keeps its assignment."""
         chosen = self._chosen(partitions)
         self._reader.pause(chosen)
-        self._deliveries.pause(chosen)
+        self._deliveries.set_aside(dict.fromkeys(chosen, ()))
 
     @one_call("resume")
     def resume(self, partitions: Sequence[Partition] | None = None) -> None:

@@ -254,12 +254,8 @@ class Deliveries:
                     positions[partition] = min(positions[partition], *assignment.back, *assignment.out)
         return positions
 
-    def pause(self, partitions: Iterable[Partition]) -> None:
-        """Set the fetched messages of these partitions aside until `resume`; the caller pauses the reader itself."""
-        self.set_aside(dict.fromkeys(partitions, ()))
-
     def set_aside(self, since: Mapping[Partition, Position]) -> None:
-        """Keep fetched messages from the program: for each partition in `since`, those from its position on."""
+        """Keep fetched messages from the program until `resume`: in each partition of `since`, those from there on."""
 
         def is_chosen(message: Message) -> bool:
             at = since.get((message.topic, message.partition))

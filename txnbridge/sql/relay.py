@@ -440,7 +440,9 @@ class Relay(Service):
             state, rows = waiting or self._store.waiting(self._limit, self._ordered, self._look_deadline())
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
-            self._purge()
+            if self._keep is not None and time.monotonic() > self._purged + _PURGE_SECONDS:
+                self._store.purge(self._keep, self._connection.deadline())
+                self._purged = time.monotonic()
             self._stop.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST))
             return False
         if not self._may_work(state):
@@ -472,11 +474,6 @@ class Relay(Service):
         if state.version != self._seen[0]:
             self._seen = state.version, now
         return now - self._seen[1] > self._takeover
-
-    def _purge(self) -> None:
-        if self._keep is not None and time.monotonic() > self._purged + _PURGE_SECONDS:
-            self._store.purge(self._keep, self._connection.deadline())
-            self._purged = time.monotonic()
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
