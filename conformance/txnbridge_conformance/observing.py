@@ -95,3 +95,9 @@ def send(bridge: Bridge, topic: str, *contents: bytes) -> None:
     """Send messages with these values to a topic in one transaction, and commit it."""
     with bridge.transaction() as txn:
         txn.send_many(topic, contents)
+
+
+def ack(bridge: Bridge, messages: Message | Iterable[Message]) -> None:
+    """Acknowledge messages in a transaction of their own, and commit it."""
+    with bridge.transaction() as txn:
+        txn.ack(messages)

@@ -20,7 +20,7 @@ from txnbridge import (
     codecs,
 )
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.observing import ack, eventually, mark, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild, needs, proves
 
 
@@ -93,8 +93,7 @@ def test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag(bridge: B
     send(bridge, topic, b"1", b"2", b"3")
     with bridge.consumer(topic, group) as member:
         messages = take(member, 3)
-        with bridge.transaction() as txn:
-            txn.ack(messages[:2])
+        ack(bridge, messages[:2])
         # Brokers show the group to an administrator after some time.
         eventually(lambda: bridge.admin.groups().get(group) == 1, "the group is listed with its member")
         eventually(lambda: bridge.admin.group(group).lag == member.lag(), "its lag is what its member says")
@@ -114,8 +113,7 @@ def test_a_group_is_set_back_once_it_has_no_members(bridge: Bridge, new_topic: N
     for topic in topics:
         send(bridge, topic, b"1", b"2")
     with bridge.consumer(topics, group) as member:
-        with bridge.transaction() as txn:
-            txn.ack(take(member, 4))
+        ack(bridge, take(member, 4))
         with pytest.raises(InvalidState):
             bridge.admin.reset_group(group)
     for to, names, again in (("earliest", one, [b"1", b"2"]), ("latest", None, [])):

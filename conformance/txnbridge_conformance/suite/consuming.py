@@ -22,7 +22,7 @@ from txnbridge import (
 )
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.observing import ack, eventually, mark, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import Connect, NewTopic, RunChild, needs, proves
 
 
@@ -61,8 +61,7 @@ def test_a_reader_of_a_recreated_topic_skips_no_message_silently(
     with bridge.consumer(topic, group if grouped else None) as consumer:
         read = take(consumer, 5)
         if grouped:
-            with bridge.transaction() as txn:
-                txn.ack(read)
+            ack(bridge, read)
         if asleep:
             _renew(bridge, topic)
             _expect_all_or_an_error(consumer)
@@ -125,8 +124,7 @@ def test_a_consumer_may_read_many_topics(bridge: Bridge, new_topic: NewTopic, gr
 def test_a_group_goes_on_where_its_last_member_stopped(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"1", b"2", b"3")
     with bridge.consumer(topic, group) as consumer:
-        with bridge.transaction() as txn:
-            txn.ack(take(consumer, 2))
+        ack(bridge, take(consumer, 2))
     assert next_of(bridge, topic, group) == b"3"
 
 
@@ -249,8 +247,7 @@ def test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is(
     send(bridge, topic, b"1", b"2")
     with bridge.consumer(topic, group) as consumer:
         with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(OutcomeUnknown):
-            with bridge.transaction() as txn:
-                txn.ack(take(consumer, 1))
+            ack(bridge, take(consumer, 1))
         assert values(take(consumer, 1)) == [b"2" if happened else b"1"]
 
 
@@ -260,8 +257,7 @@ def test_an_acknowledgement_covers_all_of_a_batch(bridge: Bridge, new_topic: New
         for number in range(9):
             txn.send(topic, b"%d" % number, key=b"%d" % number)
     with bridge.consumer(topic, group) as consumer:
-        with bridge.transaction() as txn:
-            txn.ack(take(consumer, 9))
+        ack(bridge, take(consumer, 9))
     markers = mark(bridge, topic)
     with bridge.consumer(topic, group) as consumer:
         assert up_to(consumer, markers) == []
@@ -279,8 +275,7 @@ def test_acknowledging_up_to_a_message_covers_those_before_it(bridge: Bridge, to
 def test_one_message_is_acknowledged_and_its_neighbours_come_again(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"1", b"2", b"3")
     with bridge.consumer(topic, group) as consumer:
-        with bridge.transaction() as txn:
-            txn.ack(take(consumer, 3)[1])
+        ack(bridge, take(consumer, 3)[1])
     with bridge.consumer(topic, group) as consumer:
         assert values(take(consumer, 2)) == [b"1", b"3"]
 
@@ -291,8 +286,7 @@ def test_messages_are_acknowledged_in_any_order(bridge: Bridge, topic: str, grou
     with bridge.consumer(topic, group) as consumer:
         messages = take(consumer, 6)
         for number in (4, 1, 5, 0, 2, 3):
-            with bridge.transaction() as txn:
-                txn.ack(messages[number])
+            ack(bridge, messages[number])
     markers = mark(bridge, topic)
     with bridge.consumer(topic, group) as consumer:
         assert up_to(consumer, markers) == []
@@ -446,8 +440,7 @@ def test_members_share_one_partition_message_by_message(connect: Connect, topic:
         (mine,), (theirs,) = take(first, 1), take(other, 1)
         assert {mine.value, theirs.value} == {b"1", b"2"}
         for bridge, message in ((two, theirs), (one, mine)):
-            with bridge.transaction() as txn:
-                txn.ack(message)
+            ack(bridge, message)
         markers = mark(one, topic)
         assert up_to(first, markers) == []
 
@@ -495,8 +488,7 @@ def test_a_message_given_back_comes_again(bridge: Bridge, topic: str, group: str
         consumer.nack(message)
         (again,) = take(consumer, 1)
         assert (again.value, again.deliveries > message.deliveries) == (b"1", True)
-        with bridge.transaction() as txn:
-            txn.ack(again)
+        ack(bridge, again)
 
 
 @needs(Capability.REDELIVERY, Capability.INDIVIDUAL_ACK)
@@ -539,8 +531,7 @@ def test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking(
     send(bridge, topic, b"1", b"2", b"3")
     with bridge.consumer(topic, group) as consumer:
         messages = take(consumer, 3)
-        with bridge.transaction() as txn:
-            txn.ack(messages[0])
+        ack(bridge, messages[0])
         consumer.seek({(topic, 0): messages[0].position})
         assert values(take(consumer, 2)) == [b"2", b"3"]
 
@@ -578,11 +569,9 @@ def test_lag_is_what_a_group_has_before_it(bridge: Bridge, topic: str, group: st
         messages = take(consumer, 2)
         before = consumer.lag()[topic, 0]
         assert before > 0
-        with bridge.transaction() as txn:
-            txn.ack(messages[0])
+        ack(bridge, messages[0])
         eventually(lambda: before > consumer.lag()[topic, 0] > 0, "one is left")
-        with bridge.transaction() as txn:
-            txn.ack(messages[1])
+        ack(bridge, messages[1])
         eventually(lambda: consumer.lag()[topic, 0] == 0, "nothing is left")
 
 
