@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class BackgroundTask(Generic[T]):
     """Runs `function` on a thread of its own; `finish` then calls `then` with the result, on the caller's thread."""
 
-    def __init__(
-        self, function: Callable[[], T], then: Callable[[T], object], wake: Callable[[], object] = lambda: None
-    ) -> None:
+    _function: Callable[[], T]
+    _then: Callable[[T], object]
+    _wake: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
         """Start the thread. It calls `wake` when `function` has ended; `then` is called later, by `finish`."""
-        self._function = function
-        self._then = then
-        self._wake = wake
         self._ended = threading.Event()
         self._result: list[T] = []
         self._error: BaseException | None = None

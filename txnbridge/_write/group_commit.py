@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -61,32 +62,27 @@ _COMPANY_SHARE, _LEAST_COMPANY = 0.125, 0.001
 _IDLE_SECONDS = 5.0
 
 
+@dataclass(eq=False, repr=False)
 class GroupCommit:
     """Gathers the small transactions of one bridge, and commits them in batches.
 
     Up to `beyond` open transactions, each new one gets a writer of its own and is not gathered.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        writers: Writers,
-        outcomes: Outcomes,
-        new_parameters: Callable[[], Begin],
-        beyond: int,
-    ) -> None:
-        self.writers = writers
-        self.checks = connection.timing.writer_checks
-        self.least_seconds = min(_LEAST_SECONDS, connection.timeout / 2)
-        limits = connection.broker.limits
+    _connection: Connection
+    writers: Writers
+    _outcomes: Outcomes
+    _new_parameters: Callable[[], Begin]
+    _beyond: int
+
+    def __post_init__(self) -> None:
+        self.checks = self._connection.timing.writer_checks
+        self.least_seconds = min(_LEAST_SECONDS, self._connection.timeout / 2)
+        limits = self._connection.broker.limits
         self.member_messages = min(_MEMBER_MESSAGES, limits.transaction_messages or _MEMBER_MESSAGES)
         self.member_bytes = min(_MEMBER_BYTES, (limits.message_bytes or 1 << 62) // _ENCODED)
         self._batch_messages = min(_BATCH_MESSAGES, limits.transaction_messages or _BATCH_MESSAGES)
         self._batch_bytes = min(_BATCH_BYTES, limits.transaction_bytes or _BATCH_BYTES)
-        self._connection = connection
-        self._outcomes = outcomes
-        self._new_parameters = new_parameters
-        self._beyond = beyond
         self._joined: SimpleQueue[Member | None] = SimpleQueue()  # None asks the thread to end
         self._role: list[None] = [None]  # empty while a thread commits batches: it has removed the only entry
         self._expected = 0  # the number of members that joined for the last batch, or while it was being committed

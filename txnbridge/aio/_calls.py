@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
+from dataclasses import KW_ONLY, dataclass
 from functools import partial, wraps
 from operator import attrgetter
 from types import TracebackType
@@ -44,6 +45,7 @@ _GRACE_SECONDS = 1.0
 _unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
 
 
+@dataclass(eq=False, repr=False)
 class Call(Generic[R]):
     """A call of one function in a worker thread, for one task.
 
@@ -51,18 +53,13 @@ class Call(Generic[R]):
     a previous one only so many seconds, and then raises `DeadlineExceeded`, as if its task were cancelled.
     """
 
-    def __init__(
-        self,
-        function: Callable[[], R],
-        *,
-        undo: Callable[[R | None], object] = lambda _: None,
-        must_run: bool = False,
-        patience: float | None = None,
-    ) -> None:
-        self.function = function
-        self._patience = patience
-        self._undo = undo  # gets None if the function has raised an error
-        self._must_run = must_run
+    function: Callable[[], R]
+    _: KW_ONLY
+    undo: Callable[[R | None], object] = lambda _: None  # gets None if the function has raised an error
+    must_run: bool = False
+    patience: float | None = None
+
+    def __post_init__(self) -> None:
         self._result: R | None = None
         self._error: BaseException | None = None
         # Both lists are used as locks without waiting: the thread or the task that removes the only entry decides.
@@ -89,12 +86,12 @@ class Call(Generic[R]):
         """Run the function after the function of the call `previous`; return its result. Call this only once."""
         self._previous = previous
         try:
-            with anyio.move_on_after(self._patience) as wait:
+            with anyio.move_on_after(self.patience) as wait:
                 while previous is not None and not previous.is_done:
                     await previous._wait()
                     previous = previous._previous  # a call that never runs may itself have one
             if wait.cancelled_caught:
-                raise DeadlineExceeded(f"an earlier call of a cancelled task still runs after {self._patience:g} s")
+                raise DeadlineExceeded(f"an earlier call of a cancelled task still runs after {self.patience:g} s")
             return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
         except BaseException as error:
             if error is not self._error:
@@ -134,7 +131,7 @@ class Call(Generic[R]):
 
     def _leave(self) -> None:
         """Leave the call to a thread, because its task was cancelled."""
-        if self._must_run and self._start:
+        if self.must_run and self._start:
             self.run_behind()
         elif _removed(self._start):
             self._never_run()
@@ -175,7 +172,7 @@ class Call(Generic[R]):
         if self._error is not None:
             _log.info("a call whose task was cancelled has failed: %s", loggable(self._error))
         try:
-            self._undo(self._result)
+            self.undo(self._result)
         except Exception as error:
             _log.warning("undoing a call whose task was cancelled: %s", loggable(error))
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -346,24 +347,21 @@ class _Connection:
         self._broker.close()
 
 
+@dataclass(eq=False, repr=False)
 class _Direction:
     """One direction of a connection. One thread reads frames and finds their holds; another waits and sends."""
 
-    def __init__(
-        self,
-        connection: _Connection,
-        proxy: Proxy,
-        name: str,
-        source: socket.socket,
-        target: socket.socket,
-        parse: Callable[[bytes], Request | None] | None,
-        head_size: int | None,
-        rewritten_kinds: Collection[int] = (),
-    ) -> None:
-        self._connection, self._proxy, self._name = connection, proxy, name
-        self._source, self._target = source, target
-        self._parse, self._splitter = parse, FrameSplitter(head_size)
-        self._rewritten_kinds = rewritten_kinds
+    _connection: _Connection
+    _proxy: Proxy
+    _name: str
+    _source: socket.socket
+    _target: socket.socket
+    _parse: Callable[[bytes], Request | None] | None
+    _head_size: int | None
+    _rewritten_kinds: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        self._splitter = FrameSplitter(self._head_size)
         self._hold: Hold | None = None  # the hold of the current frame
         self._request: Request | None = None  # of the current frame
         self._rewritten: bytes | None = None  # the bytes so far of an answer that is changed
