@@ -92,7 +92,9 @@ class HalfTransaction(ConnectionUser):
         with self._in_turn("send"):
             self._connection.check_open()
             timestamp = check_place(partition, timestamp)
-            self._check_room()
+            most = self._connection.broker.limits.transaction_messages
+            if most is not None and len(self._messages) >= most:
+                raise errors.InvalidOption(f"a transaction has at most {most} messages on this broker")
             name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
             size = len(data) if data is not None else None
             with self._connection.events.step("message.send", self._id, topic=name, partition=partition, bytes=size):
@@ -103,11 +105,6 @@ class HalfTransaction(ConnectionUser):
         for item in items:
             value, key, headers = split_item(item)
             self.send(topic, value, key=key, headers=headers)
-
-    def _check_room(self) -> None:
-        most = self._connection.broker.limits.transaction_messages
-        if most is not None and len(self._messages) >= most:
-            raise errors.InvalidOption(f"a transaction has at most {most} messages on this broker")
 
     def __enter__(self) -> HalfTransaction:
         if not self._open:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from txnbridge._base.messages import Headers, Message, Position
@@ -43,6 +44,7 @@ class Redriven(NamedTuple):
     gone: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Redrive:
     """Sends the dead letters of a topic back to their original topics, exactly once.
 
@@ -56,23 +58,17 @@ class Redrive:
     due at once: no other group reads them again. Raise `NotFound` if the group has no retry topic.
     """
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        topic: str,
-        *,
-        reason: str | None = None,
-        limit: int | None = None,
-        group: str | None = None,
-    ) -> None:
-        self._bridge = bridge
-        self._group = group
-        self.retry_topic = None if group is None else shortest_retry_topic(bridge, group)
-        self._topic = topic
-        self._reason = reason
-        self._limit = limit
+    bridge: Bridge
+    topic: str
+    _: KW_ONLY
+    reason: str | None = None
+    limit: int | None = None
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        self.retry_topic = None if self.group is None else shortest_retry_topic(self.bridge, self.group)
         self._partitions: dict[str, int] = {}  # of the original topics; 0 for a topic that no longer exists
-        self._in_place = bool(bridge.capabilities[Capability.INDIVIDUAL_ACK])
+        self._in_place = bool(self.bridge.capabilities[Capability.INDIVIDUAL_ACK])
 
     def preview(self) -> Iterator[tuple[Message, DeadLetter]]:
         """Yield the dead letters that `run` would send back now, without sending or acknowledging any."""
@@ -83,7 +79,7 @@ class Redrive:
                 if letter is not None and self._chooses(letter):
                     yield message, letter
                     found += 1
-                    if found == self._limit:
+                    if found == self.limit:
                         return
 
     def run(self, progress: Callable[[int], object] = lambda sent: None) -> Redriven:
@@ -96,12 +92,12 @@ class Redrive:
             before = done.sent
             done = self._send_back(batch, done)
             progress(done.sent - before)
-            if done.sent == self._limit:
+            if done.sent == self.limit:
                 break
         return done
 
     def _chooses(self, letter: DeadLetter) -> bool:
-        return self._group in (None, letter.group) and (self._reason is None or self._reason in letter.reason)
+        return self.group in (None, letter.group) and (self.reason is None or self.reason in letter.reason)
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
         """Send a batch's dead letters back in one transaction; return the counts in `done`, increased by this batch."""
@@ -109,7 +105,7 @@ class Redrive:
         others: list[Message] = []
         foreign = gone = 0
         for message in batch:
-            if done.sent + len(chosen) == self._limit:
+            if done.sent + len(chosen) == self.limit:
                 break
             letter = DeadLetter.of(message)
             if letter is not None and self._chooses(letter):
@@ -121,14 +117,14 @@ class Redrive:
             foreign += letter is None
         moved = [] if self._in_place else others
         if chosen or moved:
-            with self._bridge.transaction(group_commit=False) as txn:
+            with self.bridge.transaction(group_commit=False) as txn:
                 for message, letter in chosen:
                     if self.retry_topic is None:
                         self._send_original(txn, message, letter)
                     else:
                         _send_to_retry(txn, self.retry_topic, message, letter)
                 for message in moved:
-                    txn.send(self._topic, message.value, key=message.key, headers=message.headers)
+                    txn.send(self.topic, message.value, key=message.key, headers=message.headers)
                 txn.ack(sorted([*(m for m, _ in chosen), *moved], key=lambda m: m.position))
         left = len(others) - foreign - gone
         return Redriven(done.sent + len(chosen), done.left + left, done.foreign + foreign, done.gone + gone)
@@ -137,13 +133,13 @@ class Redrive:
         """Return how many partitions a topic has; 0 if it does not exist."""
         if topic not in self._partitions:
             try:
-                self._partitions[topic] = len(self._bridge.admin.bounds(topic))
+                self._partitions[topic] = len(self.bridge.admin.bounds(topic))
             except (NotFound, InvalidOption):  # there is none, or the header names what no topic can be called
                 self._partitions[topic] = 0
         return self._partitions[topic]
 
     def _send_original(self, txn: Transaction, message: Message, letter: DeadLetter) -> None:
-        can = self._bridge.capabilities
+        can = self.bridge.capabilities
         # A message with a key goes to the partition that the key has now, which differs if partitions were added.
         there = 0 <= letter.partition < self._partitions_of(letter.topic)
         has_time = 0 < letter.timestamp < 1 << 63  # on Kafka a message may have none (-1), or 0, which it refuses
@@ -159,10 +155,10 @@ class Redrive:
 
     def _batches(self) -> Iterator[list[Message]]:
         """Yield batches of the dead letters that no redrive has sent back, up to the topic's present end."""
-        with self._bridge.consumer(self._topic, start="latest") as tail:
+        with self.bridge.consumer(self.topic, start="latest") as tail:
             tail.poll(1, timeout=0)  # assigns the consumer's partitions
             ends = tail.positions()
-        with self._bridge.consumer(self._topic, f"txnbridge-redrive-{self._topic}") as consumer:
+        with self.bridge.consumer(self.topic, f"txnbridge-redrive-{self.topic}") as consumer:
             while not _is_through(consumer, ends):
                 batch = consumer.poll(_BATCH, _POLL_SECONDS)
                 # Messages after the ends are new; some may be dead letters that this redrive has sent to the topic's

@@ -146,7 +146,11 @@ class Call(Generic[R]):
         if not _removed(self._start):
             return None
         try:
-            self._wait_for_previous()
+            previous = self._previous
+            while previous is not None:
+                with previous._done:
+                    previous = previous._previous
+            self._previous = None
             self._result = self.function()
             return self._result
         except BaseException as error:
@@ -156,13 +160,6 @@ class Call(Generic[R]):
             if not _removed(self._delivery):
                 self._undo_behind()
             self._finish()
-
-    def _wait_for_previous(self) -> None:
-        previous = self._previous
-        while previous is not None:
-            with previous._done:
-                previous = previous._previous
-        self._previous = None
 
     def _work_behind(self) -> None:
         with suppress(Exception):  # logged by `_undo_behind`

@@ -48,8 +48,9 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     while len(ports) < count:
         port = random.randint(_LOWEST, _HIGHEST)
-        if port not in ports and _is_free(port):
-            ports.append(port)
+        with socket.socket() as probe:
+            if port not in ports and succeeds(probe.bind, (HOST, port)):
+                ports.append(port)
     return ports
 
 
@@ -61,11 +62,6 @@ def is_open(port: int) -> bool:
 def loopback_interface() -> str:
     """Return the name of the interface of `HOST`: lo or lo0."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return succeeds(probe.bind, (HOST, port))
 
 
 # The interval at which `wait_until` checks its condition.
