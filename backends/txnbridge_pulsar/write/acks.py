@@ -56,16 +56,14 @@ class _PartitionAcks:
     given_up: list[wire.MessageId] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class PulsarAckContext:
     """Acknowledges messages of one reader in transactions of writers. Thread-safe, also while the reader polls."""
 
-    def __init__(
-        self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
-    ) -> None:
-        self._subscription = subscription
-        self._shared = shared
-        self._partitions = partitions
-        self._guard = guard
+    _subscription: str
+    _shared: bool
+    _partitions: Mapping[Partition, PulsarPartition]
+    _guard: threading.Lock
 
     def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
         """Return the (topic, subscription) pairs of partitions, which the writer registers before it acknowledges.

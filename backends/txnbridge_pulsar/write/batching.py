@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
-from txnbridge_pulsar.errors import needing, translate
+from txnbridge_pulsar.errors import needing, translate, translated
 from txnbridge_pulsar.outcome.end_delivery import Participant
 
 # An entry is sent when its messages, each with its overhead, have about this size: a thousand messages of 100 bytes, or
@@ -130,17 +131,14 @@ class TransactionProducer:
         Brokers may be unable to list open transactions while a registered topic is not loaded.
         """
         if self._producer is None:
-            try:
-                with needing("produce", self.concrete):
-                    self._producer = self._cluster.client.create_producer(
-                        self.concrete,
-                        timeout=deadline.left(),
-                        compression=self._cluster.settings.pack,
-                        transactions=True,
-                        connection_key=self._connection_key,
-                    )
-            except wire.PulsarError as error:
-                raise translate(error, f"opening a producer on {self.concrete}") from error
+            with translated(f"opening a producer on {self.concrete}"), needing("produce", self.concrete):
+                self._producer = self._cluster.client.create_producer(
+                    self.concrete,
+                    timeout=deadline.left(),
+                    compression=self._cluster.settings.pack,
+                    transactions=True,
+                    connection_key=self._connection_key,
+                )
             self._stored = -1
         return self._producer
 
@@ -220,11 +218,8 @@ class TransactionProducer:
 
     def _reopen(self, deadline: Deadline) -> None:
         assert self._producer is not None
-        try:
-            with needing("produce", self.concrete):
-                self._producer.reopen(deadline.left())
-        except wire.PulsarError as error:
-            raise translate(error, f"reopening a producer on {self.concrete}") from error
+        with translated(f"reopening a producer on {self.concrete}"), needing("produce", self.concrete):
+            self._producer.reopen(deadline.left())
 
 
 class EntryBuffer:
@@ -309,24 +304,21 @@ class NotBareValue(Exception):
     """Raised if a message has a key or is large: the fast path has not added it, and `PulsarWriter.send` must."""
 
 
+@dataclass(eq=False, repr=False)
 class TopicBatcher:
     """A transaction's unsent messages to one topic: chooses their partitions, and passes full entries to `send_entry`.
 
     Messages without a key go to one partition until its entry is full, then to the next partition.
     """
 
-    def __init__(
-        self,
-        concrete: tuple[str, ...],
-        first_partition: int,
-        mixed: bool,
-        send_entry: Callable[[str, wire.MessageBatch], None],
-    ) -> None:
-        self.concrete = concrete
-        self._mixed = mixed
-        self._send_entry = send_entry
+    concrete: tuple[str, ...]
+    first_partition: InitVar[int]
+    _mixed: bool
+    _send_entry: Callable[[str, wire.MessageBatch], None]
+
+    def __post_init__(self, first_partition: int) -> None:
         self._buffers: dict[int, EntryBuffer] = {}
-        self._current = self.buffer(first_partition % len(concrete))
+        self._current = self.buffer(first_partition % len(self.concrete))
 
     def buffer(self, number: int | None) -> EntryBuffer:
         """Return a partition's buffer; for None, the one to which messages without a key are added now."""

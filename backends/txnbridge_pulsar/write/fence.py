@@ -83,19 +83,18 @@ class Fence:
     def take(self, deadline: Deadline) -> FenceRecord | None:
         """Fence older owners of the transactional id; return the fence topic's last record, None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
-        while True:
-            self._fence_older_producer(deadline)
-            try:
-                self._producer = self._open(wire.AccessMode.EXCLUSIVE, deadline)
-                break
-            except wire.ProducerFenced as error:
-                if deadline.left() <= _BUSY_PAUSE_SECONDS:
-                    raise translate(error, f"opening {self._name}") from error
-            except wire.PulsarError as error:
-                raise translate(error, f"opening {self._name}") from error
-            # Another process opens the same id at this moment. Random pauses separate the two, so that one of them
-            # succeeds.
-            time.sleep(random.uniform(0, _BUSY_PAUSE_SECONDS))
+        with translated(f"opening {self._name}"):
+            while True:
+                self._fence_older_producer(deadline)
+                try:
+                    self._producer = self._open(wire.AccessMode.EXCLUSIVE, deadline)
+                    break
+                except wire.ProducerFenced:
+                    if deadline.left() <= _BUSY_PAUSE_SECONDS:
+                        raise
+                # Another process opens the same id at this moment. Random pauses separate the two, so that one of them
+                # succeeds.
+                time.sleep(random.uniform(0, _BUSY_PAUSE_SECONDS))
         last = last_fence_record(self._cluster, self.topic, deadline)
         self._last = None if last is None else last[0]
         return None if last is None else last[1]
@@ -106,10 +105,9 @@ class Fence:
         If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If both
         then open an exclusive producer on the free topic, the broker refuses one of them (hazard H39).
         """
-        with translated(f"opening {self._name}"):
-            # With a new producer name, because for the old name a broker may answer "busy" (hazard H41), and drops
-            # sequence ids that were used before.
-            self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
+        # With a new producer name, because for the old name a broker may answer "busy" (hazard H41), and drops sequence
+        # ids that were used before.
+        self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
     def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
         return self._cluster.client.create_producer(
@@ -190,20 +188,19 @@ class Fence:
 
     def _reopen_with_old_epoch(self, deadline: Deadline) -> None:
         assert self._producer is not None
-        while True:
-            try:
-                # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner
-                # (hazard H40).
-                self._producer.reopen(deadline.left())
-                break
-            except wire.ProducerFenced as error:
-                raise self._fenced_by_newer(deadline) from error
-            except wire.ProducerBusy as error:
-                if deadline.left() <= _BUSY_PAUSE_SECONDS:
-                    raise translate(error, f"writing to {self.topic}") from error
-                time.sleep(_BUSY_PAUSE_SECONDS)
-            except wire.PulsarError as error:
-                raise translate(error, f"writing to {self.topic}") from error
+        with translated(f"writing to {self.topic}"):
+            while True:
+                try:
+                    # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner
+                    # (hazard H40).
+                    self._producer.reopen(deadline.left())
+                    break
+                except wire.ProducerFenced as error:
+                    raise self._fenced_by_newer(deadline) from error
+                except wire.ProducerBusy:
+                    if deadline.left() <= _BUSY_PAUSE_SECONDS:
+                        raise
+                    time.sleep(_BUSY_PAUSE_SECONDS)
         self._producer.forget()
         self._gap = (-1, 0)
         last = last_fence_record(self._cluster, self.topic, deadline)
