@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -45,8 +46,6 @@ from txnbridge_pulsar.topics import PulsarTopics
 if TYPE_CHECKING:
     from txnbridge_pulsar.write.owner import PulsarOwner
     from txnbridge_pulsar.write.publisher import PulsarPublisher
-
-import threading
 
 _log = logging.getLogger("txnbridge")
 

@@ -6,7 +6,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, StorageFailed, TxnBridgeError
@@ -163,19 +163,14 @@ class PulsarLog(DecisionLog):
             reader.reopen(deadline.left())
         return reader.receive(deadline.left(), most=1)
 
-    @contextmanager
-    def _reading(self, start: wire.MessageId, deadline: Deadline) -> Iterator[wire.PulsarConsumer]:
+    def _reading(self, start: wire.MessageId, deadline: Deadline) -> AbstractContextManager[wire.PulsarConsumer]:
         inbox = wire.Inbox(_PREFETCH_BYTES)
         reader = self._retry(
             lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox),
             "reading it",
             deadline,
         )
-        try:
-            yield reader
-        finally:
-            with suppress(wire.PulsarError):
-                reader.close(_CLOSE_SECONDS)
+        return wire.closing(reader, lambda: _CLOSE_SECONDS)
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Allow the broker to drop the records before a position: whole BookKeeper ledgers, when it begins a new one.

@@ -96,7 +96,9 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
             if deadline.expired or patience is deadline:
                 raise
             patience, unloaded = deadline, None
-            _load_all(cluster, deadline)
+            # A topic of an open transaction is not loaded, and the broker does not say which: have all of the namespace
+            # loaded.
+            in_parallel(lambda topic: _load(cluster, topic, deadline), cluster.topics.all_concrete(deadline))
         except RestRefused as refused:
             if _DELETED_SUBSCRIPTION_TEXT in refused.text:
                 raise ListingBlocked(
@@ -110,14 +112,6 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
             time.sleep(_RETRY_PAUSE_SECONDS)
         else:
             _load(cluster, unloaded[1], deadline)
-
-
-def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
-    """Have brokers load all topics of the namespace, because coordinators list nothing while one topic is not loaded.
-
-    The topic that is not loaded is one of an open transaction, and the broker does not say which.
-    """
-    in_parallel(lambda topic: _load(cluster, topic, deadline), cluster.topics.all_concrete(deadline))
 
 
 def _load(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:

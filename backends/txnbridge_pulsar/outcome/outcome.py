@@ -64,11 +64,10 @@ class TokenEvidence:
     anchor: int | None = None  # id of a prepared transaction's anchor at its coordinator
 
     def fields(self) -> dict[str, Any]:
-        proof_fields: dict[str, Any] = {} if self.proof is None else self.proof.fields()
         return {
             "x": None if self.txn is None else list(self.txn),
             "a": self.asked,
-            **proof_fields,
+            **({} if self.proof is None else self.proof.fields()),
             **({} if self.anchor is None else {"k": self.anchor}),
             **self.participants.fields(),
         }

@@ -11,7 +11,6 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +99,12 @@ def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId,
     Call this only after the coordinator has forgotten the transaction. Raise `EvidenceLost` if the topic has lost
     records.
     """
+    start = start_before(wire.MessageId(*proof.since))
     try:
-        with (
-            translated(f"reading the outcome of transaction {txn} from {proof.topic}"),
-            _reading(cluster, proof.topic, proof.since, deadline) as entries,
-        ):
-            return _search_proof(cluster, entries, proof, txn, deadline)
+        with translated(f"reading the outcome of transaction {txn} from {proof.topic}"):
+            opened = cluster.client.read(proof.topic, timeout=deadline.left(), start=start, create=False)
+            with wire.closing(opened, deadline.left) as reader:
+                return _search_proof(cluster, _entries(reader, proof.topic, deadline), proof, txn, deadline)
     except NotFound as error:
         gone = f"the proof topic {proof.topic} was deleted, and with it the outcomes of its transactions"
         raise EvidenceLost(gone) from error
@@ -188,18 +187,8 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
         cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left()).unsubscribe(deadline.left())
 
 
-@contextmanager
-def _reading(
-    cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
-) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield an iterator of a topic's entries from the position `since` on, which yields None while no entry arrives."""
-    start = start_before(wire.MessageId(*since))
-    opened = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
-    with wire.closing(opened, deadline.left) as reader:
-        yield _entries(reader, topic, deadline)
-
-
 def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Iterator[wire.ReceivedEntry | None]:
+    """Yield the entries that a reader of a topic receives, and None while no entry arrives."""
     while True:
         received = reader.receive(min(deadline.left(), _RECEIVE_SECONDS), most=_MAX_ENTRIES_PER_RECEIVE)
         yield from received

@@ -326,7 +326,9 @@ class PulsarOwner:
         try:
             if self._fence is None:
                 for writer in self._writers:
-                    self._remove(writer, deadline)
+                    # Nobody needs the proof topic of a bridge without an id, unless a token may need it for an outcome.
+                    if writer.proof is not None and not writer.unknown:
+                        remove(self._cluster, writer.proof.topic, deadline)
             elif self._has_announced:
                 with self._lock:
                     clean = all(announced.prepared for announced in self._under_way.values())
@@ -337,8 +339,3 @@ class PulsarOwner:
         finally:
             if self._fence is not None:
                 self._fence.close(deadline)
-
-    def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """In a bridge without an id, delete a writer's proof topic, unless a token may need it to find an outcome."""
-        if writer.proof is not None and not writer.unknown:
-            remove(self._cluster, writer.proof.topic, deadline)

@@ -111,7 +111,7 @@ class PulsarPublisher(Publisher):
         try:
             call()
         except _SendFailed as failure:
-            cause = failure.cause
+            cause = failure.__cause__
             kind = errors.AccessDenied if isinstance(cause, _DENIED) else errors.DeliveryFailed
             self._failed = kind(f"a message could not be stored, so later ones in its partition are not: {cause}")
             raise self._failed from cause
@@ -139,11 +139,7 @@ class PulsarPublisher(Publisher):
 
 
 class _SendFailed(Exception):
-    """A message may not have been stored, so the publisher refuses all further ones. `cause` is the client's error."""
-
-    def __init__(self, cause: wire.PulsarError) -> None:
-        super().__init__(cause)
-        self.cause = cause
+    """A message may not be stored, so the publisher refuses all further ones. Its `__cause__` is the client's error."""
 
 
 class _SequencedTopic:
@@ -336,7 +332,7 @@ class _PartitionProducer:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise _SendFailed(self._failure)
+            raise _SendFailed from self._failure
 
     def _as_bridge_error(self, error: wire.PulsarError, what: str) -> errors.TxnBridgeError:
         if isinstance(error, wire.ProducerBusy):  # also for a moment after a publisher's process died
