@@ -150,13 +150,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 
 @pytest.fixture
-def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txnbridge._half.span_sweep._EVERY_SECONDS", 0.05)
-    monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", 0.05)
-
-
-@pytest.fixture
 def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that gives bridges, also open ones, other durations and limits than those of programs."""
 
     return lambda **changes: monkeypatch.setattr(Connection, "timing", replace(Connection.timing, **changes))
+
+
+@pytest.fixture
+def quick_sweep(with_timing: Callable[..., None]) -> None:
+    with_timing(sweep_every=0.05, sweep_margin=0.05)
+
+
+@pytest.fixture
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what a test adds to `sys.path` go with the test."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())

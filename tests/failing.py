@@ -16,10 +16,15 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., NoRetur
     return fail
 
 
+def replace_method(patch: pytest.MonkeyPatch, owner: object, name: str, by: Callable[..., object]) -> None:
+    """Let `by` answer each call, by the method that it replaces and what the call is given."""
+    call = getattr(owner, name)
+    patch.setattr(owner, name, lambda *given, **named: by(call, *given, **named))
+
+
 def on_call(patch: pytest.MonkeyPatch, owner: object, name: str, act: Callable[..., object]) -> None:
     """Let `act` see what each call is given before the call happens."""
-    call = getattr(owner, name)
-    patch.setattr(owner, name, lambda *given, **named: (act(*given, **named), call(*given, **named))[1])
+    replace_method(patch, owner, name, lambda call, *given, **named: (act(*given, **named), call(*given, **named))[1])
 
 
 def _given(*given: Any, **_: Any) -> Any:
@@ -29,11 +34,7 @@ def _given(*given: Any, **_: Any) -> Any:
 def note_calls(patch: pytest.MonkeyPatch, owner: object, name: str, note: Callable[..., Any] = _given) -> list[Any]:
     """Return a list of what `note` says of each call, by what it is given; the calls happen."""
     noted: list[Any] = []
-
-    def add(*given: Any, **named: Any) -> None:
-        noted.append(note(*given, **named))
-
-    on_call(patch, owner, name, add)
+    on_call(patch, owner, name, lambda *given, **named: noted.append(note(*given, **named)))
     return noted
 
 
@@ -41,7 +42,7 @@ def answer_calls(
     patch: pytest.MonkeyPatch, owner: object, name: str, answer: object = None, note: Callable[..., Any] = _given
 ) -> list[Any]:
     """Let each call return `answer` and do nothing; return a list of what `note` says of each, by what it is given."""
-    patch.setattr(owner, name, lambda *_, **__: answer)
+    replace_method(patch, owner, name, lambda *_, **__: answer)
     return note_calls(patch, owner, name, note)
 
 
@@ -59,10 +60,10 @@ def fail_call(
     The other calls happen, and with `happens` this one, too, before its error. Return a list of what is given to those
     that fail.
     """
-    call, calls, failed = getattr(owner, name), count(), list[Any]()
+    calls, failed = count(), list[Any]()
     numbers = (number,) if isinstance(number, int) else number
 
-    def called(*given: Any, **named: Any) -> Any:
+    def called(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
         fails = when(*given, **named) and next(calls) in numbers
         done = None if fails and not happens else call(*given, **named)
         if fails:
@@ -70,5 +71,5 @@ def fail_call(
             raise error
         return done
 
-    patch.setattr(owner, name, called)
+    replace_method(patch, owner, name, called)
     return failed

@@ -11,10 +11,10 @@ from anyio import to_thread
 
 import txnbridge
 from tests.aio.kit import SOON, until, values
-from tests.inside import group_commit_of, writers_of
+from tests.inside import writers_of
 from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
-from txnbridge._write import group_commit as _group_commit
-from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
+from txnbridge.errors import DeadlineExceeded, InvalidOption
+from txnbridge.testing import next_commit
 
 pytestmark = pytest.mark.anyio
 
@@ -56,10 +56,9 @@ def without_threads(monkeypatch):
 
 
 @pytest.fixture
-async def bridge(url, held, monkeypatch) -> AsyncIterator[aio.Bridge]:
+async def bridge(url, held, with_timing) -> AsyncIterator[aio.Bridge]:
     """A bridge whose thread of batches runs, and that has sent to the topic."""
-    for seconds in ("_IDLE_SECONDS", "_TOPIC_SECONDS"):  # a busy machine may take longer between two transactions
-        monkeypatch.setattr(_group_commit, seconds, SOON)
+    with_timing(group_idle=SOON, topic_taken=SOON)  # a busy machine may take longer between two transactions
     async with aio.connect(url, group_commit=True, timeout=20) as bridge:
         for _ in range(2):
             await one(bridge, b"0")
@@ -157,15 +156,8 @@ async def test_a_commit_that_is_cancelled_in_its_batch_goes_on(url, held, bridge
     assert values(url, "a") == [b"0", b"0", b"1"]
 
 
-async def test_a_member_of_a_batch_that_was_aborted_commits_alone(url, monkeypatch, bridge):
-    sync = bridge.sync
-
-    def refuse(shared, members):
-        with shared:
-            raise DeliveryFailed("refused by the test")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(group_commit_of(sync), "_commit", refuse)
+async def test_a_member_of_a_batch_that_was_aborted_commits_alone(url, bridge):
+    with next_commit(bridge.sync, Outcome.ABORTED):
         txn = await one(bridge, b"1")
     assert txn.outcome is Outcome.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"1"]

@@ -11,6 +11,7 @@ import txnbridge
 from tests.aio.kit import MOMENTS, Cancelling, values
 from txnbridge import Outcome, aio
 from txnbridge.errors import Abort, InvalidOption, InvalidState
+from txnbridge.testing import listening
 
 
 @pytest.mark.anyio
@@ -79,27 +80,24 @@ def test_a_span_whose_task_is_cancelled_anywhere_is_all_or_none(moment, tmp_path
 
 
 @pytest.mark.anyio
-async def test_the_end_of_a_block_waits_for_a_send_whose_task_was_cancelled(tmp_path, monkeypatch):
+async def test_the_end_of_a_block_waits_for_a_send_whose_task_was_cancelled(tmp_path):
     urls = [f"embedded:{tmp_path}/{name}.db" for name in "ab"]
-    send = txnbridge.Transaction.send
     begun = threading.Event()
 
-    def slow(*arguments, **named):
-        begun.set()
-        time.sleep(0.5)
-        send(*arguments, **named)
+    def wait(event):
+        if (event.name, event.phase) == ("message.send", "before") and not begun.is_set():
+            begun.set()
+            time.sleep(0.5)
 
-    async with aio.connect(urls[0]) as here, aio.connect(urls[1]) as there:
-        async with aio.spanning(here, there) as span:
-            with monkeypatch.context() as patch:
-                patch.setattr(txnbridge.Transaction, "send", slow)
-                patch.setattr(txnbridge.Transaction, "_send_from_loop", lambda *_: False)
+    with listening(wait):
+        async with aio.connect(urls[0]) as here, aio.connect(urls[1]) as there:
+            async with aio.spanning(here, there) as span:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(span.on(here).send, "t", b"1")
                     await anyio.to_thread.run_sync(begun.wait)
                     tasks.cancel_scope.cancel()
-            await span.on(there).send("t", b"1")
-        assert span.outcome is Outcome.COMMITTED
+                await span.on(there).send("t", b"1")
+            assert span.outcome is Outcome.COMMITTED
     assert [values(url, "t") for url in urls] == [[b"1"], [b"1"]]
 
 

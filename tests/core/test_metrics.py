@@ -13,9 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 import txnbridge
 from tests.failing import EACH, fail_call
 from tests.in_time import wait_until
-from tests.inside import connection_of, writer_of
-from txnbridge import Bridge, Decision, _metrics, metrics
-from txnbridge.errors import EvidenceLost, OutcomeUnknown
+from tests.inside import connection_of
+from txnbridge import Bridge, Decision, Outcome, _metrics, metrics
+from txnbridge.errors import OutcomeUnknown
+from txnbridge.testing import next_commit
 
 
 @pytest.fixture
@@ -60,12 +61,9 @@ def test_each_transaction_is_counted_once_by_its_state_at_its_end(bridge, collec
         assert sum(sample[:-1]) == 5 and sample[-1] > 0
 
 
-def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected, monkeypatch):
-    txn = bridge.transaction()
-    txn.send("orders", b"1")
-    fail_call(monkeypatch, type(writer_of(txn)), "commit", EvidenceLost("the answer was lost"))
-    with pytest.raises(OutcomeUnknown):
-        txn.commit()
+def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected):
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown), bridge.transaction() as txn:
+        txn.send("orders", b"1")
     assert values(collected, "transactions_total") == {"unknown": 1}
 
 

@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import txnbridge
-from tests.failing import fail_call, raising
-from tests.inside import writer_of
+from tests.failing import raising
 from txnbridge import Bridge, opentelemetry
 from txnbridge._base.events import Emitter
+from txnbridge.testing import next_commit
 
 
 class Traced:
@@ -119,11 +119,9 @@ def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keep
     assert parent.startswith(f"00-{failed.context.trace_id:032x}-{failed.parent.span_id:016x}-")
 
 
-def test_a_step_that_fails_has_a_span_with_the_class_of_its_error(traced, monkeypatch):
-    txn = traced.bridge.transaction()
-    fail_call(monkeypatch, type(writer_of(txn)), "commit", txnbridge.TransactionAborted("secret"))
-    with pytest.raises(txnbridge.TransactionAborted):
-        txn.commit()
+def test_a_step_that_fails_has_a_span_with_the_class_of_its_error(traced):
+    with next_commit(traced.bridge, txnbridge.Outcome.ABORTED), pytest.raises(txnbridge.TransactionAborted):
+        traced.send()
     status = traced.span("commit").status
     assert (status.status_code, status.description) == (StatusCode.ERROR, "TransactionAborted")
 

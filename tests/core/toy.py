@@ -1,24 +1,31 @@
-"""A backend that does what a test tells it, for the core's own logic. It proves no promise of any broker."""
+"""A backend that does what a test tells it, for the core's own logic. It proves no promise of any broker.
+
+A call of a name in `acts`, which all objects of a backend share, calls that function first. It may wait, or raise.
+"""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from txnbridge import Bridge, plugins, spi
 from txnbridge._bridge import connect
 from txnbridge.errors import NotFound
 
+Acts = dict[str, Callable[[], object]]
+
 
 class ToyWriter(spi.Writer):
     """Records its calls; `raises[name]` is raised (once each) by the call of that name."""
 
-    def __init__(self) -> None:
+    def __init__(self, acts: Acts | None = None) -> None:
+        self.acts: Acts = {} if acts is None else acts
         self.calls: list[Any] = []
         self.sent: list[tuple[Any, ...]] = []
         self.acked: list[tuple[object, Mapping[spi.Partition, Sequence[spi.Position]]]] = []
         self.raises: dict[str, list[BaseException]] = {}
 
     def _call(self, name: str) -> None:
+        self.acts.get(name, bool)()
         self.calls.append(name)
         if self.raises.get(name):
             raise self.raises[name].pop(0)
@@ -60,6 +67,7 @@ class ToyWriter(spi.Writer):
         self._call("commit")
 
     def abort(self, deadline: spi.Deadline) -> None:
+        self.abort_seconds = deadline.seconds
         self._call("abort")
 
     def reopen(self, deadline: spi.Deadline) -> None:
@@ -85,7 +93,8 @@ class SlowWriter(ToyWriter):
 class ToyReader(spi.Reader):
     """Hands out what `feed` put in; `leave` takes partitions away at the next poll."""
 
-    def __init__(self, subscription: spi.Subscription, listener: spi.ReaderListener) -> None:
+    def __init__(self, subscription: spi.Subscription, listener: spi.ReaderListener, acts: Acts | None = None) -> None:
+        self.acts: Acts = {} if acts is None else acts
         self.subscription = subscription
         self.listener = listener
         self.log: dict[spi.Partition, list[Any]] = {}
@@ -101,6 +110,7 @@ class ToyReader(spi.Reader):
         self.log.setdefault(partition, []).extend(values)
 
     def poll(self, max_messages: int, deadline: spi.Deadline) -> list[spi.Message]:
+        self.acts.get("poll", bool)()
         for how, partitions in self.leaving:
             (self.listener.revoking if how == "revoke" else self.listener.lost)(partitions)
             for partition in partitions:
@@ -124,6 +134,7 @@ class ToyReader(spi.Reader):
         return {p: (self.next[p],) for p in self.sources}
 
     def seek(self, positions: Mapping[spi.Partition, spi.Position]) -> None:
+        self.acts.get("seek", bool)()
         self.calls.append(("seek", dict(positions)))
         for partition, position in positions.items():
             self.next[partition] = position[0]
@@ -141,18 +152,22 @@ class ToyReader(spi.Reader):
         self.nacked.append(positions)
 
     def lag(self, deadline: spi.Deadline) -> dict[spi.Partition, int]:
+        self.acts.get("lag", bool)()
         return {p: len(self.log.get(p, [])) - self.next[p] for p in self.sources}
 
     def ack_context(self) -> object:
         return f"generation {self.generation}"
 
     def close(self, deadline: spi.Deadline) -> None:
+        self.acts.get("close", bool)()
         self.calls.append("close")
 
 
 class ToyBroker(spi.Broker):
-    def __init__(self, capabilities: spi.Capabilities) -> None:
+    def __init__(self, capabilities: spi.Capabilities, acts: Acts | None = None, group_commit: bool = False) -> None:
         self.capabilities = capabilities
+        self.acts: Acts = {} if acts is None else acts
+        self.group_commit = group_commit
         self.limits = spi.Limits(prepared_seconds=3600)
         self.cluster = "toy-cluster"
         self.writers: list[ToyWriter] = []
@@ -164,13 +179,14 @@ class ToyBroker(spi.Broker):
     def open_writers(
         self, identity: spi.Identity, count: int, ledger: spi.Ledger, deadline: spi.Deadline
     ) -> list[spi.Writer]:
+        self.acts.get("open_writers", bool)()
         self.identities.append(identity)
-        opened = [ToyWriter() for _ in range(count)]
+        opened = [ToyWriter(self.acts) for _ in range(count)]
         self.writers += opened
         return list(opened)
 
     def prepare_writer(self, identity: spi.Identity, ledger: spi.Ledger, deadline: spi.Deadline) -> spi.Writer:
-        self.writers.append(ToyWriter())
+        self.writers.append(ToyWriter(self.acts))
         return self.writers[-1]
 
     def publisher(self, name: str | None, deadline: spi.Deadline) -> spi.Publisher:
@@ -181,7 +197,7 @@ class ToyBroker(spi.Broker):
     ) -> spi.Reader:
         if "missing" in subscription.topics:
             raise NotFound("there is no topic 'missing'")
-        self.readers.append(ToyReader(subscription, listener))
+        self.readers.append(ToyReader(subscription, listener, self.acts))
         return self.readers[-1]
 
     def _answer(self, call: str, default: Any) -> Any:
@@ -216,14 +232,17 @@ class ToyBackend(spi.Backend):
     limits = spi.Limits()
     options: Mapping[str, spi.Option] = {}
 
-    def __init__(self, absent: Mapping[spi.Capability, spi.Support] | None = None) -> None:
+    def __init__(self, absent: Mapping[spi.Capability, spi.Support] | None = None, group_commit: bool = False) -> None:
+        self.acts: Acts = {}
+        self.group_commit = group_commit
         self.capabilities = spi.Capabilities("toy", dict.fromkeys(spi.Capability, spi.NATIVE) | dict(absent or {}))
         self.brokers: list[ToyBroker] = []
 
     def open(
         self, url: spi.Url, options: Mapping[str, Any], context: spi.Context, deadline: spi.Deadline
     ) -> spi.Broker:
-        self.brokers.append(ToyBroker(self.capabilities))
+        self.acts.get("open", bool)()
+        self.brokers.append(ToyBroker(self.capabilities, self.acts, self.group_commit))
         return self.brokers[-1]
 
     @spi.hookimpl

@@ -7,15 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
 from tests.inside import group_commit_of, writers_of
 from tests.interrupts import interrupted_everywhere
-from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
-from txnbridge._write import group_commit as _group_commit
-from txnbridge.spi import Deadline
+from txnbridge import Bridge, Outcome, TokenState, Transaction, errors
 from txnbridge.testing import next_commit
 
 pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
@@ -24,8 +20,8 @@ THREADS = 3
 
 
 @pytest.fixture
-def bridge(path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_group_commit, "_TOPIC_SECONDS", 60)
+def bridge(path, with_timing):
+    with_timing(topic_taken=60)
     with txnbridge.connect(f"embedded:{path}", group_commit=True, timeout=60) as bridge:
         bridge.ensure_topics("left", "right")
         yield bridge
@@ -74,8 +70,8 @@ WHERE = pytest.mark.parametrize(
 
 
 @WHERE
-def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge, monkeypatch, behind_calls_in):
-    monkeypatch.setattr(_group_commit, "_IDLE_SECONDS", 0.0)  # each transaction starts the thread
+def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge, with_timing, behind_calls_in):
+    with_timing(group_idle=0.0)  # each transaction starts the thread
     sent = 0
     last: Transaction | None = None
 
@@ -132,30 +128,12 @@ def test_a_transaction_whose_deadline_passes_before_its_batch_begins_ends_wherev
 
 
 @pytest.mark.parametrize(("happened", "state"), [(True, TokenState.COMMITTED), (False, TokenState.ABORTED)])
-def test_a_lost_answer_is_known_later_by_the_token(bridge, monkeypatch, happened, state):
+def test_a_lost_answer_is_known_later_by_the_token(bridge, happened, state):
     send(bridge, "first")
-    commit = PlainWriter.commit
-
-    def lose_the_answer(writer: PlainWriter, deadline: Deadline) -> None:
-        if happened:
-            commit(writer, deadline)
-        else:
-            writer.abort(deadline)
-        raise errors.OutcomeUnknown("the answer is lost")
-
-    with monkeypatch.context() as patch, pytest.raises(errors.OutcomeUnknown) as caught:
-        patch.setattr(PlainWriter, "commit", lose_the_answer)
-        patch.setattr(EmbeddedBroker, "status", lambda *_: Status(TokenState.UNKNOWN))
-        with bridge.transaction(timeout=2) as txn:
+    with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(errors.OutcomeUnknown) as caught:
+        with bridge.transaction() as txn:
             txn.send("left", b"lost")
     send(bridge, "next")  # reopens the writer, which makes it certain
     assert txn.outcome is Outcome.UNKNOWN
     assert bridge.status(caught.value.token or "").state is state
     assert (b"lost" in read(bridge)[0]) is happened
-
-
-def test_the_testing_kit_loses_the_answer_of_one_transaction(bridge: Bridge):
-    send(bridge, "first")
-    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(errors.OutcomeUnknown) as caught:
-        send(bridge, "lost")
-    assert bridge.status(caught.value.token or "").state is TokenState.COMMITTED

@@ -1,6 +1,7 @@
 """A PostgreSQL and a MariaDB of the tests' own, and databases in them."""
 
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import sqlalchemy as sa
@@ -46,6 +47,39 @@ def url(new_database):
 def open_engine():
     """Make engines, whose connections are closed in the end."""
     yield from keeping(sa.create_engine, lambda engine: engine.dispose())
+
+
+@pytest.fixture
+def fail_commits():
+    """Return a function that lets databases fail to commit, so many `times`, transactions with a statement like that.
+
+    With `happens` they commit all the same. The function returns a list of the connections that have failed.
+    """
+    with ExitStack() as heard:
+
+        def listen(event, hear):
+            sa.event.listen(sa.Engine, event, hear)
+            heard.callback(sa.event.remove, sa.Engine, event, hear)
+
+        def fail(error, behind="", happens=False, times=1, when=lambda connection: True):
+            marked, failed = list[sa.Connection](), list[sa.Connection]()
+
+            def mark(connection, cursor, statement, *_):
+                if behind in statement:
+                    marked.append(connection)
+
+            def commit(connection):
+                if connection in marked and len(failed) < times and when(connection):
+                    failed.append(connection)
+                    if happens:
+                        connection.connection.commit()
+                    raise error
+
+            listen("before_cursor_execute", mark)
+            listen("commit", commit)
+            return failed
+
+        yield fail
 
 
 @pytest.fixture

@@ -19,13 +19,12 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 import txnbridge
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
-from tests.failing import EACH, fail_call, raising
+from tests.failing import EACH, fail_call, raising, replace_method
 from tests.inside import broker_of, connection_of
 from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
 from txnbridge._base.deadline import Wake
-from txnbridge._half import resolver as _resolver
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.sql import _database
@@ -108,9 +107,9 @@ def one_for_one(shop, bridge):
 
 
 @pytest.fixture(autouse=True)
-def quick_stop(monkeypatch):
+def quick_stop(with_timing):
     """Let resolvers of this process stop at once."""
-    monkeypatch.setattr(_resolver, "_WAIT_SECONDS", 0.1)
+    with_timing(check_wait=0.1)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
@@ -664,7 +663,7 @@ LOST = sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
 
 
 @pytest.mark.parametrize("committed", ["yes", "no", "later"])
-def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, monkeypatch, committed):
+def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, fail_commits, committed):
     armed: list[sa.Connection] = []
 
     def arms(connection):  # a resolver commits as well
@@ -672,7 +671,7 @@ def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, m
             time.sleep(SHORT + 0.5)
         return connection in armed
 
-    fail_call(monkeypatch, sa.Connection, "commit", LOST, happens=committed != "no", when=arms)
+    fail_commits(LOST, happens=committed != "no", when=arms)
     with suppress(TransactionAborted, OutcomeUnknown):
         with bridge.transaction(db=engine, group="shop", timeout=SHORT if committed == "later" else SOON) as txn:
             txn.db.execute(insert(b"0"))
@@ -694,7 +693,7 @@ def test_an_error_of_a_hook_after_the_commit_is_logged_and_leaves_the_session_fr
     assert one_for_one(shop, bridge) == numbers(2)
 
 
-def test_a_database_gone_after_its_commit_leaves_the_outcome_to_a_resolver(shop, open_engine, bridge, monkeypatch):
+def test_a_database_gone_after_its_commit_leaves_the_outcome_to_a_resolver(shop, open_engine, bridge, fail_commits):
     engine = open_engine(shop.database, poolclass=sa.NullPool)
     lost: list[sa.Connection] = []
 
@@ -703,7 +702,7 @@ def test_a_database_gone_after_its_commit_leaves_the_outcome_to_a_resolver(shop,
             raise ConnectionRefusedError  # SQLAlchemy leaves the error as it is, as it does with asyncpg's
 
     sa.event.listen(engine, "do_connect", refuse)
-    fail_call(monkeypatch, sa.Connection, "commit", LOST, EACH, happens=True, when=lambda one: one in lost)
+    fail_commits(LOST, happens=True, when=lambda one: one in lost)
     with pytest.raises(OutcomeUnknown, match="a resolver"):
         with bridge.transaction(db=engine, group="shop", timeout=2 * SHORT) as txn:
             txn.db.execute(insert(b"0"))
@@ -715,23 +714,15 @@ def test_a_database_gone_after_its_commit_leaves_the_outcome_to_a_resolver(shop,
     assert one_for_one(shop, bridge) == [b"0"]
 
 
-def test_a_row_that_a_resolver_has_deleted_is_not_taken_for_an_abort(shop, engine, bridge, monkeypatch):
-    settle, commit = BarrierTable.settle, sa.Connection.commit
-
-    def settle_late(table, transaction, deadline_at, _):
+def test_a_row_that_a_resolver_has_deleted_is_not_taken_for_an_abort(shop, engine, bridge, monkeypatch, fail_commits):
+    def settle_late(settle, table, transaction, deadline_at, _):
         eventually(lambda: waiting(bridge) == 0 and barrier_rows(shop.database) == [], "a resolver publishes")
         return settle(table, transaction, deadline_at, Deadline(SOON))
 
-    def lose(connection):
-        commit(connection)
-        if "commit" in barrier_rows(shop.database):
-            monkeypatch.setattr(sa.Connection, "commit", commit)
-            raise LOST
-
-    monkeypatch.setattr(BarrierTable, "settle", settle_late)
-    monkeypatch.setattr(sa.Connection, "commit", lose)
+    replace_method(monkeypatch, BarrierTable, "settle", settle_late)
+    failed = fail_commits(LOST, "SAVEPOINT txnbridge_guard", happens=True)
     assert sell(bridge, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
-    assert one_for_one(shop, bridge) == [b"0"]
+    assert failed and one_for_one(shop, bridge) == [b"0"]
 
 
 def test_a_constraint_that_fails_at_the_commit_aborts(shop, engine, bridge):

@@ -15,7 +15,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
-from tests.failing import EACH, fail_call, note_calls, on_call, raising
+from tests.failing import fail_call, note_calls, on_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge.sql import Outbox
@@ -207,7 +207,7 @@ def test_a_member_that_was_paused_while_another_took_over_changes_nothing(shop, 
 
 
 @pytest.mark.parametrize("committed", ["yes", "no", "later"])
-def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run, monkeypatch, committed):
+def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run, fail_commits, committed):
     seen = []
 
     def each(message, db):
@@ -221,7 +221,7 @@ def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run
         return seen
 
     lost = sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
-    failed = fail_call(monkeypatch, sa.Connection, "commit", lost, happens=committed != "no", when=seen_by_now)
+    failed = fail_commits(lost, happens=committed != "no", when=seen_by_now)
     feed(bridge, *numbers(6))
     assert run(each, timeout=0.5, max_messages=2).retries > 0
     assert sorted(done(shop.database)) == numbers(6)
@@ -239,8 +239,10 @@ def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, sh
     assert all_is_acknowledged(bridge)
 
 
-def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then(bridge, shop, run, monkeypatch):
-    monkeypatch.setattr("txnbridge.sql.processing._ACKNOWLEDGE_SECONDS", SOON)
+def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then(
+    bridge, shop, run, monkeypatch, with_timing
+):
+    with_timing(database_acks=SOON)
     failed = set()
     acknowledged = note_calls(monkeypatch, txnbridge.Transaction, "ack", lambda _, messages: len(messages))
 
@@ -478,11 +480,11 @@ def test_a_database_that_fails_while_a_message_is_set_aside_is_asked_again(bridg
     assert (stats.dead_letters, stats.retries) == (1, 1)
 
 
-def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, monkeypatch):
+def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, fail_commits):
     refused = sa.exc.IntegrityError("COMMIT", {}, ValueError("refused"))
 
     def each(message, db):
-        fail_call(monkeypatch, sa.Connection, "commit", refused, EACH)
+        fail_commits(refused, times=1000)
         raise txnbridge.Poison("a test says so")
 
     feed(bridge, b"1")

@@ -13,20 +13,24 @@ from sqlalchemy import orm
 from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
-from tests.core.half.test_span import no_checks
+from tests.core.half.ends import EndedBridge, Ends, failing
 from tests.core.test_fork import in_child
-from tests.failing import EACH, answer_calls, fail_call, note_calls, on_call
+from tests.failing import answer_calls, on_call
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge.spi import Deadline, Half
-from txnbridge.sql import barrier
 from txnbridge.sql.barrier import BarrierTable
 from txnbridge.sql.span import SpanResolver
 from txnbridge.testing import Child
 
 Pair = tuple[Bridge, Bridge]
+
+
+def no_checks(*_: object) -> list[object]:
+    time.sleep(0.1)
+    return []
 
 
 @pytest.fixture
@@ -77,33 +81,33 @@ def test_rows_and_messages_are_committed_together_or_not_at_all(pair, engine):
 LOST = sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))
 
 
-def lose_the_answer_to_its_row(patch: pytest.MonkeyPatch, happens: bool) -> None:
-    """Lose the answer to the commit of the next span's own connection; a resolver commits as well."""
-    begun = note_calls(patch, barrier, "begin_guarded", lambda connection: connection)
-    fail_call(patch, sa.Connection, "commit", LOST, happens=happens, when=lambda connection: connection in begun)
+ITS_OWN = "SAVEPOINT txnbridge_guard"  # by which a span begins with its connection
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, engine, monkeypatch, committed):
-    lose_the_answer_to_its_row(monkeypatch, committed)
+def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, engine, fail_commits, committed):
+    failed = fail_commits(LOST, ITS_OWN, happens=committed)
     if committed:
         assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
     else:
         with pytest.raises(errors.TransactionAborted):
             sell(pair, engine, 1)
-    assert found(pair, engine) == [[1] * committed] * 3
+    assert failed and found(pair, engine) == [[1] * committed] * 3
 
 
-def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(pair, engine, monkeypatch):
-    lose_the_answer_to_its_row(monkeypatch, False)
+def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(
+    pair, engine, monkeypatch, fail_commits
+):
+    fail_commits(LOST, ITS_OWN, times=2)
+    ends = Ends()
+    ends.by["abort"] = failing(errors.BrokerUnavailable("a test says so"))
+    pair = EndedBridge(pair[0], ends), EndedBridge(pair[1], ends)
     answer_calls(monkeypatch, BarrierTable, "settle", Decision.ABORT)
-    fail_call(monkeypatch, Bridge, "abort", errors.BrokerUnavailable("a test says so"), EACH)
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
     assert span.outcome is Outcome.UNKNOWN
     assert caught.value.token == str(span.token)
     answer_calls(monkeypatch, BarrierTable, "settle", Decision.UNDECIDED)
-    fail_call(monkeypatch, sa.Connection, "commit", LOST, EACH)
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine):
         pass  # without a message there is no token
     assert caught.value.token is None
@@ -166,9 +170,11 @@ def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_kn
     other.dispose()
 
 
-def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pair, engine, monkeypatch, quick_sweep):
+def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(
+    pair, engine, monkeypatch, quick_sweep, with_timing
+):
     def come_late(*_: object) -> None:
-        monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
+        with_timing(sweep_margin=-3600.0)
         wait_until(lambda: waiting(pair) == 0)
 
     on_call(monkeypatch, BarrierTable, "commit_row", come_late)
@@ -179,18 +185,18 @@ def test_a_sweep_with_a_clock_that_is_ahead_aborts_and_the_late_commit_fails(pai
     assert found(pair, engine) == [[]] * 3
 
 
-def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, monkeypatch, quick_sweep):
-    commit, rows = sa.Connection.commit, note_calls(monkeypatch, BarrierTable, "commit_row")
+def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, fail_commits, quick_sweep, with_timing):
+    paused: list[sa.Connection] = []
 
     def pause(connection: sa.Connection) -> None:
-        if rows:
-            monkeypatch.setattr(sa.Connection, "commit", commit)
-            monkeypatch.setattr("txnbridge._half.span_sweep._MARGIN_SECONDS", -3600.0)
+        if not paused:
+            paused.append(connection)
+            with_timing(sweep_margin=-3600.0)
             time.sleep(3)
             assert waiting(pair) == 2
 
-    on_call(monkeypatch, sa.Connection, "commit", pause)
-    assert sell(pair, engine, 1).outcome is Outcome.COMMITTED
+    fail_commits(LOST, ITS_OWN, when=pause)
+    assert sell(pair, engine, 1).outcome is Outcome.COMMITTED and paused
     assert found(pair, engine) == [[1]] * 3
 
 

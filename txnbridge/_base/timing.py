@@ -31,6 +31,20 @@ class Timing:
     # The time from a half-message transaction's begin to its first check-back. Most local work has ended by then, and
     # messages of a dead process need not wait until the transaction's deadline.
     first_check: float = 6.0
+    # The time for which one request for check-backs waits; a stop of a resolver takes effect after it at the latest.
+    check_wait: float = 1.0
+    # The interval of polls of a consumer whose turn does not come: far shorter than brokers wait for a member's poll.
+    idle_poll: float = 1.0
+    # The shortest interval between acknowledgements of a processor with a database: each is a broker's transaction.
+    database_acks: float = 0.25
+    # A writer that has taken a message for a topic within this time takes another one unasked, by a backend's cache.
+    topic_taken: float = 1.0
+    # The thread for group commit ends after this time without a batch.
+    group_idle: float = 5.0
+    # The interval of looks for parts of spans whose process died, and the time behind a part's own that is left to its
+    # process: the clocks of two machines differ by less, and a decision under way at the end of its time is over.
+    sweep_every: float = 5.0
+    sweep_margin: float = 5.0
 
     # --- lanes of half messages ---------------------------------------------------------------------------------------
 
@@ -43,6 +57,12 @@ class Timing:
     # The time after which a lane without undone halves is given back: the process that it belonged to may be paused,
     # and learns within this time how its halves have ended.
     lane_free: float = 3600.0
+    # The interval at which records of done halves are removed. Undone halves that hold back so many, and four times
+    # their own number, are stored again behind newer records: so each is stored again only after many others.
+    lane_trim: float = 30.0
+    lane_kept: int = 50_000
+    # The time after which a process is one without a resolver.
+    lane_untended: float = 60.0
     # After so many check-backs a half is parked if its messages could not be stored in their topics.
     half_refusals: int = 3
 

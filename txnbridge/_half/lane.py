@@ -39,13 +39,10 @@ _log = logging.getLogger("txnbridge")
 _LONGEST_PAUSE_FACTOR = 8
 # A transaction beyond one of these sizes may take long, so the lane's holder says before that it lives.
 _LARGE_MESSAGES, _LARGE_BYTES = 1_000, 1_000_000
-# Undone halves are stored again behind newer records when they hold back the removal of so many records, and of this
-# multiple of their own number: so each is stored again only after many others.
-_KEPT_RECORDS, _KEPT_FACTOR = 50_000, 4
 # The number of halves that are stored again, or whose bodies are read, at once, and the bytes of their messages.
 _BATCH, _BATCH_BYTES = 500, 4_000_000
-# The interval at which records of done halves are removed, and the time until the next attempt after a failure.
-_TRIM_SECONDS, _TRIM_AGAIN_SECONDS = 30.0, 600.0
+# The time until records of done halves are removed after a failure to do so.
+_TRIM_AGAIN_SECONDS = 600.0
 
 Send = tuple[str, Record, int | None, int | None]
 
@@ -346,7 +343,7 @@ class Lane:
         """
         if (now := time.monotonic()) <= self._trim_at:
             return
-        self._trim_at = now + _TRIM_SECONDS if self._marked is not None else now
+        self._trim_at = now + self._connection.timing.lane_trim if self._marked is not None else now
         if self._marked is None:
             if self._written != self._trimmed_at:
                 _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
@@ -356,7 +353,7 @@ class Lane:
         if ids & self.index.undone.keys():
             self.read(deadline)
             end, kept = self.index.oldest()
-            if kept > _KEPT_RECORDS + _KEPT_FACTOR * sum(each.parts for each in list(self.index.undone.values())):
+            if kept > self._connection.timing.lane_kept + 4 * sum(each.parts for each in [*self.index.undone.values()]):
                 self._store_again(deadline)
         else:
             self.index.skip_to(end)

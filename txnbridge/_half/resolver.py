@@ -23,8 +23,6 @@ _log = logging.getLogger("txnbridge")
 
 Check = Callable[[str, Sequence[Message]], Decision]
 
-# The time for which one request to the broker waits for check-backs; a stop takes effect after it at the latest.
-_WAIT_SECONDS = 1.0
 # The pauses before the next request to a broker that does not answer: each is twice as long, from the first to the
 # last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
@@ -97,7 +95,7 @@ class Resolver(Service):
     def _leave(self) -> None:
         if not any(isinstance(one, Resolver) and one._group == self._group for one in list(self._connection.services)):
             with suppress(TxnBridgeError), self._connection.call():  # a bridge that is being closed leaves all groups
-                self._store.leave(self._group, Deadline(_WAIT_SECONDS))
+                self._store.leave(self._group, Deadline(self._connection.timing.check_wait))
 
     def _loop(self) -> None:
         self._answer_all()
@@ -123,7 +121,7 @@ class Resolver(Service):
 
     def _due(self, limit: int) -> list[Half]:
         with self._connection.call():
-            self._wait = Deadline(_WAIT_SECONDS)
+            self._wait = Deadline(self._connection.timing.check_wait)
             return self._store.checks(self._group, limit, self._wait)
 
     def _tend(self) -> list[Half]:

@@ -26,10 +26,7 @@ from txnbridge.spi import OpenTransaction
 
 _log = logging.getLogger("txnbridge")
 
-_EVERY_SECONDS = 5.0
-# The clocks of two machines differ by less, and a decision under way at the end of its time is over.
-_MARGIN_SECONDS = 5.0
-# The same for an open part without the one that decides, which is not protected by the abort of that one.
+# The `sweep_margin` of an open part without the one that decides, which is not protected by the abort of that one.
 _LONG_MARGIN_SECONDS = 60.0
 
 
@@ -136,7 +133,7 @@ class SpanSweep(Service):
 
     def _loop(self) -> None:
         while not self._stop.asked and not self._connection.closed:
-            self._stop.sleep(_EVERY_SECONDS)
+            self._stop.sleep(self._connection.timing.sweep_every)
             left = list(self._end_again())
             self._warn([*left, *(part.token for part in self.sweep() if part.token is not None)])
 
@@ -162,7 +159,7 @@ class SpanSweep(Service):
         settled: dict[str, Decision] = {}  # by the names of rows
         # A database that is away delays only the spans that wait for it.
         for part in sorted(left, key=lambda part: (part.row is not None, part.place)):
-            late = now >= part.until + _MARGIN_SECONDS
+            late = now >= part.until + self._connection.timing.sweep_margin
             with suppress(TxnBridgeError):  # the next look repeats what failed
                 if part.row is None:
                     due = late if part.place == 0 else part.key in self._aborted

@@ -37,8 +37,6 @@ _log = logging.getLogger("txnbridge")
 # The pause of the thread that tends lanes, while no check-back is due.
 _IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.1
-# The time after which a process is one without a resolver.
-_UNTENDED_SECONDS = 60.0
 # The time for which a topic's rules are believed.
 _TARGET_SECONDS = 60.0
 _LONGEST_NAME = 100
@@ -305,7 +303,7 @@ class LaneGroup:
             lane = self._lane(how["lane"], how["owner"], deadline) if how else self.own_lane(deadline)
             try:
                 outcome = lane.end(half, decision, deadline)
-                if time.monotonic() - self._tended_at > _UNTENDED_SECONDS:
+                if time.monotonic() - self._tended_at > self._connection.timing.lane_untended:
                     self._remove_old(lane, deadline)
             except TxnBridgeError as error:
                 self._give_up(lane, error, deadline)

@@ -21,9 +21,6 @@ from txnbridge.spi import Partition
 # The interval at which messages are looked for that have become due: delays are much longer, and on some brokers each
 # look needs a request.
 _LOOK_SECONDS = 0.1
-# The interval at which a consumer is polled whose turn does not come: far shorter than any broker's limit between two
-# polls of a member, and each poll may fetch a message that then waits in memory.
-_IDLE_POLL_SECONDS = 1.0
 # The number of empty polls after which the messages of a failed attempt are not waited for any longer. It is half a
 # minute with the processor's polls; brokers redeliver in less than a second, if all is well.
 _POLLS_FOR_FAILED = 120
@@ -47,7 +44,7 @@ class ProcessorInputs:
         """Join `group`, and the group for `retry_topics`. Raise `NotFound` if a missing topic may not be created."""
         self.topics = topics
         self._timeout = consumers.connection.timeout
-        self._without_partition = consumers.connection.timing.without_partition
+        self._timing = consumers.connection.timing
         self._retries: RetryConsumer | None = None
         with ExitStack() as unless_opened:
             self._inputs = RawConsumer._open(consumers, topics, group, start)
@@ -101,7 +98,7 @@ class ProcessorInputs:
             for consumer in self._consumers():
                 if consumer is not self._source:
                     consumer.poll_idle()
-            self._idle_poll_at = time.monotonic() + _IDLE_POLL_SECONDS
+            self._idle_poll_at = time.monotonic() + self._timing.idle_poll
         return self._source.take(max_messages, timeout)
 
     def take_back(self, failed: bool = True) -> None:
@@ -154,7 +151,7 @@ class ProcessorInputs:
         if left == 0 or (left is not None and consumer is self._inputs):
             return left == 0  # of the retry topics the lag of a group also counts what is not due
         now = time.monotonic()
-        return now - self._idle_since.setdefault(consumer, now) >= self._without_partition
+        return now - self._idle_since.setdefault(consumer, now) >= self._timing.without_partition
 
     def close(self, timeout: float | None) -> None:
         """Leave the groups within `timeout` seconds, by default the bridge's timeout."""

@@ -50,16 +50,12 @@ _MEMBER_MESSAGES, _MEMBER_BYTES = 100, 16 << 10
 _BATCH_MESSAGES, _BATCH_BYTES = 5000, 1 << 20
 # A message grows when a backend encodes its headers: as JSON to at most six times their size.
 _ENCODED = 8
-# A writer has taken a message for the topic so recently that a backend with a cache would take another one unasked.
-_TOPIC_SECONDS = 1.0
 _MOST_TOPICS = 10_000
 # A member with less time left commits alone, because a batch has to end by the earliest deadline of its members.
 _LEAST_SECONDS = 1.0
 # How long a batch waits for the threads of the last one, as a share of the time that the last one took.
 # If threads could not wake in that time, it does not wait.
 _COMPANY_SHARE, _LEAST_COMPANY = 0.125, 0.001
-# The bridge's thread ends after this time without a batch.
-_IDLE_SECONDS = 5.0
 
 
 @dataclass(eq=False, repr=False)
@@ -122,7 +118,7 @@ class GroupCommit:
 
     def takes(self, topic: str, partition: int | None) -> bool:
         """Return whether a writer has sent to this topic and partition lately: then group commit may keep a message."""
-        return time.monotonic() - self._taken_at.get((topic, partition), 0.0) < _TOPIC_SECONDS
+        return time.monotonic() - self._taken_at.get((topic, partition), 0.0) < self._connection.timing.topic_taken
 
     def note(self, places: Iterable[tuple[str, int | None]]) -> None:
         if len(self._taken_at) > _MOST_TOPICS:
@@ -230,7 +226,7 @@ def _commit_until_idle(reference: weakref.ref[GroupCommit], joined: SimpleQueue[
     """Commit batches until the bridge is closed or idle. An idle thread keeps no bridge from garbage collection."""
     while True:
         try:
-            first = next_within(joined, _IDLE_SECONDS)
+            first = next_within(joined, Connection.timing.group_idle)
         except Empty:
             return
         if first is None:

@@ -48,9 +48,6 @@ _log = logging.getLogger("txnbridge")
 
 _WHAT = "the processor's database"
 _LONGEST_NAME = 255
-# The shortest interval between two acknowledgements: each is a transaction of the broker, which takes longer than most
-# transactions of a database.
-_ACKNOWLEDGE_SECONDS = 0.25
 
 _positions = sa.Table(
     "txnbridge_positions",
@@ -299,7 +296,7 @@ class DatabaseTransactions:
                 _log.info("group %r acknowledges what it has processed with a later batch: %s", self._group, error)
         finally:
             self._acknowledging = None
-            self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_SECONDS
+            self._acknowledge_at = time.monotonic() + self._connection.timing.database_acks
 
     def take_back(self, timeout: float) -> None:
         """Acknowledge the processed messages, before all others are redelivered; forget the positions read."""

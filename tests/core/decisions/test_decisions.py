@@ -10,7 +10,7 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded, follower_of, state_of
 from tests.core.test_fork import in_child
-from tests.failing import EACH, fail_call, note_calls
+from tests.failing import fail_call, note_calls, raising
 from tests.in_time import wait_until
 from txnbridge import errors
 from txnbridge._base.deadline import Deadline
@@ -210,27 +210,26 @@ def test_an_append_that_fails_for_good_after_a_lost_answer_leaves_the_claim_unkn
 
 
 @pytest.mark.parametrize("refused", [errors.BrokerUnavailable, errors.AccessDenied])
-def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch, refused):
+def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, refused):
     decisions = join()
     decisions.begin()
-
-    fail_call(monkeypatch, log, "read", refused("gone"), EACH)
+    log.read = raising(refused("gone"))
     with pytest.raises(errors.OutcomeUnknown, match="read back"):
         decisions.claim("id", COMMIT)
 
 
-def test_an_old_copy_of_the_log_decides_nothing(join, log, monkeypatch):
+def test_an_old_copy_of_the_log_decides_nothing(join, log):
     decisions = join()
     begin = decisions.begin()
     old = list(log.records)
     decisions.claim("id", COMMIT, begin=begin)
-    with monkeypatch.context() as patched:
-        patched.setattr(log, "read", lambda first, last, deadline: iter(r for r in old if r[0] >= (first or (0,))))
-        with pytest.raises(errors.OutcomeUnknown):
-            decisions.claim("other", COMMIT)
-        patched.setattr(log, "end", lambda deadline: old[-1][0])
-        with pytest.raises(errors.OutcomeUnknown, match="old copy"):
-            decisions.read("id")
+    log.read = lambda first, last, deadline: iter(r for r in old if r[0] >= (first or (0,)))
+    with pytest.raises(errors.OutcomeUnknown):
+        decisions.claim("other", COMMIT)
+    log.end = lambda deadline: old[-1][0]
+    with pytest.raises(errors.OutcomeUnknown, match="old copy"):
+        decisions.read("id")
+    del log.read, log.end
     assert decisions.read("id", begin=begin).claim is not None
 
 
@@ -597,8 +596,8 @@ def test_a_log_is_tidied_by_itself_before_brokers_drop_records_by_age(join, cloc
     assert kinds(log).count("snapshot") == 1
 
 
-def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypatch, caplog):
-    fail_call(monkeypatch, log, "trim", errors.BrokerUnavailable("no"), EACH)
+def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, caplog):
+    log.trim = raising(errors.BrokerUnavailable("no"))
     assert join(tidy_after=1).claim("id", COMMIT).mine
     assert "could not be tidied" in caplog.text
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
+from tests.failing import replace_method
 from txnbridge._base.token import Decision
 from txnbridge._decisions import conclusions
 from txnbridge._decisions.completeness import Completeness
@@ -61,17 +62,8 @@ def test_no_caller_is_ever_told_an_answer_that_does_not_count(chances, origin, s
     findings, told = explore(seeds, chances, origin=origin)
     assert findings == []
     # Nothing told is no pass: each kind of answer came, and each kind of fault.
-    for answer in (
-        "COMMIT",
-        "ABORT",
-        "undecided",
-        "Fenced",
-        "OutcomeUnknown",
-        "InvalidState",
-        "killed",
-        "Conflict",
-        "looked",
-    ):
+    faults = {"Fenced", "OutcomeUnknown", "InvalidState", "killed", "Conflict"}
+    for answer in {"COMMIT", "ABORT", "undecided", "looked", *faults}:
         assert told[answer] >= 2, told
 
 
@@ -103,14 +95,13 @@ def test_a_log_renewed_while_all_go_on_gives_no_answer_that_does_not_count(near_
 def test_processes_that_make_up_forgotten_ids_give_no_answer_that_does_not_count(near_end, seeds, monkeypatch):
     timing = replace(SMALL_RECORDS, near_end=near_end or SMALL_RECORDS.near_end, forget_after=near_end or 15)
     forgotten = set()
-    is_kept = conclusions._is_kept
 
-    def look_at(opener, since):
+    def look_at(is_kept, opener, since):
         if not (kept := is_kept(opener, since)):
             forgotten.add(opener.under)
         return kept
 
-    monkeypatch.setattr(conclusions, "_is_kept", look_at)
+    replace_method(monkeypatch, conclusions, "_is_kept", look_at)
     findings, told = explore(seeds, MADE_UP, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):
@@ -147,12 +138,7 @@ def knowledge(folded):
     """Return the known ids without the data of claims, whose parts may be in front of where this reading began."""
     known = folded.ids.to_json(folded.completeness.log)
     known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
-    for kind in (
-        "commits",
-        "owners",
-        "movers",
-        "holds",
-    ):  # these are dropped when no transaction can need them any more
+    for kind in ("commits", "owners", "movers", "holds"):  # they are dropped when no transaction can need them any more
         del known[kind]
     return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.completeness.born}
 
@@ -231,133 +217,98 @@ def test_a_seed_is_one_interleaving():
     assert first.told == second.told
 
 
-def without(owner, name, by):
-    """A rule's function, replaced by one that is given the original, too."""
-
-    def take_away(monkeypatch):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given: by(original, *given))
-
-    return take_away
+# Each of these functions stands in the place of a rule's, which it is given first.
 
 
-no_look_at_the_presence_record = without(LogState, "holds", lambda _, state, begin: state.cursor is not None)
-openings_also_void_claims_on_what_is_prepared = without(TokenFold, "is_prepared", lambda *_: False)
-any_snapshot_is_believed = without(Completeness, "has_covered_record", lambda *_: True)
-done_marks_are_not_in_snapshots = without(IdFold, "to_json", lambda to_json, *given: {**to_json(*given), "done": []})
-positions_are_not_in_snapshots = without(IdFold, "to_json", lambda to_json, *given: {**to_json(*given), "groups": []})
-nobody_looks_who_else_acknowledged = without(AckHistory, "rival_behind", lambda *_: False)
-nobody_looks_what_prepared_transactions_hold = without(TokenFold, "hold", lambda *_: None)
-late_copies_of_acknowledgements_count_again = without(
-    TokenFold, "_acknowledge", lambda acknowledge, *given: acknowledge(*given[:-1], None)
-)
+def last_record_wins(_, fold, begin, record, winner, covered):
+    fold.claims.setdefault(record.id, {})[begin] = winner
+    return True
 
 
-def last_record_wins(monkeypatch):
-    def claim(self, begin, record, winner, covered):
-        self.claims.setdefault(record.id, {})[begin] = winner
-        return True
-
-    monkeypatch.setattr(TokenFold, "claim", claim)
+def opens_again(_, openings, under):
+    newest = openings.get(under.id)
+    return newest is None or newest.under != under
 
 
-def openings_void_nothing(monkeypatch):
-    monkeypatch.setattr(Openings, "is_void", lambda self, under: False)
-    monkeypatch.setattr(Openings, "is_newest", lambda self, under: True)
+def begin_at_the_end(_, decisions, *, opening=None, timeout=None):
+    presence = decisions._engine._be_present(decisions._engine._lifetime, decisions._deadline(timeout))
+    return {"at": list(presence.at), "id": presence.id}
 
 
-def late_copies_of_openings_count_again(monkeypatch):
-    def opens(openings, under):
-        newest = openings.get(under.id)
-        return newest is None or newest.under != under
-
-    monkeypatch.setattr(Openings, "is_next", opens)
+def begin_anywhere(_, completeness, position, record):
+    completeness.complete, completeness.log, completeness.born = True, record.log, position
 
 
-def begin_taken_from_the_end(monkeypatch):
-    def begin(self, *, opening=None, timeout=None):
-        presence = self._engine._be_present(self._engine._lifetime, self._deadline(timeout))
-        return {"at": list(presence.at), "id": presence.id}
-
-    monkeypatch.setattr(Decisions, "begin", begin)
+def trim_up_to_the_snapshot(_, log, before, deadline):
+    log._step()
+    snapshots = [position for position, record in decoded(log._log.records) if isinstance(record, Snapshot)]
+    log._log.trim(snapshots[-1])
 
 
-def any_first_record_is_a_beginning(monkeypatch):
-    def begin(self, position, record):
-        self.complete, self.log, self.born = True, record.log, position
-
-    monkeypatch.setattr(Completeness, "begin", begin)
+def read_what_is_there(read, log, first, last, deadline=None):
+    begin = log.begin()
+    yield from read(log, begin if first is None or begin is None else max(first, begin), last)
 
 
-def trimmed_up_to_the_snapshot_itself(monkeypatch):
-    def trim(self, before, deadline):
-        self._step()
-        snapshots = [position for position, record in decoded(self._log.records) if isinstance(record, Snapshot)]
-        self._log.trim(snapshots[-1])
-
-    monkeypatch.setattr(_StepLog, "trim", trim)
-    any_snapshot_is_believed(monkeypatch)
+def take_over_gaps(_, follower, cursor, records):
+    for position, raw in records:
+        if cursor is None or position > cursor[0]:
+            follower._state.take(position, raw)
+    return True
 
 
-def gaps_are_read_over(monkeypatch):
-    read = MemoryLog.read
-
-    def read_what_is_there(self, first, last, deadline=None):
-        begin = self.begin()
-        yield from read(self, begin if first is None or begin is None else max(first, begin), last)
-
-    def take(self, cursor, records):
-        for position, raw in records:
-            if cursor is None or position > cursor[0]:
-                self._state.take(position, raw)
-        return True
-
-    monkeypatch.setattr(MemoryLog, "read", read_what_is_there)
-    monkeypatch.setattr(Follower, "_take", take)
+def renew_anywhere(_, state, position, raw, record):
+    if state.cursor is None:
+        state._take_first(position, record)
+    state._renew(position, record)
+    state._report(record.nonce, position, True)
 
 
-def renewals_count_wherever_they_stand(monkeypatch):
-    def take_renewal(self, position, raw, record):
-        if self.cursor is None:
-            self._take_first(position, record)
-        self._renew(position, record)
-        self._report(record.nonce, position, True)
-
-    monkeypatch.setattr(LogState, "_take_renewal", take_renewal)
+def is_known(_, openings, under):
+    newest = openings.get(under.id)
+    return newest is not None and newest.under == under
 
 
-def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
-    def stands(openings, under):
-        newest = openings.get(under.id)
-        return newest is not None and newest.under == under
+any_snapshot_is_believed = Completeness, "has_covered_record", lambda *_: True
+RULES = {
+    "last_record_wins": (CALM, [(TokenFold, "claim", last_record_wins)]),
+    "no_look_at_the_presence_record": (HARSH, [(LogState, "holds", lambda _, state, begin: state.cursor is not None)]),
+    "openings_void_nothing": (
+        CALM,
+        [(Openings, "is_void", lambda *_: False), (Openings, "is_newest", lambda *_: True)],
+    ),
+    "openings_also_void_claims_on_what_is_prepared": (CALM, [(TokenFold, "is_prepared", lambda *_: False)]),
+    "late_copies_of_openings_count_again": (CALM, [(Openings, "is_next", opens_again)]),
+    "begin_taken_from_the_end": (CALM, [(Decisions, "begin", begin_at_the_end)]),
+    "any_first_record_is_a_beginning": (HARSH, [(Completeness, "begin", begin_anywhere)]),
+    "any_snapshot_is_believed": (HARSH, [any_snapshot_is_believed]),
+    "trimmed_up_to_the_snapshot_itself": (
+        CALM,
+        [(_StepLog, "trim", trim_up_to_the_snapshot), any_snapshot_is_believed],
+    ),
+    "gaps_are_read_over": (CALM, [(MemoryLog, "read", read_what_is_there), (Follower, "_take", take_over_gaps)]),
+    "done_marks_are_not_in_snapshots": (
+        CALM,
+        [(IdFold, "to_json", lambda to_json, *given: {**to_json(*given), "done": []})],
+    ),
+    "positions_are_not_in_snapshots": (
+        CALM,
+        [(IdFold, "to_json", lambda to_json, *given: {**to_json(*given), "groups": []})],
+    ),
+    "nobody_looks_who_else_acknowledged": (CALM, [(AckHistory, "rival_behind", lambda *_: False)]),
+    "nobody_looks_what_prepared_transactions_hold": (CALM, [(TokenFold, "hold", lambda *_: None)]),
+    "late_copies_of_acknowledgements_count_again": (
+        CALM,
+        [(TokenFold, "_acknowledge", lambda acknowledge, *given: acknowledge(*given[:-1], None))],
+    ),
+    "renewals_count_wherever_they_stand": (RENEWED, [(LogState, "_take_renewal", renew_anywhere)]),
+    "made_up_ids_count_only_while_their_opening_is_known": (MADE_UP, [(Openings, "is_newest", is_known)]),
+}
 
-    monkeypatch.setattr(Openings, "is_newest", stands)
 
-
-@pytest.mark.parametrize(
-    ("take_away", "chances"),
-    [
-        ("last_record_wins", CALM),
-        ("no_look_at_the_presence_record", HARSH),
-        ("openings_void_nothing", CALM),
-        ("openings_also_void_claims_on_what_is_prepared", CALM),
-        ("late_copies_of_openings_count_again", CALM),
-        ("begin_taken_from_the_end", CALM),
-        ("any_first_record_is_a_beginning", HARSH),
-        ("any_snapshot_is_believed", HARSH),
-        ("trimmed_up_to_the_snapshot_itself", CALM),
-        ("gaps_are_read_over", CALM),
-        ("done_marks_are_not_in_snapshots", CALM),
-        ("positions_are_not_in_snapshots", CALM),
-        ("nobody_looks_who_else_acknowledged", CALM),
-        ("nobody_looks_what_prepared_transactions_hold", CALM),
-        ("late_copies_of_acknowledgements_count_again", CALM),
-        ("renewals_count_wherever_they_stand", RENEWED),
-        ("made_up_ids_count_only_while_their_opening_is_known", MADE_UP),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_process_without_this_rule_is_told_an_answer_that_does_not_count(monkeypatch, take_away, chances):
-    globals()[take_away](monkeypatch)
+@pytest.mark.parametrize(("chances", "changes"), RULES.values(), ids=RULES)
+def test_a_process_without_this_rule_is_told_an_answer_that_does_not_count(monkeypatch, chances, changes):
+    for owner, name, by in changes:
+        replace_method(monkeypatch, owner, name, by)
     findings, _ = explore([*FEW, *range(MANY)], chances, stop=True, origin=ORIGIN)
     assert findings

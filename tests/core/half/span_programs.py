@@ -46,6 +46,13 @@ def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Bat
             span.on(bridge).send_many(pair.target, [message.value for message in batch])
 
 
+def send_one(urls: tuple[str, str]) -> None:
+    with txnbridge.connect(urls[0]) as first, txnbridge.connect(urls[1]) as second:
+        with txnbridge.spanning(first, second, timeout=2) as span:
+            for bridge in (first, second):
+                span.on(bridge).send("t", b"1")
+
+
 def send_and_wait(here: str, there: str, topic: str) -> None:
     """Send a message in a span, and leave the span open."""
     with txnbridge.connect(here) as first, txnbridge.connect(there) as second:

@@ -29,7 +29,6 @@ from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, Message, 
 from txnbridge._base.connection import Connection
 from txnbridge._base.events import Event
 from txnbridge._half import lane as half_lane
-from txnbridge._half import topic_half_store as half_lanes
 from txnbridge._half.index import LaneIndex
 from txnbridge._half.lane import Lane
 from txnbridge._half.records import read_record
@@ -205,9 +204,8 @@ def test_a_lane_is_read_by_the_callers_deadline(txnbridge_url, bridge, topic, gr
     assert 0 < max(left) <= 5
 
 
-def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(bridge, topic, group, monkeypatch):
-    monkeypatch.setattr(half_lane, "_TRIM_SECONDS", 0.1)
-    monkeypatch.setattr(half_lane, "_KEPT_RECORDS", 20)
+def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(bridge, topic, group, with_timing):
+    with_timing(lane_trim=0.1, lane_kept=20)
     answer = [UNDECIDED]
     with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
         late = sell(sales, topic, b"late", UNDECIDED)
@@ -227,9 +225,8 @@ def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_a
     assert late.outcome is Outcome.UNKNOWN
 
 
-def test_a_process_without_a_resolver_removes_records_of_done_halves(bridge, topic, group, monkeypatch):
-    monkeypatch.setattr(half_lane, "_TRIM_SECONDS", 0.0)
-    monkeypatch.setattr(half_lanes, "_UNTENDED_SECONDS", 0.0)
+def test_a_process_without_a_resolver_removes_records_of_done_halves(bridge, topic, group, with_timing):
+    with_timing(lane_trim=0.0, lane_untended=0.0)
     sales = bridge.half_messages(group, execute=obey, check=says(UNDECIDED))
     sales.close()
     for number in range(3):

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -14,14 +13,15 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
-from tests.embedded.kit import rows
+from tests.core.toy import ToyBackend, connect_toy
+from tests.embedded.kit import busy, rows
 from tests.failing import EACH, fail_call, on_call, raising
 from tests.inside import broker_of, connection_of, consumers_of
 from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Capability, Decision, HalfMessages, HalfTransaction, Message, Outcome, errors
 from txnbridge._base.timing import Timing
-from txnbridge.spi import Deadline, Half, absent
+from txnbridge.spi import absent
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
 # Asked about soon, and soon again.
@@ -63,9 +63,6 @@ def topics(bridge: Bridge) -> None:
     bridge.ensure_topics("orders", "audit")
 
 
-# --- what execute says ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("execute", [says(ABORT), raising(errors.Abort)])
 def test_a_half_message_that_execute_refuses_is_never_seen(bridge: Bridge, execute: Callable[..., Decision]) -> None:
     with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
@@ -105,9 +102,6 @@ def test_check_decides_a_half_message_whose_execute_does_not(bridge, execute, er
         eventually(lambda: stored(bridge, ended) != [], "it is ended")
     assert asked[-1] == (txn.id, [("orders", b"order", b"k")])
     assert [m.value for m in bridge.read("orders", 10)] == ([b"order"] if decision is COMMIT else [])
-
-
-# --- what the broker does -------------------------------------------------------------------------------------------
 
 
 def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_stored(bridge, monkeypatch):
@@ -168,9 +162,6 @@ def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(bridge: Bridg
     assert [decision for _, _, decision, _ in asked] == [COMMIT]
 
 
-# --- what check says ------------------------------------------------------------------------------------------------
-
-
 def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge, with_timing):
     asked: list[str] = []
 
@@ -225,15 +216,16 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
             other.admin.end_parked("shop", txn.id, ABORT)
 
 
-def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout(bridge, monkeypatch):
-    resolver = bridge.resolver("shop", check=says(COMMIT))
-    with resolver:
+def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout(bridge, with_timing, caplog):
+    with_timing(check_wait=0.1)
+    with bridge.half_messages("shop", execute=says(UNDECIDED), check=says(UNDECIDED)) as sales:
+        sales.close()
+        sell(sales, timeout=TIMEOUT)
+    with txnbridge.connect(bridge.url, timeout=3) as other, other.resolver("shop", check=says(UNDECIDED)) as resolver:
         eventually(lambda: resolver.healthy, "it runs")
-        with monkeypatch.context() as patch:
-            refused = fail_call(patch, EmbeddedHalves, "checks", errors.BrokerUnavailable("away"), EACH)
-            eventually(lambda: len(refused) > 1, "it has failed")
+        with busy(broker_of(bridge)):
+            eventually(lambda: "retries in" in caplog.text, "it has failed")
             assert resolver.healthy
-            patch.setattr(connection_of(bridge), "timeout", 0.0)
             eventually(lambda: not resolver.healthy, "it has failed for too long")
         eventually(lambda: resolver.healthy, "it can look again")
 
@@ -292,19 +284,11 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         eventually(lambda: published(bridge) == BOTH, "another process ends it")
 
 
-def test_a_resolver_that_is_stopped_does_not_wait_for_check_backs(bridge, monkeypatch):
-    waits: SimpleQueue[tuple[Deadline, float]] = SimpleQueue()
-
-    def none_due(store: EmbeddedHalves, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        waits.put((deadline, deadline.at))
-        while not deadline.expired:
-            time.sleep(0.001)
-        return []
-
-    monkeypatch.setattr(EmbeddedHalves, "checks", none_due)
-    with bridge.resolver("shop", check=says(COMMIT)):
-        deadline, wanted = waits.get()
-    assert deadline.at < wanted
+def test_a_resolver_that_is_stopped_does_not_wait_for_check_backs(bridge, with_timing, caplog):
+    with_timing(check_wait=3600.0)
+    with bridge.resolver("shop", check=says(COMMIT), stop_timeout=5):
+        time.sleep(0.5)  # it waits for check-backs
+    assert "did not end" not in caplog.text
 
 
 def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, monkeypatch):
@@ -329,10 +313,7 @@ def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(bridge, mo
     assert len(left) == 2 and all(left), left
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
-def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_calls_are_refused_by_name(bridge: Bridge) -> None:
     for group in ("", "two words", None):
         with pytest.raises(errors.InvalidOption, match="group"):
             bridge.half_messages(group, execute=says(COMMIT), check=says(COMMIT))  # type: ignore[arg-type]
@@ -349,14 +330,9 @@ def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.Monke
         with pytest.raises(errors.InvalidState, match="has ended"), txn:
             pass
         assert txn.outcome is Outcome.COMMITTED  # of nothing but its work
-    monkeypatch.setattr(
-        broker_of(bridge), "capabilities", bridge.capabilities.but({Capability.HALF_MESSAGES: absent("it has none")})
-    )
-    with pytest.raises(errors.NotSupported, match="half-messages"):
-        bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT))
-
-
-# --- a shop whose processes die -------------------------------------------------------------------------------------
+    lacking, _ = connect_toy(ToyBackend({Capability.HALF_MESSAGES: absent("it has none")}))
+    with lacking, pytest.raises(errors.NotSupported, match="half-messages"):
+        lacking.half_messages("g", execute=says(COMMIT), check=says(COMMIT))
 
 
 @pytest.mark.timeout(240)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.core import half_topic_backend
 from tests.core.half.test_half_lanes import drop_lane, lanes, listed, open_lane
+from tests.failing import replace_method
 from txnbridge import Bridge, Decision, TxnBridgeError, connect, plugins
 from txnbridge._base.deadline import Deadline
 from txnbridge._half import lane as half_lane
@@ -162,7 +163,7 @@ _turns: dict[int, threading.Lock] = {}
 
 
 @pytest.fixture(autouse=True)
-def _gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _gates(monkeypatch: pytest.MonkeyPatch, with_timing: Callable[..., None]) -> Iterator[None]:
     commit = Lane._commit
 
     def gated(self: Lane, sends: Any, deadline: Any) -> None:
@@ -174,7 +175,7 @@ def _gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             actor.gate()
 
     monkeypatch.setattr(Lane, "_commit", gated)
-    monkeypatch.setattr(half_lane, "_TRIM_SECONDS", 0.0)
+    with_timing(lane_trim=0.0)
     with plugins.registered(half_topic_backend):
         yield
 
@@ -203,49 +204,32 @@ def test_in_random_worlds_each_work_done_has_its_message_once(tmp_path: Path, se
     assert not [found for seed in seeds if (found := wrong(tmp_path / str(seed), seed))]
 
 
-def _no_fence(patch: pytest.MonkeyPatch) -> None:
+def _no_fence(open: Any, self: Writers, deadline: Deadline) -> None:
     """Open lanes without fencing the holder before."""
-    real = Writers.open
-
-    def open(self: Writers, deadline: Deadline) -> None:
-        self._identity = replace(self._identity, owned=False)
-        real(self, deadline)
-
-    patch.setattr(Writers, "open", open)
+    self._identity = replace(self._identity, owned=False)
+    open(self, deadline)
 
 
-def _trim_at_once(patch: pytest.MonkeyPatch) -> None:
+def _trim_at_once(_: Any, self: Lane, deadline: Deadline) -> None:
     """Remove all records up to the end, whether their halves are done or not."""
-
-    def remove(self: Lane, deadline: Deadline) -> None:
-        _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
-        self._trim(end, deadline)
-
-    patch.setattr(Lane, "remove_old", remove)
+    _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
+    self._trim(end, deadline)
 
 
-def _forgets_done(patch: pytest.MonkeyPatch) -> None:
+def _forgets_done(commit: Any, self: Lane, sends: Any, deadline: Any) -> None:
     """Store the end of a half in another transaction than its messages."""
-    real = Lane._commit
-
-    def commit(self: Lane, sends: Any, deadline: Any) -> None:
-        sends = list(sends)
-        if len(sends) > 1 and {send[0] for send in sends} != {self.topic}:
-            real(self, sends[:-1], deadline)
-            real(self, sends[-1:], deadline)
-        else:
-            real(self, sends, deadline)
-
-    patch.setattr(Lane, "_commit", commit)
+    sends = list(sends)
+    apart = len(sends) > 1 and {send[0] for send in sends} != {self.topic}
+    for part in (sends[:-1], sends[-1:]) if apart else (sends,):
+        commit(self, part, deadline)
 
 
-RULES = [_no_fence, _trim_at_once, _forgets_done]
+RULES = [(Writers, "open", _no_fence), (Lane, "remove_old", _trim_at_once), (Lane, "_commit", _forgets_done)]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.strip("_"))
-def test_without_a_rule_some_world_goes_wrong(tmp_path: Path, rule: Callable[[Any], None]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        rule(patch)
-        assert any(wrong(tmp_path / str(seed), seed) for seed in range(60))
+@pytest.mark.parametrize(("owner", "name", "by"), RULES)
+def test_without_a_rule_some_world_goes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner, name, by) -> None:
+    replace_method(monkeypatch, owner, name, by)
+    assert any(wrong(tmp_path / str(seed), seed) for seed in range(60))

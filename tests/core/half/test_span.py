@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -19,28 +19,36 @@ from txnbridge_embedded.read.ordered import OrderedReader
 from txnbridge_embedded.write.writer import PreparingWriter
 
 import txnbridge
-from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import EACH, answer_calls, fail_call, note_calls, on_call, raising
+from tests.core.half.ends import EndedBridge, Ends, failing
+from tests.core.half.span_programs import Pair, copy_all, send_one
+from tests.failing import EACH, fail_call, note_calls, on_call, raising
 from tests.in_time import Hold, wait_until
+from tests.inside import connection_of
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
-from txnbridge._admin import Admin
+from txnbridge._base.timing import Timing
 from txnbridge._base.token import State
 from txnbridge._half.half_messages import HalfMessages
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import SpanSweep, digest, mark
 from txnbridge._metrics import Metrics
 from txnbridge.spi import Deadline, OpenTransaction
+from txnbridge.testing import Child
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
 
 
 @pytest.fixture
-def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Bridge, Bridge]]:
+def ends() -> Ends:
+    return Ends()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest, ends: Ends) -> Iterator[tuple[Any, Any]]:
     like = getattr(request, "param", "")
     with txnbridge.connect(f"embedded:{tmp_path}/a.db{like}") as a, txnbridge.connect(f"embedded:{tmp_path}/b.db") as b:
         a.ensure_topics("t")
         b.ensure_topics("t")
-        yield a, b
+        yield EndedBridge(a, ends), EndedBridge(b, ends)
 
 
 def values(pair: tuple[Bridge, Bridge]) -> list[list[bytes]]:
@@ -80,39 +88,31 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
     assert open_ones(pair) == []
 
 
-def timeout_of(bridge: Bridge, token: object, timeout: float = 30) -> float:
-    return timeout
-
-
 @pytest.mark.parametrize("name", ["commit", "abort"])
-def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch, name):
-    times = note_calls(monkeypatch, Bridge, name, timeout_of)
+def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch, ends, name):
     if name == "abort":
         fail_call(monkeypatch, HalfMessages, "transaction", AWAY, EACH)
     with suppress(txnbridge.BrokerUnavailable), spanning(*pair, timeout=20) as span:
         send(span, pair, b"1")
-    assert len(times) == 2 and max(times) <= 20
+    assert len(ends.timeouts[name]) == 2 and max(ends.timeouts[name]) <= 20
 
 
-def test_a_decision_that_took_all_the_time_leaves_some_for_the_other_parts(pair, monkeypatch):
-    commit, times = Bridge.commit, list[float]()
-
-    def commit_slowly(self: Bridge, token: str | txnbridge.Token, timeout: float = 30) -> Outcome:
-        times.append(timeout)
-        outcome = commit(self, token, timeout)
-        if len(times) == 1:
-            time.sleep(timeout)
+def test_a_decision_that_took_all_the_time_leaves_some_for_the_other_parts(pair, ends):
+    def slowly(number: int, commit: Callable[[], Outcome]) -> Outcome:
+        outcome = commit()
+        time.sleep(0 if number else 0.5)
         return outcome
 
-    monkeypatch.setattr(Bridge, "commit", commit_slowly)
+    ends.by["commit"] = slowly
     with spanning(*pair, timeout=0.5) as span:
         send(span, pair, b"1")
-    assert times[0] <= 0.5 and times[1] > 1
+    first, second = ends.timeouts["commit"]
+    assert first <= 0.5 and second > 1
 
 
 @pytest.mark.parametrize("decided", [True, False])
-def test_a_lost_answer_of_the_decision_is_found_later(pair, monkeypatch, decided):
-    fail_call(monkeypatch, Bridge, "commit", LOST, happens=decided)
+def test_a_lost_answer_of_the_decision_is_found_later(pair, ends, decided):
+    ends.by["commit"] = failing(LOST, 0, happens=decided)
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.UNKNOWN
@@ -125,15 +125,10 @@ AWAY = txnbridge.BrokerUnavailable("a test says so")
 LOST = errors.OutcomeUnknown("the answer is lost")
 
 
-def no_checks(*_: object) -> list[object]:
-    time.sleep(0.1)
-    return []
-
-
-@pytest.mark.parametrize("checks", [EmbeddedHalves.checks, no_checks])
-def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch, quick_sweep, checks):
-    monkeypatch.setattr(EmbeddedHalves, "checks", checks)  # the next check-back may be minutes away
-    fail_call(monkeypatch, Bridge, "commit", AWAY, 1)
+@pytest.mark.parametrize("first_check", [Timing.first_check, 3600.0])
+def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, ends, quick_sweep, with_timing, first_check):
+    with_timing(first_check=first_check)
+    ends.by["commit"] = failing(AWAY, 1)
     with spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.COMMITTED
@@ -142,11 +137,11 @@ def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, monkeypatch,
 
 @pytest.mark.parametrize("away", ["here", "everywhere"])
 def test_a_part_that_is_still_prepared_at_half_of_its_hold_is_warned_of_once(
-    pair, monkeypatch, quick_sweep, caplog, away
+    pair, monkeypatch, ends, quick_sweep, caplog, away
 ):
-    fail_call(monkeypatch, Bridge, "commit", AWAY, range(1, 1000))
-    if away == "everywhere":
-        monkeypatch.setattr(Admin, "transactions", raising(AWAY))
+    ends.by["commit"] = failing(AWAY, *range(1, 1000))
+    for each in pair if away == "everywhere" else ():
+        each.admin = SimpleNamespace(transactions=raising(AWAY))
     with spanning(*pair, hold=600) as span:
         send(span, pair, b"1")
     sweeps = note_calls(monkeypatch, SpanSweep, "sweep")
@@ -165,8 +160,8 @@ def test_a_part_that_is_still_prepared_at_half_of_its_hold_is_warned_of_once(
     assert 0 in healthy.values()
 
 
-def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, quick_sweep):
-    fail_call(monkeypatch, Bridge, "abort", AWAY, 1)
+def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, ends, quick_sweep):
+    ends.by["abort"] = failing(AWAY, 1)
     fail_call(monkeypatch, HalfMessages, "transaction", AWAY, EACH)
     with pytest.raises(txnbridge.BrokerUnavailable), spanning(*pair) as span:
         send(span, pair, b"1")
@@ -183,17 +178,19 @@ def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_la
     wait_until(lambda: open_ones(pair) == [])
 
 
-def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, caplog):
-    commit = Bridge.commit
+def abort_part(bridge: Any) -> Any:
+    """Let an administrator abort a part right before a commit."""
 
-    def abort_the_other(self: Bridge, token: str | txnbridge.Token, timeout: float | None = None) -> Outcome:
-        monkeypatch.undo()
-        other = pair[self is pair[0]]
-        (left,) = other.admin.transactions()
-        other.admin.abort(left.transaction, reason="by hand")
-        return commit(self, token)
+    def end(number: int, commit: Callable[[], Outcome]) -> Outcome:
+        for left in bridge.admin.transactions():
+            bridge.admin.abort(left.transaction, reason="by hand")
+        return commit()
 
-    monkeypatch.setattr(Bridge, "commit", abort_the_other)
+    return end
+
+
+def test_a_part_that_an_administrator_has_aborted_is_told(pair, ends, caplog):
+    ends.by["commit"] = abort_part(pair[1])
     with caplog.at_level(logging.ERROR, "txnbridge"), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.COMMITTED
@@ -201,8 +198,8 @@ def test_a_part_that_an_administrator_has_aborted_is_told(pair, monkeypatch, cap
     assert sorted(values(pair)) == [[], [b"1"]]
 
 
-def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, monkeypatch):
-    on_call(monkeypatch, Bridge, "commit", lambda bridge, token, timeout: bridge.abort(token))
+def test_a_part_that_was_aborted_before_the_decision_aborts_all(pair, ends):
+    ends.by["commit"] = abort_part(pair[0])
     with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
@@ -342,7 +339,7 @@ def test_another_bridge_to_the_same_cluster_may_be_closed_in_the_block(pair):
     assert values(pair) == [[b"1"], [b"1"]]
 
 
-def with_input(pair: tuple[Bridge, Bridge]) -> tuple[Bridge, Bridge]:
+def with_input(pair: tuple[Any, Any]) -> tuple[Any, Any]:
     pair[0].ensure_topics("in")
     with pair[0].transaction() as txn:
         txn.send_many("in", [b"1", b"2", b"3"])
@@ -398,7 +395,7 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
     assert open_ones(pair) == []
 
 
-def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
+def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch, ends):
     a, b = with_input(pair)
 
     def stop(_: object, deadline: Deadline) -> None:
@@ -406,10 +403,9 @@ def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch):
         wait_until(lambda: deadline.left() <= 20)
 
     on_call(monkeypatch, PreparingWriter, "prepare", stop)
-    times = note_calls(monkeypatch, Bridge, "commit", timeout_of)
     processor = a.processor("in", group="g", each=move, to=b, timeout=60, stop_timeout=20)
     processor.run(until_idle=True)
-    assert 0 < times[0] <= 20
+    assert 0 < ends.timeouts["commit"][0] <= 20
 
 
 def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
@@ -440,7 +436,7 @@ def test_behind_a_committed_pass_nothing_is_read_twice(pair, monkeypatch):
 @ON_BOTH
 def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, monkeypatch):
     a, b = with_input(pair)
-    fail_call(monkeypatch, a, "commit", AWAY)
+    fail_call(monkeypatch, a.bridge, "commit", AWAY)
     a.processor("in", group="g", each=move, to=b).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]
@@ -455,67 +451,71 @@ def test_a_pass_that_failed_is_repeated_before_later_messages(pair, monkeypatch)
 
 
 @ON_BOTH
-def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, monkeypatch):
+def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, ends):
     a, b = with_input(pair)
-    fail_call(monkeypatch, Bridge, "commit", errors.OutcomeUnknown("a test says so"))
+    ends.by["commit"] = failing(LOST, 0)
     a.processor("in", group="g", each=move, to=b, max_messages=1, timeout=1).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]
 
 
-def die_before_the_record(pair: tuple[Bridge, Bridge], aborted: int = 0) -> None:
-    """Leave parts of a span prepared, as a process does that dies before the record, with so many `aborted`."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        fail_call(patch, Bridge, "abort", KeyboardInterrupt(), aborted)
-        patch.setattr(HalfMessages, "transaction", raising(KeyboardInterrupt()))
-        patch.setattr(SpanSweep, "sweep", lambda self: None)  # its own one may come first on a slow machine
-        with txnbridge.connect(pair[0].url) as a, txnbridge.connect(pair[1].url) as b:
-            with spanning(a, b, timeout=0.5) as span:
-                send(span, (a, b), b"1")
+def die_before_the_record(pair: tuple[Bridge, Bridge]) -> None:
+    """Leave parts of a span prepared, as a process does that dies before the record."""
+    with Child(send_one, (pair[0].url, pair[1].url), kill="half.store/before") as dead:
+        dead.stopped()
 
 
 @pytest.mark.parametrize("aborted", [0, 1])
-def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair, monkeypatch, quick_sweep, aborted):
-    die_before_the_record(pair, aborted)
-    fail_call(monkeypatch, Bridge, "abort", AWAY, 1 - aborted)
+def test_a_part_that_the_sweep_cannot_abort_now_is_aborted_by_the_next_one(pair, ends, quick_sweep, aborted):
+    die_before_the_record(pair)
+    for left in pair[1].admin.transactions()[:aborted]:
+        pair[1].admin.abort(left.transaction, reason="a test says so")
+    ends.by["abort"] = failing(AWAY, 1 - aborted)
     with spanning(*pair):
         pass
     wait_until(lambda: open_ones(pair) == [])
 
 
-def test_a_sweep_without_a_bridge_to_each_broker_leaves_all_parts_to_another_one(pair, monkeypatch):
+def test_a_sweep_without_a_bridge_to_each_broker_leaves_all_parts_to_another_one(pair, with_timing):
     die_before_the_record(pair)
-    monkeypatch.setattr("txnbridge._half.span_sweep.time", SimpleNamespace(time=lambda: time.time() + 90))
-    sweep = sweep_of(pair)
-    monkeypatch.setattr(sweep, "_bridges", lambda: {pair[0].cluster: pair[0]})  # a program closes one after the other
+    with_timing(sweep_margin=-3600.0)
+    bridges = {bridge.cluster: bridge for bridge in pair}
+    sweep = SpanSweep(connection_of(pair[0]), digest(" ".join(sorted(bridges))), lambda: bridges)
+    del bridges[pair[1].cluster]  # a program closes one after the other
     sweep.sweep()
     assert len(open_ones(pair)) == 2
 
 
+def listing(pair: tuple[Any, Any], transactions: Callable[[], list[OpenTransaction]]) -> list[str]:
+    """Let both brokers list these transactions; return the list of those that are aborted."""
+    aborted: list[str] = []
+    for each in pair:
+        each.admin = SimpleNamespace(transactions=transactions, abort=lambda name, reason: aborted.append(name))
+    return aborted
+
+
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("ended", [True, False])
-def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair, monkeypatch, ended, named):
+def test_an_open_part_is_aborted_when_its_process_can_no_longer_prepare_it(pair, ended, named):
     clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
     until = time.time() + (-90 if ended else 90)
     left = OpenTransaction("t", "open", prepares_until=int(until * 1000))
     if named:
         left = OpenTransaction(f"t{mark(f'{clusters}-x', 1, until)}", "open")
-    answer_calls(monkeypatch, Admin, "transactions", [left])
-    aborted = answer_calls(monkeypatch, Admin, "abort")
+    aborted = listing(pair, lambda: [left])
     sweep_of(pair).sweep()
-    assert {name for _, name in aborted} == ({left.transaction} if ended else set())
+    assert {*aborted} == ({left.transaction} if ended else set())
 
 
 def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, monkeypatch):
     clock = [1_000.0]
 
-    def look_for_long(self: Admin) -> list[OpenTransaction]:
+    def look_for_long() -> list[OpenTransaction]:
         clock[0] += 100  # meanwhile the process prepares the part, and commits the part that decides
         return [OpenTransaction("t", "open", prepares_until=1_010_000)]
 
     monkeypatch.setattr("txnbridge._half.span_sweep.time", SimpleNamespace(time=lambda: clock[0]))
-    monkeypatch.setattr(Admin, "transactions", look_for_long)
-    aborted = answer_calls(monkeypatch, Admin, "abort")
+    aborted = listing(pair, look_for_long)
     sweep_of(pair).sweep()
     assert aborted == []
 
@@ -523,26 +523,25 @@ def test_an_open_part_is_due_by_the_time_at_which_the_look_at_it_began(pair, mon
 @pytest.mark.parametrize(
     ("row", "decision", "listed"), [("-x", Decision.ABORT, False), (".row", Decision.COMMIT, True)]
 )
-def test_an_open_part_that_was_prepared_since_the_look_is_not_aborted(pair, monkeypatch, row, decision, listed):
+def test_an_open_part_that_was_prepared_since_the_look_is_not_aborted(pair, row, decision, listed):
     clusters = digest(" ".join(sorted(bridge.cluster for bridge in pair)))
     left = OpenTransaction(f"t{mark(f'{clusters}{row}', 1, time.time() - 90)}", "open")
     looks = count()
-    monkeypatch.setattr(Admin, "transactions", lambda self: [left] if listed or next(looks) < 2 else [])
-    aborted = answer_calls(monkeypatch, Admin, "abort")
-    sweep = sweep_of(pair)
-    answer_calls(monkeypatch, sweep, "_settle", decision)
-    sweep.sweep()
+    aborted = listing(pair, lambda: [left] if listed or next(looks) < 2 else [])
+    bridges = {bridge.cluster: bridge for bridge in pair}
+    SpanSweep(connection_of(pair[0]), clusters, lambda: bridges, settle=lambda *_: decision).sweep()
     assert aborted == []
 
 
-def test_a_sweep_that_hangs_is_left_to_itself_when_its_time_is_over(pair, monkeypatch, quick_sweep, caplog):
+def test_a_sweep_that_hangs_is_left_to_itself_when_its_time_is_over(pair, quick_sweep, caplog):
     runs, go_on = threading.Event(), threading.Event()
 
-    def hang(_: SpanSweep) -> None:
+    def hang() -> list[OpenTransaction]:
         runs.set()
         go_on.wait()
+        return []
 
-    monkeypatch.setattr(SpanSweep, "sweep", hang)
+    listing(pair, hang)
     sweep = sweep_of(pair)
     sweep.start()
     assert runs.wait(60)

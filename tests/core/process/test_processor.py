@@ -43,7 +43,7 @@ class Committed:
 
 class MemoryWriter(ToyWriter):
     def __init__(self, broker: MemoryBroker) -> None:
-        super().__init__()
+        super().__init__(broker.acts)
         self.broker = broker
         self.raises = broker.raises
 
@@ -52,6 +52,12 @@ class MemoryWriter(ToyWriter):
         self.id = begin.transaction
         self.sent, self.acked = [], []
         self.broker.begun += 1
+
+    def store(self, deadline: spi.Deadline) -> None:
+        if ("out", b"large") in Committed(self).sent:
+            error = errors.DeliveryFailed("larger than max.message.bytes")
+            error.permanent = True
+            raise error
 
     def commit(self, deadline: spi.Deadline) -> None:
         super().commit(deadline)
@@ -99,7 +105,7 @@ class MemoryBroker(ToyBroker):
     ) -> spi.Reader:
         if "missing" in subscription.topics:
             raise errors.NotFound("there is no topic 'missing'")
-        reader = MemoryReader(subscription, listener)
+        reader = MemoryReader(subscription, listener, self.acts)
         reader.raises = self.poll_raises
         reader.unassigned_polls = self.unassigned_polls
         reader.feed(*self.values)
@@ -369,9 +375,9 @@ def test_a_processor_stops_with_the_handlers_error_after_retry_for_seconds(room)
     assert room.broker.committed == []
 
 
-def test_a_processor_whose_broker_does_not_tell_the_lag_goes_on_as_long_as_it_commits(room, monkeypatch):
+def test_a_processor_whose_broker_does_not_tell_the_lag_goes_on_as_long_as_it_commits(room):
     room.feed(b"0", b"1", b"2")
-    monkeypatch.setattr(ToyReader, "lag", raising(errors.BrokerUnavailable("a test says so")))
+    room.broker.acts["lag"] = raising(errors.BrokerUnavailable("a test says so"))
     with pytest.raises(errors.BrokerUnavailable):
         room.run(each=copy, max_messages=1, retry_for=0)
     assert room.broker.sent == [b"0", b"1", b"2"] and not room.waits
@@ -817,14 +823,7 @@ def test_a_call_longer_than_the_transaction_is_a_failure_of_its_message(room, ba
 
 
 @pytest.mark.parametrize("handler", [{"each": copy}, {"batch": copy_batch}], ids=["each", "batch"])
-def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room, handler, monkeypatch):
-    def refuse(writer: MemoryWriter, deadline: spi.Deadline) -> None:
-        if ("out", b"large") in Committed(writer).sent:
-            error = errors.DeliveryFailed("larger than max.message.bytes")
-            error.permanent = True
-            raise error
-
-    monkeypatch.setattr(MemoryWriter, "store", refuse)
+def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room, handler):
     room.feed(b"0", b"1", b"large", b"3")
     room.run(**handler, max_attempts=2, dead_letter="dead")
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"large"])

@@ -383,10 +383,10 @@ def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_pol
 
 
 @pytest.mark.parametrize("value", [b"due", b"new"])
-def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(bridge, monkeypatch, value):
+def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(bridge, monkeypatch, with_timing, value):
     feed(bridge, b"new")
     put_waiting(bridge, b"due", NEVER)
-    monkeypatch.setattr(_processor_inputs, "_IDLE_POLL_SECONDS", 0.0)
+    with_timing(idle_poll=0.0)
     inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
     found: list[bytes | None] = []
 

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.core.toy import ToyBackend, ToyReader, ToyWriter, connect_toy
-from tests.failing import EACH, fail_call, on_call
+from tests.core.toy import ToyBackend, ToyReader, connect_toy
+from tests.failing import on_call, raising
 from tests.in_time import Hold, wait_until
 from txnbridge import Capability, Consumer, Message, Outcome, State, Status, TokenState, Topic, codecs, errors
 from txnbridge.spi import NO_HEADERS, absent
@@ -316,27 +317,29 @@ def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room
     assert values(room.consumer.poll(1)) == [b"0"]
 
 
-def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_back_is_tried_again_until_it_succeeds(room: Room) -> None:
     room.ack(room.consumer.poll(3), abort=True)
-    fail_call(monkeypatch, room.reader, "seek", errors.BrokerUnavailable("away"))
+    room.reader.acts["seek"] = raising(errors.BrokerUnavailable("away"))
     with pytest.raises(errors.BrokerUnavailable):
         room.consumer.poll()
+    room.reader.acts.clear()
     assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
 
 
-def test_a_failed_seek_that_moves_a_reader_without_a_group_skips_nothing(room: Room, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_seek_that_moves_a_reader_without_a_group_skips_nothing(room: Room) -> None:
     with room.bridge.consumer("t") as consumer:
         reader = room.broker.readers[1]
 
-        def move_and_fail(at: Any) -> None:
-            ToyReader.seek(reader, at)
+        def move_and_fail() -> None:
+            reader.next[P] = 3
             raise errors.BrokerUnavailable("away")
 
         reader.feed(b"0", b"1", b"2", b"3")
         assert values(consumer.poll(1)) == [b"0"]
-        with monkeypatch.context() as patch, pytest.raises(errors.BrokerUnavailable):
-            patch.setattr(reader, "seek", move_and_fail)
+        reader.acts["seek"] = move_and_fail
+        with pytest.raises(errors.BrokerUnavailable):
             consumer.seek({P: (3,)})
+        reader.acts.clear()
         assert consumer.positions() == {P: (1,)}
         assert values(consumer.poll()) == [b"1", b"2", b"3"]
 
@@ -427,9 +430,8 @@ def test_columns_are_for_readers_without_a_group(room: Room) -> None:
 
 
 @pytest.mark.parametrize("close", [lambda room: room.consumer.close(0.1), lambda room: room.bridge.close()])
-def test_closing_waits_for_the_commit_of_its_acknowledgements_no_longer_than_its_own_timeout(room, monkeypatch, close):
-    hold = Hold()
-    monkeypatch.setattr(ToyWriter, "commit", hold)
+def test_closing_waits_for_the_commit_of_its_acknowledgements_no_longer_than_its_own_timeout(room, close):
+    hold = room.broker.acts["commit"] = Hold()
     txn = room.bridge.transaction(timeout=60)
     txn.ack(room.consumer.poll())
     with hold.asked_by(txn.commit):
@@ -438,14 +440,8 @@ def test_closing_waits_for_the_commit_of_its_acknowledgements_no_longer_than_its
     txn.abort()
 
 
-def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room, monkeypatch):
-    hold = Hold()
-
-    def send(*given: object) -> None:
-        with pytest.raises(errors.BrokerUnavailable):
-            hold()
-
-    monkeypatch.setattr(ToyWriter, "send", send)
+def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room):
+    hold = room.broker.acts["send"] = Hold(bool)
     txn = room.bridge.transaction(timeout=60)
     txn.ack(room.consumer.poll())
     with hold.asked_by(lambda: txn.send("t", b"1")):
@@ -455,10 +451,9 @@ def test_a_transaction_whose_consumer_is_closed_during_a_send_cannot_commit(room
     txn.abort()
 
 
-def test_a_poll_that_outlasts_its_bridge_is_the_last_one(room, monkeypatch, with_timing):
+def test_a_poll_that_outlasts_its_bridge_is_the_last_one(room, with_timing):
     with_timing(closing_polls=0.0)
-    hold = Hold(room.reader.poll)
-    monkeypatch.setattr(room.reader, "poll", hold)
+    hold = room.reader.acts["poll"] = Hold(bool)
     with hold.asked_by(room.consumer.poll):
         room.bridge.close()
     wait_until(lambda: room.reader.calls.count("close") == 1)
@@ -484,18 +479,19 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
 
 
 @pytest.mark.parametrize("left", ["leaves", "cannot leave"])
-def test_an_exception_of_another_library_closes_the_consumer(room, monkeypatch, left):
+def test_an_exception_of_another_library_closes_the_consumer(room, left):
     with pytest.raises(errors.Conflict), room.bridge.transaction() as txn:
         txn.ack(room.consumer.poll(1))
-        fail_call(monkeypatch, room.reader, "poll", KeyboardInterrupt)
+        room.reader.acts["poll"] = raising(KeyboardInterrupt)
         if left != "leaves":
-            fail_call(monkeypatch, room.reader, "close", errors.BrokerUnavailable("away"), EACH)
+            room.reader.acts["close"] = raising(errors.BrokerUnavailable("away"))
         with pytest.raises(KeyboardInterrupt):
             room.consumer.poll(10)
     assert (txn.outcome, room.reader.calls.count("close")) == (Outcome.ABORTED, left == "leaves")
     with pytest.raises(errors.InvalidState, match="was interrupted in the middle of a call; open another"):
         room.consumer.poll()
     room.consumer.close()
+    room.reader.acts.clear()
     assert values(room.bridge.consumer("t", "g").poll(timeout=0)) == []  # the bridge goes on
 
 
@@ -509,17 +505,11 @@ def test_a_call_with_wrong_arguments_closes_no_consumer_and_fails_no_transaction
     assert txn.outcome is Outcome.COMMITTED
 
 
-def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumers = [room.bridge.consumer("t", "g") for _ in range(2)]
-    together, closed = threading.Barrier(3), []
-
-    def close(reader: ToyReader, deadline: object) -> None:
-        together.wait(60)  # which one after the other would never pass
-        closed.append(reader)
-
-    monkeypatch.setattr(ToyReader, "close", close)
+def test_consumers_are_closed_side_by_side(room: Room) -> None:
+    consumers = [room.consumer, *(room.bridge.consumer("t", "g") for _ in range(2))]
+    room.broker.acts["close"] = partial(threading.Barrier(len(consumers)).wait, 60)  # one after the other never pass it
     room.bridge.close()
-    wait_until(lambda: len(closed) == len(consumers) + 1)
+    wait_until(lambda: all("close" in reader.calls for reader in room.broker.readers))
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])

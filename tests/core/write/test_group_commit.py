@@ -11,27 +11,25 @@ from typing import Any
 
 import pytest
 
-from tests.core.toy import SlowWriter, ToyBroker, ToyWriter, connect_toy
+from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
 from tests.failing import EACH, fail_call
 from tests.in_time import wait_until
 from tests.inside import broker_of, group_commit_of, writers_of
 from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
-from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import recorded
 
 
 @pytest.fixture(autouse=True)
-def _gathering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy gathers transactions, and every topic but "nowhere" counts as known."""
-    monkeypatch.setattr(ToyBroker, "group_commit", True)
-    monkeypatch.setattr(_group_commit.GroupCommit, "takes", lambda _, topic, partition: topic != "nowhere")
+def _known_topics(with_timing: Callable[..., None]) -> None:
+    with_timing(topic_taken=float("inf"))
 
 
 @contextmanager
 def opened(*writers: ToyWriter, timeout: float = 60, **options: Any) -> Iterator[tuple[Bridge, ToyBroker]]:
     """A bridge that gathers every transaction, with these writers."""
-    bridge, broker = connect_toy(timeout=timeout, **{"group_commit": True, **options})
+    backend = ToyBackend(group_commit=True)
+    bridge, broker = connect_toy(backend, timeout=timeout, **{"group_commit": True, **options})
     broker.writers = list(writers)
     broker.open_writers = lambda *given: list(writers)  # type: ignore[method-assign]
     with bridge:
@@ -239,7 +237,8 @@ def test_a_member_whose_batch_is_on_its_way_has_its_true_outcome_after_an_interr
     assert (txn.token is not None) is (outcome is Outcome.UNKNOWN)
 
 
-def test_a_message_that_send_refuses_is_refused_at_once(bridge: Bridge, writer: ToyWriter) -> None:
+def test_a_message_that_send_refuses_is_refused_at_once(bridge: Bridge, writer: ToyWriter, with_timing) -> None:
+    with_timing(topic_taken=0.0)
     writer.raises["send"] = [errors.NotFound("no such topic")]
     with bridge.transaction() as txn:
         with pytest.raises(errors.NotFound):
@@ -302,7 +301,7 @@ def test_an_unfinished_gathered_transaction_is_forgotten(bridge: Bridge, writer:
         assert writer.calls == ["begin", "abort"]
 
 
-def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(with_timing: Callable[..., None]) -> None:
     before = threading.enumerate()
 
     def threads() -> list[threading.Thread]:
@@ -312,7 +311,7 @@ def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(monkeypatch: py
         work(bridge, b"1")
         assert len(threads()) == 1
     wait_until(lambda: not threads())
-    monkeypatch.setattr(_group_commit, "_IDLE_SECONDS", 0.01)
+    with_timing(group_idle=0.01)
     with opened(ToyWriter()) as (bridge, _):
         for _ in range(2):
             assert work(bridge, b"1").outcome is Outcome.COMMITTED
@@ -325,8 +324,7 @@ def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, m
     assert values(writer) == [b"1"]
 
 
-def test_group_commit_is_refused_where_it_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyBroker, "group_commit", False)
+def test_group_commit_is_refused_where_it_is_not_proven() -> None:
     with pytest.raises(errors.NotSupported, match="group_commit"):
         connect_toy(group_commit=True)
     with pytest.raises(errors.InvalidOption, match="group_commit"):

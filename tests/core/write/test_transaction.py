@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
-from tests.failing import fail_call, note_calls, raising
+from tests.failing import note_calls, raising
 from tests.in_time import Hold, wait_until, within
 from tests.inside import connection_of, queued, writers_of
 from txnbridge import Bridge, Decision, Event, Outcome, State, Status, TokenState, Topic, Transaction, codecs, errors
@@ -259,10 +259,8 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
 
 
 @pytest.mark.parametrize("group_commit", [False, True])
-def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one_within_its_deadline(monkeypatch, group_commit):
-    monkeypatch.setattr(ToyBroker, "group_commit", group_commit)
-    monkeypatch.setattr(ToyWriter, "abort", lambda writer, deadline: writer.calls.append(deadline.seconds))
-    bridge, broker = connect_toy(writers=1)
+def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one_within_its_deadline(group_commit):
+    bridge, broker = connect_toy(ToyBackend(group_commit=group_commit), writers=1)
     txn = bridge.transaction()
     with pytest.warns(ResourceWarning, match="left unfinished"):
         del txn
@@ -271,19 +269,18 @@ def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one_within_i
     assert writer.calls == ["begin"]
     with bridge.transaction(timeout=7):
         pass
-    assert writer.calls == ["begin", 7, "begin", "commit"]
+    assert (writer.calls, writer.abort_seconds) == (["begin", "abort", "begin", "commit"], 7)
     bridge.close()
 
 
 def test_a_writer_made_for_preparing_is_closed_if_it_does_not_begin_or_its_transaction_is_left_unfinished(
-    bridge: Bridge, broker: ToyBroker, writer: ToyWriter, monkeypatch: pytest.MonkeyPatch
+    bridge: Bridge, broker: ToyBroker, writer: ToyWriter
 ) -> None:
-    made = ToyWriter()
-    made.raises["begin"] = [BrokerUnavailable("gone")]
-    with monkeypatch.context() as patch:
-        patch.setattr(broker, "prepare_writer", lambda *given: made)
-        with pytest.raises(BrokerUnavailable):
-            bridge.transaction(prepare=True)
+    broker.acts["begin"] = raising(BrokerUnavailable("gone"))
+    with pytest.raises(BrokerUnavailable):
+        bridge.transaction(prepare=True)
+    broker.acts.clear()
+    made = broker.writers[-1]
     txn = bridge.transaction(prepare=True)
     with pytest.warns(ResourceWarning, match="left unfinished"):
         del txn
@@ -291,7 +288,7 @@ def test_a_writer_made_for_preparing_is_closed_if_it_does_not_begin_or_its_trans
     for _ in range(2):
         with bridge.transaction():
             pass
-    assert made.calls == ["begin", "close"]
+    assert made.calls == ["close"]
     assert broker.writers[-1].calls == ["begin", "abort", "close"]
     assert writer.calls == ["begin", "commit"] * 2
 
@@ -480,17 +477,16 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     return found
 
 
-@pytest.mark.parametrize("at", ["the option", "the broker", "the writers"])
-def test_a_bridge_that_does_not_open_lets_go_of_where_its_logs_are_kept(elsewhere, monkeypatch, at):
+@pytest.mark.parametrize("at", ["option", "open", "open_writers"])
+def test_a_bridge_that_does_not_open_lets_go_of_where_its_logs_are_kept(elsewhere, at):
     options: dict[str, Any] = {"transactional_id": "billing", "decision_log": "elsewhere:"}
-    if at == "the broker":
-        fail_call(monkeypatch, ToyBackend, "open", BrokerUnavailable("away"))
-    elif at == "the writers":
-        fail_call(monkeypatch, ToyBroker, "open_writers", BrokerUnavailable("away"))
-    else:
+    backend = ToyBackend()
+    if at == "option":
         options["toy"] = {"no-such": 1}
+    else:
+        backend.acts[at] = raising(BrokerUnavailable("away"))
     with pytest.raises((BrokerUnavailable, InvalidOption)):
-        connect_toy(**options)
+        connect_toy(backend, **options)
     assert elsewhere.closed == 1
 
 
@@ -516,10 +512,9 @@ def test_opening_an_id_opens_all_its_writers(bridge: Bridge, broker: ToyBroker) 
     assert broker.identities[0].owned and "pid" in broker.identities[0].host
 
 
-def test_a_wait_for_writers_that_another_thread_opens_ends_at_the_deadline(monkeypatch):
+def test_a_wait_for_writers_that_another_thread_opens_ends_at_the_deadline():
     bridge, broker = connect_toy(timeout=60)
-    hold = Hold(broker.open_writers)
-    monkeypatch.setattr(broker, "open_writers", hold)
+    hold = broker.acts["open_writers"] = Hold(bool)
     with bridge, hold.asked_by(lambda: bridge.transaction().abort()):
         with within(0.1), pytest.raises(errors.DeadlineExceeded, match="another thread"):
             bridge.transaction(timeout=0.1)
