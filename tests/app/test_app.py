@@ -16,7 +16,6 @@ import pytest
 
 from tests.in_time import wait_until, within
 from txnbridge import App, InvalidOption, InvalidState, Outgoing, Poison, Router, connect
-from txnbridge._app import app as app_module
 
 
 def send(bridge, *values: bytes, topic: str = "in") -> None:
@@ -26,9 +25,6 @@ def send(bridge, *values: bytes, topic: str = "in") -> None:
 
 def values(bridge, topic="out") -> list[bytes]:
     return [message.value for message in bridge.read(topic, 100)]
-
-
-# --- one start, one stop ----------------------------------------------------------------------------------------------
 
 
 def test_functions_work_side_by_side_until_the_end_of_the_block_again_and_again(bridge):
@@ -208,9 +204,6 @@ def test_a_signal_lets_an_app_finish_and_a_second_signal_does_not(bridge, url, t
     assert values(bridge) == shipped
 
 
-# --- the end of asynchronous functions -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_stop_cancels_an_asynchronous_function_and_aborts_its_transaction(bridge, caught):
     app = App(stop_timeout=3)
@@ -251,9 +244,6 @@ def test_a_function_that_cancels_itself_has_failed_like_any_other(bridge):
     send(bridge, b"1")
     app.run(until_idle=True)
     assert attempts == [b"1", b"1"]
-
-
-# --- routers and lifespans --------------------------------------------------------------------------------------------
 
 
 def test_lifespans_are_open_while_their_functions_run(bridge):
@@ -323,8 +313,7 @@ def test_a_lifespan_that_fails_ends_the_start_and_closes_what_is_open(bridge):
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_an_error_of_a_background_function_ends_the_app_or_is_followed_by_a_restart(bridge, monkeypatch, restart):
-    monkeypatch.setattr(app_module, "_RESTART_SECONDS", 0.01)
+def test_an_error_of_a_background_function_ends_the_app_or_is_followed_by_a_restart(bridge, restart):
     calls: list[str] = []
 
     async def refresh(what: str) -> None:

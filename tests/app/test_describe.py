@@ -188,10 +188,9 @@ bridge = None
 """
 
 
-def test_the_command_describes_an_app_of_a_module(tmp_path, monkeypatch):
+def test_the_command_describes_an_app_of_a_module(tmp_path, monkeypatch, own_path):
     (tmp_path / "described.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     results = [CliRunner().invoke(main, ["app", "describe", "described:app", *more]) for more in ([], ["--json"])]
     refused = CliRunner().invoke(main, ["app", "describe", "described:bridge"])
     sys.modules.pop("described")

@@ -353,25 +353,26 @@ def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_an
     assert not exists(first)
 
 
-def test_a_worker_that_hangs_is_neither_alive_nor_ready(supervised, monkeypatch):
+def test_a_worker_that_hangs_is_neither_alive_nor_ready(supervised):
     supervisor, worker = supervised
     worker.start()
     worker._told = {"ready": True}
     assert (supervisor.alive().status, supervisor.ready().status) == (200, 200)
-    monkeypatch.setattr(_supervisor, "_SILENT_SECONDS", 0.0)
+    worker._heard -= 3600
     assert (supervisor.alive().status, supervisor.ready().status) == (503, 503)
 
 
-def test_a_worker_that_cannot_be_started_again_is_tried_later(supervised, monkeypatch):
-    supervisor, worker = supervised
+def test_a_worker_that_cannot_be_started_again_is_tried_later(tmp_path):
+    program = tmp_path / "python"
+    supervisor = WorkerSupervisor([str(program), "-c", "import time; time.sleep(600)"], 1, stop_timeout=0.1)
+    (worker,) = supervisor._workers
     open_files = os.listdir("/dev/fd")
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", raising(BlockingIOError("a test says so")))
-        supervisor._start_again(worker)
+    supervisor._start_again(worker)
     assert worker.start_at is not None and not worker.runs
     assert os.listdir("/dev/fd") == open_files
-
+    program.symlink_to(sys.executable)
     look_until(supervisor, lambda: worker.runs)
+    worker.kill()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -413,9 +414,10 @@ def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
     assert "died (signal 35); it is started again in 0.5 s" in service.log.read_text()
 
 
-def test_run_until_idle_stays_in_its_own_process_and_tells_what_each_function_did(folder, url, orders, monkeypatch):
+def test_run_until_idle_stays_in_its_own_process_and_tells_what_each_function_did(
+    folder, url, orders, monkeypatch, own_path
+):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delenv("TXNBRIDGE_URL")
     orders(b"1", b"2")
     result = CliRunner().invoke(main, ["run", "shop:app", "--until-idle", "--json", "--url", url])
@@ -437,9 +439,8 @@ def test_run_until_idle_stays_in_its_own_process_and_tells_what_each_function_di
         (["shop:app", "--health-port", "0", "--health-host", "a" * 64], "--health-host is no name of a host"),
     ],
 )
-def test_wrong_options_are_refused(folder, monkeypatch, arguments, sentence):
+def test_wrong_options_are_refused(folder, monkeypatch, own_path, arguments, sentence):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     result = CliRunner().invoke(main, ["run", *arguments])
     sys.modules.pop("shop")
     assert result.exit_code == 2

@@ -40,27 +40,23 @@ for name in ('kafka', 'pulsar', 'rocketmq'): d.down(name)"""
     assert end.returncode == 0
 
 
-def answer_for(monkeypatch, *kinds):
-    for kind in kinds:
-        monkeypatch.setitem(commands._ANSWERING, kind, lambda url: 2)
+def start_toys(monkeypatch, kind, module, name):
+    monkeypatch.setattr(module, f"fetch_{kind}", lambda version, bar: None)
+    monkeypatch.setattr(module, name, lambda folder, **asked: Toy(folder=folder))
+    monkeypatch.setitem(commands._ANSWERING, kind, lambda url: 2)
 
 
 @pytest.fixture
 def toy_for_kafka(monkeypatch):
     """Let the command line start a toy broker, so that tests cover the command line alone."""
-    monkeypatch.setattr(_kafka, "fetch_kafka", lambda version, bar: None)
-    monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **asked: Toy(folder=folder))
-    answer_for(monkeypatch, "kafka")
+    start_toys(monkeypatch, "kafka", _kafka, "KafkaProcess")
 
 
 @pytest.fixture
 def toys(toy_for_kafka, monkeypatch):
     """Let the command line start toy brokers for all brokers."""
-    monkeypatch.setattr(_pulsar, "fetch_pulsar", lambda version, bar: None)
-    monkeypatch.setattr(_pulsar, "PulsarProcess", lambda folder, **asked: Toy(folder=folder))
-    monkeypatch.setattr(_rocketmq, "fetch_rocketmq", lambda version, bar: None)
-    monkeypatch.setattr(_rocketmq, "RocketMQ", lambda folder, **asked: Toy(folder=folder))
-    answer_for(monkeypatch, "pulsar", "rocketmq")
+    start_toys(monkeypatch, "pulsar", _pulsar, "PulsarProcess")
+    start_toys(monkeypatch, "rocketmq", _rocketmq, "RocketMQ")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from tests.cli.conftest import Invoke, started
 from tests.core.half.span_programs import Pair, copy_all
 from tests.failing import EACH, fail_call, on_call
 from tests.in_time import wait_until
-from txnbridge._half.half_messages import HalfMessages
 from txnbridge.cli import main
 from txnbridge.testing import Child
 
@@ -55,26 +54,29 @@ def test_every_part_of_every_message_is_copied(invoke: Invoke, urls: tuple[str, 
     assert "no topic of" in invoke("copy", urls[1], "--topics", "nosuch*", "--url", urls[0]).stderr
 
 
-def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, monkeypatch, quick_sweep):
+def copy_in_child(*arguments: str) -> None:
+    main(arguments, standalone_mode=False)
+
+
+def die(*copy: str, at: str) -> None:
+    with Child(copy_in_child, *copy, kill=at) as dead:
+        dead.stopped()
+
+
+def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, quick_sweep):
     copy = "copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0], "--timeout", "5"
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
         with source.transaction() as txn:
             txn.send("orders", b"1")
-        at_source = lambda bridge, *_: bridge.url == source.url  # noqa: E731
-        fail_call(monkeypatch, txnbridge.Bridge, "commit", KeyboardInterrupt, EACH, when=at_source)  # it has decided
-        assert invoke(*copy).exit_code != 0
-        monkeypatch.undo()
+        die(*copy, at="resolve/after")
         assert len(source.admin.transactions()) == 1
         again = invoke(*copy)
         assert again.exit_code == 0 and source.admin.transactions() == []
         assert "waiting for the end of another copy's transactions: 1" in again.stderr
         with source.transaction() as txn:
             txn.send("orders", b"2")
-        fail_call(monkeypatch, HalfMessages, "transaction", KeyboardInterrupt, EACH)  # it has prepared
-        fail_call(monkeypatch, txnbridge.Bridge, "abort", KeyboardInterrupt, EACH, when=lambda b, *_: not at_source(b))
-        assert invoke(*copy).exit_code != 0
-        monkeypatch.undo()
+        die(*copy, at="half.store/before")
         assert len(target.admin.transactions()) == 1
         assert invoke(*copy).exit_code == 0 and target.admin.transactions() == []
 
@@ -131,25 +133,20 @@ def test_two_copies_of_one_group_share_the_work_and_copy_everything_once(urls: t
         assert everything(target, "orders") == everything(source, "orders")
 
 
-def copy_in_child(*arguments: str) -> None:
-    main(arguments, standalone_mode=False)
-
-
 @pytest.mark.parametrize("at", ["half.store/before", "resolve/after"])
 def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(invoke, urls, quick_sweep, at):
     copy = "copy", urls[1], "--topics", "orders", "--url", urls[0], "--timeout", "3"
     patch = pytest.MonkeyPatch()
 
-    def die(*_: object) -> None:
+    def let_another_die(*_: object) -> None:
         patch.undo()
-        with Child(copy_in_child, *copy, kill=at) as dead:
-            dead.stopped()
+        die(*copy, at=at)
 
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
         with source.transaction() as txn:
             txn.send("orders", b"1")
-        on_call(patch, txnbridge.Processor, "run", die)
+        on_call(patch, txnbridge.Processor, "run", let_another_die)
         copied = invoke(*copy, "--until-idle")
         assert copied.exit_code == 0 and source.admin.transactions() == [] == target.admin.transactions()
         assert [message.value for message in target.read("orders", 9)] == [b"1"]

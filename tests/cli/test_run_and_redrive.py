@@ -51,13 +51,12 @@ processor = shop.shipping(bridge)
 
 
 @pytest.fixture
-def shop(tmp_path, monkeypatch) -> Iterator[Path]:
+def shop(tmp_path, monkeypatch, own_path) -> Iterator[Path]:
     """The current folder, with a program in it."""
     folder = tmp_path / "program"
     folder.mkdir()
     (folder / "shop.py").write_text(SHOP)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", sys.path.copy())
     for name in ("shop", "ready", "broken"):  # other tests have modules of these names
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield folder
@@ -175,9 +174,6 @@ def test_a_signal_stops_run_gently_and_a_second_signal_at_once(url, bridge, shop
     run = subprocess.run(command, cwd=shop, env=os.environ | {"TXNBRIDGE_URL": url}, timeout=60)
     assert run.returncode == code
     assert values(bridge, "shipments") == shipped
-
-
-# --- redrive ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,14 +37,12 @@ from txnbridge_conformance.run.processes import Process, RunFailed
 from txnbridge_conformance.run.settling import Settling, acknowledged
 from txnbridge_conformance.run.verdict import Verdict, judge
 from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, finish, own, watch
-from txnbridge_embedded.admin.admin import EmbeddedAdmin
-from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.conformance import broken
-from tests.conformance.broken import scheme_of
+from tests.conformance.broken import Broken, around, backend_of, scheme_of
 from tests.failing import answer_calls, raising
-from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
+from txnbridge import BrokerUnavailable, Event, Headers, Message, connect, hookimpl, plugins
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
 from txnbridge.spi import Advice, Status, Token, TokenState
@@ -53,6 +52,19 @@ ROOT = Path(__file__).parents[2]
 
 # A run has a dozen processes, so that two at once would only slow each other down.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("conformance-runs")]
+
+
+@pytest.fixture
+def on_broken(tmp_path: Path) -> Iterator[Callable[[type[Broken]], str]]:
+    """Return a function that makes a broken broker, and returns its URL."""
+    with ExitStack() as registered:
+
+        def make(broker: type[Broken]) -> str:
+            plugin = SimpleNamespace(txnbridge_backends=hookimpl(lambda: [backend_of(broker)]))
+            registered.enter_context(plugins.registered(plugin))
+            return f"{scheme_of(broker)}:{tmp_path / 'broker.db'}"
+
+        yield make
 
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -421,15 +433,15 @@ def test_an_owner_works_in_two_threads_until_a_transaction_fails(tmp_path, monke
 
 
 @pytest.mark.parametrize("lie", ["stale", "guessed"])
-def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_path, monkeypatch):
-    sound, known = EmbeddedBroker.status, dict[str, Status]()
+def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_path, on_broken):
+    known = dict[str, Status]()
 
-    def status(self: EmbeddedBroker, token: Token, *more: Any) -> Status:
-        now = Status(TokenState.ABORTED) if lie == "guessed" else sound(self, token, *more)
-        return known.setdefault(token.transaction, now)
+    class Lies(Broken):
+        def status(self, token: Token, *more: Any) -> Status:
+            now = Status(TokenState.ABORTED) if lie == "guessed" else self.inner.status(token, *more)
+            return known.setdefault(token.transaction, now)
 
-    monkeypatch.setattr(EmbeddedBroker, "status", status)
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+    plan = Plan(on_broken(Lies), "a", 1, 1.0, str(tmp_path))
     with closing(Recorder(tmp_path / "finish0-1.jsonl", "finish0-1", "c")) as recorder:
         client = Client(plan, "finish0-1", recorder, random.Random(1))
         with connect(plan.url, create_topics=3) as bridge:
@@ -499,11 +511,14 @@ def test_a_reader_that_stalls_although_there_is_more_to_read_is_found(tmp_path, 
             run.transact(bridge, run.single(plan.named("left")))
 
 
-def test_the_end_of_a_run_tells_the_settings_and_waits_for_markers_that_a_killed_broker_left_out(tmp_path, monkeypatch):
+def test_the_end_of_a_run_tells_the_settings_and_waits_for_markers_that_a_killed_broker_left_out(tmp_path, on_broken):
     hanging = Advice("problem", "transaction a", "hangs in txnbridge-run-a-left[0]", "transactions repair a")
     answers, worked = [[hanging], [hanging], [hanging], []], list[str]()
-    monkeypatch.setattr(EmbeddedAdmin, "check", lambda *_: answers.pop(0) if worked else [])
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path), workloads=("decisions",))
+
+    class Hangs(Broken):
+        Administering = around(check=lambda *_: answers.pop(0) if worked else [])
+
+    plan = Plan(on_broken(Hangs), "a", 1, 1.0, str(tmp_path), workloads=("decisions",))
     with closing(Hunt(plan, worked.append, None, None, clients=False)) as hunted, hunted.topics() as bridge:
         hunted.work(bridge)
         hunted.settle()
@@ -548,18 +563,25 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
         assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []
 
 
-def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(EmbeddedAdmin, "delete_topic", raising(BrokerUnavailable("away")))
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path), workloads=["decisions"])
+def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, on_broken, caplog):
+    class DeletesNothing(Broken):
+        Administering = around(delete_topic=raising(BrokerUnavailable("away")))
+
+    plan = Plan(on_broken(DeletesNothing), "a", 1, 60, str(tmp_path), workloads=["decisions"])
     with closing(Hunt(plan, print, None, None, False)) as hunted, hunted.topics():
         pass
     assert {f"the topic {topic} is left: away" for topic in plan.all_topics} <= set(caplog.messages)
 
 
-def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, monkeypatch):
-    create, left = EmbeddedAdmin.create_topic, iter((1, 1, 0))
-    monkeypatch.setattr(EmbeddedAdmin, "create_topic", lambda *a, **more: 1 / next(left) and create(*a, **more))
-    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path))
+def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, on_broken):
+    left = iter((1, 1, 0))
+
+    class CreatesTwo(Broken):
+        Administering = around(
+            create_topic=lambda inner, *given, **more: 1 / next(left) and inner.create_topic(*given, **more)
+        )
+
+    plan = Plan(on_broken(CreatesTwo), "a", 1, 60, str(tmp_path))
     with closing(Hunt(plan, print, None, None, False)) as hunted, pytest.raises(ZeroDivisionError):
         hunted.topics().__enter__()
     with connect(plan.url) as bridge:
