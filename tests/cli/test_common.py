@@ -228,9 +228,6 @@ def test_a_secret_in_the_url_never_shows(place, more, invoke):
     assert "hunter2" not in result.output
 
 
-# --- the list of commands ------------------------------------------------------------------------------------------
-
-
 def leaves(command: click.Command | None, path: str) -> list[tuple[str, click.Command]]:
     assert command is not None and command.name is not None and path.endswith(command.name)
     if not isinstance(command, click.Group):
@@ -288,9 +285,6 @@ def test_help_loads_no_command_and_nothing_heavy():
     assert {"txnbridge.cli.demo"} <= loaded_after(["demo", "--help"])  # so it would be seen
 
 
-# --- plug-ins ------------------------------------------------------------------------------------------------------
-
-
 @click.command("greet")
 @json_and_debug
 def greet(as_json):
@@ -346,9 +340,6 @@ def test_a_plug_in_whose_commands_fail_takes_nothing_else_down(monkeypatch, invo
     assert result.exit_code == 0
     assert all(f"  {name} " in result.stdout for name in COMMANDS)
     assert [str(error) for error in plugins.failed.values()] == ["half installed"]
-
-
-# --- the output ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("args", [["capabilities"], ["capabilities", "--json"]], ids=" ".join)

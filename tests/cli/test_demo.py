@@ -150,8 +150,6 @@ def test_a_signal_ends_all_its_processes(tmp_path, interruptible, moment, proces
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-# --- on brokers that break a promise -------------------------------------------------------------------------------
-
 # A plug-in that stands in front of the embedded broker, under its name, and breaks one promise.
 BROKEN_BROKER = """
 import os

@@ -132,8 +132,6 @@ def test_a_healthy_broker_is_healthy(invoke, bridge):
     assert result.stdout
 
 
-# --- capabilities --------------------------------------------------------------------------------------------------
-
 SOME = {
     Capability.FENCING: absent("nobody is shut out", "https://example.org/7"),
     Capability.CONFLICT: emulated("by a decision log"),

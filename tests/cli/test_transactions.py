@@ -24,9 +24,6 @@ def values(bridge):
     return [message.value for message in bridge.read("orders", 10)]
 
 
-# --- status --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("end", "word", "code"), [("commit", "committed", 0), ("abort", "aborted", 5)])
 def test_status_tells_each_state_by_word_and_code_and_changes_nothing(invoke, bridge, prepared, end, word, code):
     token = str(prepared.token)
@@ -57,9 +54,6 @@ def test_a_token_of_another_broker_is_refused(refused, prepared, tmp_path):
     other = f"embedded:{tmp_path}/other.db"
     txnbridge.connect(other).close()
     assert "belongs to cluster" in refused("status", str(prepared.token), "--url", other)
-
-
-# --- list and describe ---------------------------------------------------------------------------------------------
 
 
 def test_open_transactions_are_listed(invoke, prepared):
@@ -97,9 +91,6 @@ def test_describe_shows_the_fields_of_a_transaction(invoke, bridge, prepared, mo
     assert shown["transaction"] == prepared.id
     assert (shown["state"], shown["partitions"], shown["owner"]) == ("prepared", "orders[0]", "\\x1b[2J")
     assert txnbridge.Token.parse(shown["token"]).transaction == prepared.id
-
-
-# --- commit and abort ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["id", "token"])

@@ -165,9 +165,6 @@ def test_no_heads_in_any_order_are_an_error_to_kafka(heads):
             conversation.answer(head[:4])
 
 
-# --- Pulsar -----------------------------------------------------------------------------------------------------------
-
-
 def command(kind: int, *fields: tuple[int, _protocols.Value]) -> bytes:
     return sized_head(encode([(1, kind), (kind, encode(fields))]))
 

@@ -27,9 +27,6 @@ def values(bridge: Bridge) -> list[object]:
     return [message.value for message in bridge.read("orders", limit=100)]
 
 
-# --- fixtures -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("_", range(2))
 def test_each_test_gets_a_fresh_bridge(bridge: Bridge, _: int) -> None:
     send(bridge, b"1")
@@ -71,9 +68,6 @@ def test_the_kit_needs_no_pytest() -> None:
     assert "bridge_url" not in run.stdout
 
 
-# --- listening ------------------------------------------------------------------------------------------------------
-
-
 def test_events_of_bridges_opened_inside_are_recorded(bridge_url: str) -> None:
     heard: list[str] = []
     with recorded() as events, testing.listening(lambda event: heard.append(event.name)):
@@ -83,9 +77,6 @@ def test_events_of_bridges_opened_inside_are_recorded(bridge_url: str) -> None:
         send(outside, b"2")
     assert [f"{event.name}/{event.phase}" for event in events].count("commit/after") == 1
     assert heard == [event.name for event in events]
-
-
-# --- lost answers ---------------------------------------------------------------------------------------------------
 
 
 def test_next_commit_concerns_only_one_commit(bridge: Bridge) -> None:
@@ -117,9 +108,6 @@ def test_a_block_without_a_commit_is_an_error_and_leaves_nothing_behind(bridge: 
 def test_an_error_in_the_block_is_not_hidden(bridge: Bridge) -> None:
     with pytest.raises(ZeroDivisionError), next_commit(bridge, Outcome.UNKNOWN):
         1 / 0  # noqa: B018
-
-
-# --- children -------------------------------------------------------------------------------------------------------
 
 
 def commit_and_tell(url: str, *contents: bytes) -> str:
@@ -237,9 +225,6 @@ def test_plugins_that_are_modules_are_registered_in_the_child(bridge_url: str, b
     with plugins.registered(sys.modules[__name__]), Child(commit_and_tell, bridge_url, b"1") as child:
         child.result()
     assert bridge.read("orders", limit=1)[0].headers == {"process": str(child.pid)}
-
-
-# --- the walk -------------------------------------------------------------------------------------------------------
 
 
 def send_once(url: str) -> None:

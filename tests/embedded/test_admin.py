@@ -100,9 +100,6 @@ def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_docto
     assert rows(broker, "SELECT * FROM garbage") == []
 
 
-# --- retention -------------------------------------------------------------------------------------------------------
-
-
 def trim(broker, name="orders"):
     """Remove what is too much, and return in how many pieces."""
     connection = broker.store.connect()
@@ -193,9 +190,6 @@ def test_a_deleted_partition_is_not_trimmed(broker, clock):
     broker.admin.delete_topic("orders", Deadline(5))
     assert retention.trim(broker.store, connection, topic, Deadline(5))
     connection.close()
-
-
-# --- the doctor ------------------------------------------------------------------------------------------------------
 
 
 def findings(broker, level):

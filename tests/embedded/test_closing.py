@@ -174,9 +174,6 @@ def test_leaving_a_group_and_closing_do_not_wait_for_a_file_that_another_process
         assert time.monotonic() - before < 60  # and not all of the bridge's timeout
 
 
-# --- decision logs ----------------------------------------------------------------------------------------------------
-
-
 class Kept(MemoryLog):
     """The log of a broker that drops records by age, so that a thread stays with the log; `closed` counts."""
 

@@ -23,9 +23,6 @@ def sound(broker: EmbeddedBroker) -> bool:
     return kit.rows(broker, "PRAGMA integrity_check") == [("ok",)]
 
 
-# --- kill -9 at random instants --------------------------------------------------------------------------------------
-
-
 def commit_until_killed(path, topic):
     """Transactions of all sizes, each number told once it is committed; every fifth is aborted instead."""
     broker = kit.open_broker(path, spill_bytes=20_000, create_topics=3)
@@ -106,9 +103,6 @@ def left_over(child):
 @pytest.mark.parametrize("kills", [20, pytest.param(3000, marks=pytest.mark.full)])
 def test_no_confirmed_transaction_is_lost_and_none_is_half_there_after_kills(path, kills):
     kill_at_random(path, kills)
-
-
-# --- kill -9 before every statement that SQLite gets -----------------------------------------------------------------
 
 
 def do_everything(path, last):
@@ -260,9 +254,6 @@ def test_a_process_may_die_before_any_statement(tmp_path, step):
     assert count > 150
     for number in range(random.randrange(1, step + 1), count + 1, step):
         assert "statements" not in kill_before_statement(tmp_path, number)
-
-
-# --- a full disk -----------------------------------------------------------------------------------------------------
 
 
 def fill(writer, topic, size):

@@ -169,9 +169,6 @@ def test_a_transaction_into_a_file_that_was_removed_moved_or_replaced_is_aborted
         writer.commit(Deadline(5))
 
 
-# --- rights ----------------------------------------------------------------------------------------------------------
-
-
 def open_as_nobody(path):
     """Open and commit as a user who owns nothing here (a superuser is refused nothing)."""
     if os.geteuid() == 0:
@@ -216,8 +213,6 @@ def test_a_shared_file_can_be_used_by_another_user(reachable):
     with Child(open_as_nobody, path) as child:
         assert child.result() is None
 
-
-# --- mounts ----------------------------------------------------------------------------------------------------------
 
 MOUNTS = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -266,9 +261,6 @@ def test_the_check_of_mounts_is_part_of_opening(opened, path, monkeypatch):
 def test_an_sqlite_that_is_too_old_is_refused():
     with pytest.raises(errors.BackendMissing, match=r"needs SQLite 3\.35.*has 3\.31\.1"):
         files.check_sqlite((3, 31, 1))
-
-
-# --- SQLite's errors -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,6 @@ def position(broker, group=GROUP):
     return next
 
 
-# --- acknowledging ---------------------------------------------------------------------------------------------------
-
-
 def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
     writer = kit.open_writer(broker)
     kit.commit(writer, "orders", b"0")
@@ -52,9 +49,6 @@ def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
     member.ack(*member.take(2))
     assert position(broker) == 4
     assert member.reader.lag(Deadline(10)) == {ORDERS: 0}
-
-
-# --- delivering again ------------------------------------------------------------------------------------------------
 
 
 def test_a_message_given_back_comes_again_at_once_with_its_deliveries_counted(broker, join):
@@ -105,9 +99,6 @@ def test_seeking_to_a_time_leaves_acknowledged_messages_out(broker, join):
     assert numbers(member.take(2)) == [103, 105]
 
 
-# --- prepared transactions that acknowledge ---------------------------------------------------------------------------
-
-
 def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_each(broker, join):
     member, messages = begun(broker, join, 6, 6)
     for token in [member.reserve(messages[0]), member.reserve(messages[3], messages[4])]:
@@ -126,9 +117,6 @@ def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join, c
     writer.prepare(Deadline(10))
     clock.ahead = 3_600_000
     assert numbers(member.take(3)) == [0, 1, 2]
-
-
-# --- starting --------------------------------------------------------------------------------------------------------
 
 
 def test_a_group_that_starts_at_the_latest_misses_nothing_from_its_first_member_on(broker, join):
@@ -193,9 +181,6 @@ def test_a_message_that_was_given_back_and_is_gone_raises_position_lost(broker, 
     member.reader.nack({ORDERS: [(3,)]})
     with pytest.raises(PositionLost, match="is 3"):
         member.poll()
-
-
-# --- sharing partitions ----------------------------------------------------------------------------------------------
 
 
 def test_a_partition_leaves_only_after_its_owner_was_asked(broker, join):

@@ -119,9 +119,6 @@ def test_the_writer_learns_when_its_prepared_transaction_was_committed_elsewhere
         writer.abort(Deadline(5))
 
 
-# --- when a step fails -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("happens", [True, False])
 def test_a_prepare_that_failed_in_the_middle_is_looked_up(broker, happens):
     writer = open_preparing(broker)

@@ -70,9 +70,6 @@ def test_opening_a_file_that_is_locked_against_readers_ends_at_its_deadline(open
     assert opened().cluster
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
-
-
 def wait_until_somebody_waits(path):
     """Return when somebody holds the turn, which is the sign that it waits for the lock."""
     descriptor = os.open(f"{path}-turn", os.O_RDONLY)
@@ -121,9 +118,6 @@ def test_a_paused_process_that_holds_the_turn_holds_no_writer_up(broker, path):
     commit(open_writer(broker), "orders", b"1")  # it has a deadline
     os.close(descriptor)
     assert values(broker, "orders") == [b"1"]
-
-
-# --- the log ---------------------------------------------------------------------------------------------------------
 
 
 def log_bytes(path: Path) -> int:
@@ -201,9 +195,6 @@ def test_a_log_that_cannot_be_copied_keeps_everything(broker):
     connection.set_progress_handler(None, 1)
     assert interrupted
     assert [value[:2] for value in values(broker, "orders")] == [b"%02d" % number for number in range(20)]
-
-
-# --- durability ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("durability", "synchronous"), [("full", 2), ("survives-process-kill-only", 1)])

@@ -21,9 +21,6 @@ from txnbridge.testing import tell
 LEASE = 0.6  # seconds: short for the test's sake, and still many times what a renewal takes
 
 
-# --- one member that is stopped --------------------------------------------------------------------------------------
-
-
 def go_on(path: Path) -> Path:
     """The file whose appearance tells `hold` to go on."""
     return path.with_suffix(".go-on")
@@ -117,9 +114,6 @@ def test_a_reader_that_is_dropped_without_a_close_loses_its_lease(opened):
     connection.close()
 
 
-# --- dying at each step ----------------------------------------------------------------------------------------------
-
-
 def with_orders(path: Path) -> str:
     """The URL of a new broker with four orders in two partitions."""
     broker = kit.open_broker(path)
@@ -154,9 +148,6 @@ def serve(url: str) -> None:
         tell("serving")
         while True:
             consumer.poll(1, timeout=0.05)
-
-
-# --- many members, all of them unreliable ----------------------------------------------------------------------------
 
 
 def consume(url: str, sharing: str, seed: int) -> None:

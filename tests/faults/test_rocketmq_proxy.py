@@ -26,9 +26,6 @@ LONG = 30.0
 SHORT = 0.5
 
 
-# --- headers ----------------------------------------------------------------------------------------------------------
-
-
 def head(code: int, opaque: int, flag: int = 0) -> bytes:
     data = frame(code, opaque, flag)
     return data[4 : 8 + int.from_bytes(data[4:8], "big")]
@@ -73,9 +70,6 @@ def test_no_heads_in_any_order_are_an_error(heads):
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"code":1e999,"opaque":1,"flag":0}', b'{"code":"x"}', b"{}"])
 def test_a_malformed_header_is_no_kind_of_request(content):
     assert RocketMQConversation().request(struct.pack(">i", len(content)) + content).kind == -1
-
-
-# --- addresses --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [1, 9, 100, None], ids=str)
@@ -128,8 +122,6 @@ def test_headers_that_are_not_json_pass_untouched():
     with behind_a_proxy(reply) as client:
         assert client.brokers(LONG) == {}
 
-
-# --- a real one -------------------------------------------------------------------------------------------------------
 
 real = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 

@@ -123,9 +123,6 @@ def configs(admin, topic):
     return {entry.name: entry.value for entry in admin.describe_configs([resource])[resource].result().values()}
 
 
-# --- the contract ---------------------------------------------------------------------------------------------------
-
-
 class TestTrimming(ExactTrimming):
     pass
 
@@ -150,9 +147,6 @@ def test_a_record_that_the_broker_refuses_is_not_stored(kafka_broker, admin, log
         append(log, b"x" * 2000)
     append(log, b"small")
     assert read(log) == [((0,), b"small")]
-
-
-# --- its topic ------------------------------------------------------------------------------------------------------
 
 
 def test_the_topic_keeps_everything(log, admin, topic):
@@ -187,9 +181,6 @@ def test_a_topic_that_would_lose_records_is_refused_by_name(kafka_broker, admin,
     ((setting, _),) = config.items()
     with pytest.raises(InvalidOption, match=rf"(?s){topic}.*{setting.replace('_', '.')}=.*kafka-configs\.sh"):
         open_log(kafka_broker.url, name)
-
-
-# --- offsets without a record ---------------------------------------------------------------------------------------
 
 
 def end_a_transaction_in(topic, url, *, commit, records):
@@ -230,9 +221,6 @@ def test_a_gap_in_a_topic_that_is_compacted_by_now_is_not_passed_over(kafka_brok
 def wait_for_end(log, position):
     """The end of a transaction is written after its producer was told of it."""
     wait_until(lambda: log.end(Deadline(30)) == position)
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_reading_that_is_never_short_of_records_ends_at_its_deadline_too(log):
@@ -305,9 +293,6 @@ def test_a_log_outlives_kill_9_of_its_broker(start_kafka, opened):
     assert [position[0] for position in found] == list(range(len(found)))
 
 
-# --- a topic that is not the same any more --------------------------------------------------------------------------
-
-
 def delete(admin, topic):
     admin.delete_topics([topic])[topic].result()
     wait_until(lambda: topic not in admin.list_topics(timeout=10).topics)
@@ -334,8 +319,6 @@ def answers(log):
     return True
 
 
-# --- a forked child -------------------------------------------------------------------------------------------------
-
 FORKING = """
 import gc, os, sys
 from tests.kafka.test_decision_log import append, open_log, read
@@ -355,9 +338,6 @@ assert len(read(log)) == 2
 
 def test_a_forked_child_forgets_the_parents_clients_and_the_parent_goes_on(kafka_broker, name):
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, kafka_broker.url, name], check=True, timeout=60)
-
-
-# --- rights ---------------------------------------------------------------------------------------------------------
 
 
 def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_group(guarded, name, topic):  # noqa: F811
@@ -392,9 +372,6 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
         read(log)
     log.close()
     admins.close()
-
-
-# --- several nodes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

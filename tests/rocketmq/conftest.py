@@ -108,9 +108,6 @@ def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return give
 
 
-# --- what the conformance suite asks for ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def txnbridge_url(rocketmq_broker: brokers.RocketMQ) -> str:
     return rocketmq_broker.url

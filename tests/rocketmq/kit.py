@@ -68,8 +68,6 @@ def binary_frame(
     return around(head + struct.pack(">i", len(packed)) + packed, body, kind=1)
 
 
-# --- stored records ---------------------------------------------------------------------------------------------------
-
 SHORT_TOPIC, LONG_TOPIC = -626843481, -626843477
 
 
@@ -108,9 +106,6 @@ def batched(body: bytes, properties: str) -> bytes:
 
 def pairs(**properties: str) -> str:
     return "".join(f"{name}\x01{value}\x02" for name, value in properties.items())
-
-
-# --- a broker ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -238,8 +233,6 @@ def becomes_true(true: Callable[[], bool], seconds: float = 90) -> bool:
     return True
 
 
-# --- a real broker ----------------------------------------------------------------------------------------------------
-
 BROKER = "broker-1"
 LONG = 30.0
 
@@ -271,9 +264,6 @@ def one_user(root: Credentials) -> dict[str, str]:
         "initAuthenticationUser": json.dumps({"username": root.access_key, "password": root.secret_key}),
         "innerClientAuthenticationCredentials": json.dumps(user),
     }
-
-
-# --- parts of the backend, without a bridge ---------------------------------------------------------------------------
 
 
 def settings_for(url: str, **given: Any) -> RocketMQSettings:

@@ -59,9 +59,6 @@ def new_topic(client: RemotingClient, queues: int = 1) -> str:
     return name
 
 
-# --- messages -----------------------------------------------------------------------------------------------------
-
-
 def publish(client: RemotingClient, topic: str, *values: bytes, queue: int = 0, **more: Any) -> None:
     """Send messages without a transaction."""
     for value in values:
@@ -83,9 +80,6 @@ def commit(client: RemotingClient, half: HalfAddress, times: int = 1) -> None:
     """Commit a half, several times if asked: each commit publishes it."""
     for _ in range(times):
         client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
-
-
-# --- readers ------------------------------------------------------------------------------------------------------
 
 
 class Member(Polling):

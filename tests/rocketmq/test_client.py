@@ -76,9 +76,6 @@ def client(cluster) -> Iterator[RemotingClient]:
         yield client
 
 
-# --- finding brokers --------------------------------------------------------------------------------------------------
-
-
 def test_a_broker_is_found_by_its_name_and_asked_for_once(cluster, client):
     assert [client.call("a", echo(), LONG) for _ in range(3)] == ["done"] * 3
     assert len(cluster.names) == 1
@@ -161,9 +158,6 @@ def test_a_wrong_address_of_a_name_server_is_refused(addresses):
         RemotingClient(addresses)
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_client_repeats_no_request_by_itself(cluster, client):
     with pytest.raises(errors.ErrorResponse, match="PCBUSY") as caught:
         client.call("a", echo(2), LONG)
@@ -204,9 +198,6 @@ def test_closing_a_client_ends_waiting_calls_and_every_thread(cluster):
     with pytest.raises(errors.RemotingError, match="closed"):
         client.call("a", echo(), LONG)
     assert our_threads(before) == []
-
-
-# --- membership -------------------------------------------------------------------------------------------------------
 
 
 def test_a_member_that_joins_is_known_to_every_broker_when_the_call_returns(cluster, client):
@@ -254,8 +245,6 @@ def test_joining_fails_if_no_broker_can_be_told(cluster, client):
     with pytest.raises(errors.Unreachable):
         client.join(SHOP, LONG)
 
-
-# --- questions --------------------------------------------------------------------------------------------------------
 
 HALF = stored(b"hello", "orders", pairs(UNIQ_KEY="AB", PGROUP="shop", REAL_TOPIC="orders"))
 ASKED = {"tranStateTableOffset": "9", "commitLogOffset": "4711", "transactionId": "AB", "bname": "a"}

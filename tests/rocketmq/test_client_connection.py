@@ -46,9 +46,6 @@ def peer(broker, connection):
     return broker.peer()
 
 
-# --- connecting -------------------------------------------------------------------------------------------------------
-
-
 def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(broker, monkeypatch):
     host, port = broker.address.split(":")
     lacking = (250, socket.SOCK_STREAM, 0, "", ("::1", 1))  # as IPv6 on a host without it
@@ -71,9 +68,6 @@ def test_a_connection_without_a_thread_is_closed_and_counts_as_unreachable(broke
     with pytest.raises(errors.Unreachable, match="can't start new thread"):
         RemotingConnection(broker.address, LONG)
     assert opened.fileno() == -1
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 def test_answers_belong_to_their_requests_in_any_order(connection, peer):
@@ -146,9 +140,6 @@ def test_errors_survive_pickling(error):
     assert type(copy) is type(error) and str(copy) == str(error) and copy.__dict__ == error.__dict__
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_call_ends_by_its_time_and_may_have_had_effect(connection, peer):
     with within(SHORT), pytest.raises(errors.ResponseTimeout, match="did not answer") as caught:
         connection.call(echo(), SHORT)
@@ -214,9 +205,6 @@ def test_a_connection_that_has_fallen_silent_is_given_up(broker):
         other.result()
     assert caught.value.may_have_had_effect
     connection.close()
-
-
-# --- loss -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_address_where_nobody_listens_is_unreachable():
@@ -316,9 +304,6 @@ def test_every_call_ends_once_and_makes_room_whatever_a_broker_does(deeds):
         assert connection._waiting == {}
         assert connection._slots.left == 2
         connection.close()
-
-
-# --- callbacks and questions ------------------------------------------------------------------------------------------
 
 
 def test_callbacks_are_called_once_whenever_they_are_added(connection, peer):

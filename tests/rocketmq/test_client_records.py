@@ -75,9 +75,6 @@ def test_a_record_with_properties_that_are_no_text_is_shown():
     assert record.properties["own"].encode("utf-8", "surrogateescape") == b"x\xff"
 
 
-# --- compressed bodies ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [0, ZLIB])
 @pytest.mark.parametrize("compress", [zlib.compress, gzip.compress])
 def test_a_body_compressed_by_zlib_or_gzip_is_unpacked(kind, compress):
@@ -107,9 +104,6 @@ def test_a_body_that_is_not_what_it_says_is_refused(body):
         record.payload()
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_is_taken_apart_each_message_at_its_own_offset():
     inner = batched(b"one", pairs(KEYS="a")) + batched(b"two", pairs(KEYS="b"))
     flag = SystemFlag.INNER_BATCH | SystemFlag.NEEDS_UNWRAPPING
@@ -128,9 +122,6 @@ def test_a_batch_of_anything_is_read_or_refused(body):
     (record,) = decode_records(stored(body, system_flag=SystemFlag.INNER_BATCH | SystemFlag.NEEDS_UNWRAPPING))
     with contextlib.suppress(ProtocolViolation):
         list(unwrap(record))
-
-
-# --- what is no record ------------------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=200))
@@ -159,9 +150,6 @@ def test_a_record_with_any_byte_changed_is_read_or_refused(data):
 def test_a_record_of_an_impossible_size_neither_loops_nor_allocates(size):
     with pytest.raises(ProtocolViolation):
         decode_records(struct.pack(">i", size) + bytes(100))
-
-
-# --- properties and addresses -----------------------------------------------------------------------------------------
 
 
 @given(st.dictionaries(names, names, max_size=6))

@@ -152,9 +152,6 @@ def test_a_group_that_brokers_do_not_take_is_refused(group):
         send_requests.send(send_requests.WireMessage("orders", b"x"), group, 0)
 
 
-# --- the broker's question --------------------------------------------------------------------------------------------
-
-
 def question(**changed: str) -> RemotingCommand:
     properties = {"UNIQ_KEY": "AB", "PGROUP": "shop", "REAL_TOPIC": "orders", "TRANSACTION_CHECK_TIMES": "2", **changed}
     body = stored(b"hello", "orders", pairs(**{name: value for name, value in properties.items() if value}))
@@ -176,8 +173,6 @@ def test_a_question_that_lacks_something_is_refused(asked):
     with pytest.raises(ProtocolViolation):
         send_requests.check_back_of(asked)
 
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 BOUNDS = {"nextBeginOffset": "7", "minOffset": "1", "maxOffset": "9"}
 
@@ -223,9 +218,6 @@ def test_a_look_up_that_brings_only_others_says_whether_older_ones_may_be_left(c
     request = read_requests.newest_by_unique_key("orders", "AB", count)
     assert (request.fields["maxNum"], "_UNIQUE_KEY_QUERY" in request.fields) == (str(count), False)
     assert request.result(RemotingCommand(0, body=foreign)) == NewestByKey(None, may_have_more)
-
-
-# --- groups, routes, administration -----------------------------------------------------------------------------------
 
 
 def test_a_heartbeat_names_the_groups():
@@ -326,9 +318,6 @@ def test_a_broker_that_stores_nothing_now_is_asked_again_unless_its_disk_is_full
 def test_a_group_that_the_broker_does_not_create_comes_with_the_setting_that_lets_it_do_so():
     missing = ErrorResponse(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, "group [g] does not exist", "reading")
     assert "autoCreateSubscriptionGroup=true" in str(translate(missing, "reading"))
-
-
-# --- the package ------------------------------------------------------------------------------------------------------
 
 
 def test_the_client_knows_nothing_of_bridges_and_needs_only_python():

@@ -32,8 +32,6 @@ def there_and_back(**message):
     return arrived(*sent(**message))
 
 
-# --- there and back ---------------------------------------------------------------------------------------------------
-
 _NAMES = st.text(
     st.characters(exclude_characters="\x01\x02", exclude_categories=["Cs"]), min_size=1, max_size=20
 ).filter(lambda name: name not in RESERVED and not name.startswith(OWN) and name not in ("TAGS", GROUP))
@@ -75,8 +73,6 @@ def test_a_property_of_the_bridge_itself_is_no_header():
     assert message.headers.raw == (("kind", b"order"),)
 
 
-# --- golden: what stands in topics today must be read for ever --------------------------------------------------------
-
 GOLDEN = [
     (
         {"value": None, "key": b"\xff\x00", "headers": [("a", b"1"), ("b", b"\xff"), ("a", b"")], "timestamp": 1234},
@@ -113,9 +109,6 @@ def test_messages_are_written_as_ever_and_read_as_ever(message, properties, body
     read = arrived(pairs(**properties), body)
     assert (read.value, read.key) == (message["value"], message["key"])
     assert read.headers.raw == tuple(message.get("headers", ()))
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,9 +149,6 @@ def test_headers_that_brokers_have_no_room_for_are_refused_without_showing_them(
     sent(headers=[("note", b"x" * 29_900)])
 
 
-# --- messages of other clients ----------------------------------------------------------------------------------------
-
-
 def test_a_message_of_another_client_has_its_properties_as_headers_and_its_keys_as_key():
     text = pairs(
         KEYS="k1 k2", TAGS="new", UNIQ_KEY="AB", WAIT="true", CLUSTER="c", TRAN_MSG="true", PGROUP="g", own="ä"
@@ -189,9 +179,6 @@ def test_odd_properties_of_our_names_are_no_reason_to_fail(odd):
 def test_a_message_is_read_whatever_its_properties_are(properties):
     text = "".join(f"{name}\x01{value}\x02" for name, value in properties.items())
     assert arrived(text.encode("utf-8", "replace").decode(), b"body").topic == "orders"
-
-
-# --- partitions -------------------------------------------------------------------------------------------------------
 
 
 # The hash of the last key is Java's smallest int.

@@ -238,9 +238,6 @@ def test_a_gap_that_the_broker_reports_as_nothing_new_is_a_lost_position():
     assert isinstance(cursor.fault, PositionLost)
 
 
-# --- a topic that was created again ----------------------------------------------------------------------------------
-
-
 def test_messages_of_a_recreated_topic_raise_position_lost_before_they_are_handed_out():
     cursor, broker = reading(found(record(0), record(1), end=2), found(record(2), end=3))
     broker.references = [1001, 5001]
@@ -281,9 +278,6 @@ def test_the_place_in_the_log_is_kept_with_the_position_of_a_delivered_message()
         assert VerifiableOffset.of(place.position) == place
 
 
-# --- bodies -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_body_that_cannot_be_unpacked_holds_its_place_until_a_seek_goes_on_behind_it():
     lz4 = record(1, system_flag=0x101)
     cursor, broker = reading(found(record(0), lz4, record(2), end=3))
@@ -304,8 +298,6 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
     broker.pulls.append(found(batch, end=6))
     assert [value for _, value, _ in go(cursor, broker)] == [b"two"]
 
-
-# --- repeats ----------------------------------------------------------------------------------------------------------
 
 OWN = marks(0, **{Property.CHECKS: "1"})
 

@@ -31,9 +31,6 @@ def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
         yield bridge
 
 
-# --- order and positions ----------------------------------------------------------------------------------------------
-
-
 def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     publish(client, topic, b"old")
     for stamp in (NOW + 1, NOW + 2):
@@ -98,9 +95,6 @@ def _publishes(client: RemotingClient, topic: str, value: bytes) -> bool:
             raise
         return False
     return True
-
-
-# --- repeats ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge, client: RemotingClient, topic: str):
@@ -171,9 +165,6 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
                 assert reader.up_to(b"end") == []
 
 
-# --- rights ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_reader_goes_on_once_it_may_read_again(bridge: Bridge, client: RemotingClient, topic: str) -> None:
     change = administration.create_topic(topic, 1)
 
@@ -195,9 +186,6 @@ def test_a_reader_goes_on_once_it_may_read_again(bridge: Bridge, client: Remotin
             with suppress(AccessDenied):  # of a request from before
                 found = values(reader.poll())
     assert found == [b"2"]
-
-
-# --- messages of others -----------------------------------------------------------------------------------------------
 
 
 def test_a_compressed_body_of_a_foreign_producer_is_unpacked(bridge: Bridge, client: RemotingClient, topic: str):

@@ -69,9 +69,6 @@ def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
             losing.result()
 
 
-# --- plain transactions ---------------------------------------------------------------------------------------------
-
-
 def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(open_bridge, proxy, client, one):
     bridge: Bridge = open_bridge(proxy.url, application=unique("alone"))  # no other bridge gets its check-backs
 
@@ -193,9 +190,6 @@ def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit
     assert bodies(client, one) == [b"1"]
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------
-
-
 def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(open_bridge, client, one):
     rivals = [open_bridge() for _ in range(3)]
     tokens = [prepare(rivals[0], one, value) for value in numbered(8)]
@@ -203,9 +197,6 @@ def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(o
         told = list(pool.map(lambda job: job[0].commit(job[1]), [(r, t) for t in tokens for r in (*rivals, *rivals)]))
     assert set(told) == {Outcome.COMMITTED}
     assert sorted(bodies(client, one)) == numbered(8)
-
-
-# --- the failure table ----------------------------------------------------------------------------------------------
 
 
 def test_a_message_whose_answer_is_lost_aborts_all(open_bridge, proxy, bridge, client, one, two):
@@ -297,9 +288,6 @@ def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(r
         sleeper.resume()
         assert sleeper.result() == "committed"
     assert bodies(client, one) == numbered(3)
-
-
-# --- what the broker forgets, repeats and discards ------------------------------------------------------------------
 
 
 @pytest.mark.timeout(180)

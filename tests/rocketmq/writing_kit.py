@@ -50,9 +50,6 @@ def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
     return max((int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction)), default=0)
 
 
-# --- programs -----------------------------------------------------------------------------------------------------
-
-
 def commit_some(
     url: str,
     topics: list[str],

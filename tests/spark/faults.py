@@ -83,9 +83,6 @@ def this_is_the_driver() -> None:
     os.environ[_DRIVER] = str(os.getpgid(0))
 
 
-# --- in the processes that Spark starts ------------------------------------------------------------------------------
-
-
 class Plugin:
     """A plug-in that looks into its folder at every event: its files may change while a process lives."""
 

@@ -65,9 +65,6 @@ def published(bridge, topic):
     return sorted(int(message.value) for message in bridge.read(topic, 1_000_000))
 
 
-# --- what it does ----------------------------------------------------------------------------------------------------
-
-
 @where_positions_are_numbers
 def test_messages_pass_as_they_are_and_once(bridge, topics, move):
     source, target = topics
@@ -170,9 +167,6 @@ def test_rows_that_are_gone_stop_the_pipeline(bridge, topics, move):
     with pytest.raises(PositionLost, match="cannot be read at 1000"):
         move(start=start)
     assert published(bridge, target) == []
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def run_command(*arguments):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 from dataclasses import replace
 from itertools import count
@@ -534,7 +533,8 @@ def test_a_worker_collects_the_garbage_of_its_calls_and_does_not_look_at_its_mod
     gc.unfreeze()  # what the tests' own configuration excludes
     try:
         for environment in ({}, {}, {"SPARK_REUSE_WORKER": "1"}, {"SPARK_REUSE_WORKER": "1"}):
-            monkeypatch.setattr(os, "environ", environment)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
             _worker_gc.begin_call()
             excluded.append(gc.get_freeze_count() > 10_000)
     finally:

@@ -77,9 +77,6 @@ def test_rows_of_small_tasks_go_to_the_topics_that_they_name(sink, query):
             assert [(message.key, message.value) for message in bridge.read(name, 10)] == [row, row]
 
 
-# --- dying -----------------------------------------------------------------------------------------------------------
-
-
 def run_small_batches(start):
     run_two_batches(start, SMALL, [["4", "3"], ["2", "1", "0"]], MIXED)
 
@@ -121,9 +118,6 @@ def test_lost_rows_of_small_tasks_are_written_again_when_the_same_rows_come_agai
     assert (published(sink), left_open(sink, query)) == (list(range(5, 10)), [])
 
 
-# --- two drivers, and attempts ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("asleep", ["transaction.begin/before/1", "prepare/after/1"])
 def test_a_driver_whose_run_was_replaced_leaves_none_of_its_small_tasks_rows_open(sink, query, asleep):
     """The newer run has listed open transactions before this driver began its own, or before it claimed."""
@@ -161,9 +155,6 @@ def test_an_abort_by_reports_that_name_no_attempt_gives_the_batch_up(sink, query
     assert published(sink) == list(range(5, 10))
 
 
-# --- a broker with small transactions --------------------------------------------------------------------------------
-
-
 def test_a_task_with_more_rows_than_a_transaction_takes_prepares_several(tmp_path, query):
     """The embedded broker refuses what RocketMQ would."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}?like=rocketmq")
@@ -197,9 +188,6 @@ def test_transactions_of_one_task_are_committed_in_order(tmp_path, query):
         _driver.commit(sink, [large, *small])
     assert len(ended) == 5
     assert [each for each in ended if each in wanted] == wanted
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_small_tasks_are_written_again_when_the_broker_does_not_answer(sink, query, monkeypatch):

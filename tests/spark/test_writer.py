@@ -31,9 +31,6 @@ def read(sink):
         return bridge.read(sink.topic, 1_000_000)
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_column_of_the_kafka_sink_arrives(spark, url):
     topic, other = f"out-{new_run()}", f"out-{new_run()}"
     with txnbridge.connect(url) as bridge:
@@ -174,9 +171,6 @@ def test_a_broker_that_cannot_be_reached_is_named_before_the_first_row(spark):
     sink = options("kafka://127.0.0.1:9", topic="out")
     with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):
         writer(numbers(spark, 1), sink, commitTimeout="3").save()
-
-
-# --- streams ---------------------------------------------------------------------------------------------------------
 
 
 def stream(spark, sink, checkpoint, rows=20, **given):

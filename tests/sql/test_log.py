@@ -54,9 +54,6 @@ class TestTrimming(ExactTrimming):
     pass
 
 
-# --- the database ---------------------------------------------------------------------------------------------------
-
-
 def test_a_record_of_the_largest_size_is_stored(log):
     largest = os.urandom(900_000)
     (at,) = append(log, largest)
@@ -260,9 +257,6 @@ def test_no_secret_is_shown(postgres, open_logs):
     assert "s3cr3t" not in f"{logs!r} {refused.value} {refused.value.__cause__!r}"
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_call_that_waits_for_a_silent_database_notices_that_its_deadline_got_nearer():
     deadline, said = Deadline(600), threading.Event()
     threading.Timer(0.2, deadline.shorten, [0.0]).start()
@@ -372,9 +366,6 @@ def test_four_processes_race_and_nobody_disagrees(url, tmp_path, count, dying):
 @pytest.mark.timeout(3600)
 def test_four_processes_race_and_nobody_disagrees_although_their_server_is_killed(postgres, tmp_path):
     race(OwnLog, postgres.new_database(), tmp_path, 1_000, 0.004, _KILLED_SERVER_IS_BACK, postgres, kills=10).close()
-
-
-# --- a bridge's -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

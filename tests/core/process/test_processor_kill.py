@@ -62,18 +62,12 @@ def check(url: str, fed: list[bytes]) -> None:
         assert Counter(values(bridge, "dead")) == Counter(v for v in fed if is_poison(v))
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("program", [run_each, pytest.param(run_batch, marks=pytest.mark.full), run_side_by_side])
 def test_killed_at_any_event_and_run_again_each_message_has_its_effect_once(program, tmp_path, kill_walk):
     fed = numbers(3)
     fresh = Fresh(tmp_path, lambda url: feed(url, fed))
     kill_walk(program, lambda url: check(url, fed), fresh, least=WITHIN_A_TRANSACTION)
-
-
-# --- frozen and replaced ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("point", ["reader.poll/after", "message.send/after", "ack/after", "commit/before"])
@@ -90,9 +84,6 @@ def test_a_processor_that_was_frozen_and_replaced_commits_nothing_twice(point, t
     assert stats.retries == 1
     assert "Conflict" in stats.last_error
     check(url, fed)
-
-
-# --- a broker that does not answer while it stops ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_a_thread", [False, True])
