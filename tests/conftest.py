@@ -16,13 +16,17 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from txnbridge import hookimpl, plugins
 from txnbridge._base.connection import Connection
 from txnbridge.testing.child_processes import _IMPORTED_LATE
 
@@ -159,6 +163,24 @@ def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def quick_sweep(with_timing: Callable[..., None]) -> None:
     with_timing(sweep_every=0.05, sweep_margin=0.05)
+
+
+@pytest.fixture
+def broken_broker() -> Iterator[Callable[..., str]]:
+    """Return a function that gives an embedded broker such parts (see `Broken`), and returns the scheme of its URL."""
+    from tests.conformance.broken import Broken, backend_of, scheme_of
+
+    numbers = count()
+    with ExitStack() as registered:
+
+        def make(**parts: Any) -> str:
+            broker = type(f"Made{next(numbers)}", (Broken,), parts)
+            backends = staticmethod(hookimpl(lambda: [backend_of(broker)]))
+            plugin = type("Backends", (), {"txnbridge_backends": backends})()
+            registered.enter_context(plugins.registered(plugin))
+            return scheme_of(broker)
+
+        yield make
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from txnbridge_conformance.brokers._broker import free_ports
 
 import txnbridge
 from tests.cli.conftest import Invoke, started
+from tests.conformance.broken import around
 from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import EACH, fail_call, on_call
+from tests.failing import EACH, fail_call, on_call, raising
 from tests.in_time import wait_until
 from txnbridge.cli import main
 from txnbridge.testing import Child
@@ -221,13 +222,14 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
 
 @pytest.mark.parametrize("command", ["spans list", "copy --topics orders --until-idle"])
 def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(
-    invoke, urls, monkeypatch, command
+    invoke, urls, broken_broker, command
 ):
     for url in urls:
         with txnbridge.connect(url) as bridge:
             bridge.ensure_topics("orders")
-    fail_call(monkeypatch, txnbridge.Admin, "transactions", txnbridge.BrokerUnavailable("a test says so"))
-    assert invoke(*command.split(), urls[1], "--url", urls[0]).exit_code == 3
+    away = raising(txnbridge.BrokerUnavailable("a test says so"))
+    source = urls[0].replace("embedded", broken_broker(Administering=around(transactions=away)))
+    assert invoke(*command.split(), urls[1], "--url", source).exit_code == 3
 
 
 def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):

@@ -9,7 +9,8 @@ import sys
 import time
 
 import txnbridge
-from tests.failing import EACH, fail_call
+from tests.conformance.broken import around
+from tests.failing import raising
 from txnbridge.cli.top import BrokerState, _rates
 from txnbridge.spi import GroupInfo
 
@@ -30,21 +31,26 @@ def test_top_once_shows_lag_open_transactions_and_parked_half_messages(invoke, b
     assert "groups, by lag: 1" in shown and prepared.id in shown and "findings of the doctor: " in shown
 
 
-def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, monkeypatch):
-    for name in ("groups", "transactions"):
-        fail_call(monkeypatch, txnbridge.Admin, name, txnbridge.NotSupported("no"), EACH)
-    assert json.loads(invoke("top", "--once", "--json").stdout)["missing"] == ["groups", "open transactions"]
-    assert "this broker does not list: groups, open transactions" in invoke("top", "--once").stdout
+def test_top_names_the_lists_that_the_broker_does_not_have(invoke, bridge, url, broken_broker):
+    no = raising(txnbridge.NotSupported("no"))
+    lacking = "--url", url.replace("embedded", broken_broker(Administering=around(groups=no, transactions=no)))
+    assert json.loads(invoke("top", "--once", "--json", *lacking).stdout)["missing"] == ["groups", "open transactions"]
+    assert "this broker does not list: groups, open transactions" in invoke("top", "--once", *lacking).stdout
 
 
-def test_a_missing_right_or_answer_is_an_error_on_the_screen_and_hides_no_other_part(invoke, bridge, monkeypatch):
+def test_a_missing_right_or_answer_is_an_error_on_the_screen_and_hides_no_other_part(
+    invoke, bridge, url, broken_broker
+):
     with bridge.transaction(prepare=True) as txn:
         txn.send("orders", b"1")
-    fail_call(monkeypatch, txnbridge.Admin, "groups", txnbridge.errors.AccessDenied("not yours"), EACH)
-    shown = invoke("top", "--once")
+    groups = raising(txnbridge.errors.AccessDenied("not yours"))
+    shown = invoke(
+        "top", "--once", "--url", url.replace("embedded", broken_broker(Administering=around(groups=groups)))
+    )
     assert "not yours" in shown.stdout and "oldest first: 1" in shown.stdout and shown.exit_code == 1
-    fail_call(monkeypatch, txnbridge.Admin, "transactions", txnbridge.BrokerUnavailable("the broker is away"), EACH)
-    shown = invoke("top", "--once")
+    away = raising(txnbridge.BrokerUnavailable("the broker is away"))
+    both = broken_broker(Administering=around(groups=groups, transactions=away))
+    shown = invoke("top", "--once", "--url", url.replace("embedded", both))
     assert "not yours; the broker is away" in shown.stdout and shown.exit_code == 3
 
 

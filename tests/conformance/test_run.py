@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,9 +39,9 @@ from txnbridge_conformance.run.workloads import _end_prepared, _one, decide, fin
 
 import txnbridge
 from tests.conformance import broken
-from tests.conformance.broken import Broken, around, backend_of, scheme_of
+from tests.conformance.broken import Broken, around, scheme_of
 from tests.failing import answer_calls, raising
-from txnbridge import BrokerUnavailable, Event, Headers, Message, connect, hookimpl, plugins
+from txnbridge import BrokerUnavailable, Event, Headers, Message, connect
 from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
 from txnbridge.spi import Advice, Status, Token, TokenState
@@ -52,19 +51,6 @@ ROOT = Path(__file__).parents[2]
 
 # A run has a dozen processes, so that two at once would only slow each other down.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("conformance-runs")]
-
-
-@pytest.fixture
-def on_broken(tmp_path: Path) -> Iterator[Callable[[type[Broken]], str]]:
-    """Return a function that makes a broken broker, and returns its URL."""
-    with ExitStack() as registered:
-
-        def make(broker: type[Broken]) -> str:
-            plugin = SimpleNamespace(txnbridge_backends=hookimpl(lambda: [backend_of(broker)]))
-            registered.enter_context(plugins.registered(plugin))
-            return f"{scheme_of(broker)}:{tmp_path / 'broker.db'}"
-
-        yield make
 
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -433,15 +419,14 @@ def test_an_owner_works_in_two_threads_until_a_transaction_fails(tmp_path, monke
 
 
 @pytest.mark.parametrize("lie", ["stale", "guessed"])
-def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_path, on_broken):
+def test_a_status_that_is_not_that_of_the_next_calls_contradicts_them(lie, tmp_path, broken_broker):
     known = dict[str, Status]()
 
-    class Lies(Broken):
-        def status(self, token: Token, *more: Any) -> Status:
-            now = Status(TokenState.ABORTED) if lie == "guessed" else self.inner.status(token, *more)
-            return known.setdefault(token.transaction, now)
+    def status(self: Broken, token: Token, *more: Any) -> Status:
+        now = Status(TokenState.ABORTED) if lie == "guessed" else self.inner.status(token, *more)
+        return known.setdefault(token.transaction, now)
 
-    plan = Plan(on_broken(Lies), "a", 1, 1.0, str(tmp_path))
+    plan = Plan(f"{broken_broker(status=status)}:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
     with closing(Recorder(tmp_path / "finish0-1.jsonl", "finish0-1", "c")) as recorder:
         client = Client(plan, "finish0-1", recorder, random.Random(1))
         with connect(plan.url, create_topics=3) as bridge:
@@ -511,14 +496,13 @@ def test_a_reader_that_stalls_although_there_is_more_to_read_is_found(tmp_path, 
             run.transact(bridge, run.single(plan.named("left")))
 
 
-def test_the_end_of_a_run_tells_the_settings_and_waits_for_markers_that_a_killed_broker_left_out(tmp_path, on_broken):
+def test_the_end_of_a_run_tells_the_settings_and_waits_for_markers_that_a_killed_broker_left_out(
+    tmp_path, broken_broker
+):
     hanging = Advice("problem", "transaction a", "hangs in txnbridge-run-a-left[0]", "transactions repair a")
     answers, worked = [[hanging], [hanging], [hanging], []], list[str]()
-
-    class Hangs(Broken):
-        Administering = around(check=lambda *_: answers.pop(0) if worked else [])
-
-    plan = Plan(on_broken(Hangs), "a", 1, 1.0, str(tmp_path), workloads=("decisions",))
+    url = broken_broker(Administering=around(check=lambda *_: answers.pop(0) if worked else []))
+    plan = Plan(f"{url}:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path), workloads=("decisions",))
     with closing(Hunt(plan, worked.append, None, None, clients=False)) as hunted, hunted.topics() as bridge:
         hunted.work(bridge)
         hunted.settle()
@@ -563,25 +547,19 @@ def test_an_interrupted_run_ends_faults_and_processes_before_it_deletes_its_topi
         assert [topic.name for topic in bridge.admin.topics() if plan.prefix in topic.name] == []
 
 
-def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, on_broken, caplog):
-    class DeletesNothing(Broken):
-        Administering = around(delete_topic=raising(BrokerUnavailable("away")))
-
-    plan = Plan(on_broken(DeletesNothing), "a", 1, 60, str(tmp_path), workloads=["decisions"])
+def test_a_run_tells_which_of_its_topics_it_cannot_delete(tmp_path, broken_broker, caplog):
+    url = broken_broker(Administering=around(delete_topic=raising(BrokerUnavailable("away"))))
+    plan = Plan(f"{url}:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path), workloads=["decisions"])
     with closing(Hunt(plan, print, None, None, False)) as hunted, hunted.topics():
         pass
     assert {f"the topic {topic} is left: away" for topic in plan.all_topics} <= set(caplog.messages)
 
 
-def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, on_broken):
+def test_a_run_that_cannot_create_a_topic_leaves_none(tmp_path, broken_broker):
     left = iter((1, 1, 0))
-
-    class CreatesTwo(Broken):
-        Administering = around(
-            create_topic=lambda inner, *given, **more: 1 / next(left) and inner.create_topic(*given, **more)
-        )
-
-    plan = Plan(on_broken(CreatesTwo), "a", 1, 60, str(tmp_path))
+    create = lambda inner, *given, **more: 1 / next(left) and inner.create_topic(*given, **more)  # noqa: E731
+    url = broken_broker(Administering=around(create_topic=create))
+    plan = Plan(f"{url}:{tmp_path / 'broker.db'}", "a", 1, 60, str(tmp_path))
     with closing(Hunt(plan, print, None, None, False)) as hunted, pytest.raises(ZeroDivisionError):
         hunted.topics().__enter__()
     with connect(plan.url) as bridge:

@@ -11,9 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
-from tests.failing import EACH, fail_call
+from tests.conformance.broken import around
 from tests.in_time import wait_until
-from tests.inside import connection_of
 from txnbridge import Bridge, Decision, Outcome, _metrics, metrics
 from txnbridge.errors import OutcomeUnknown
 from txnbridge.testing import next_commit
@@ -98,9 +97,19 @@ def test_processors_and_half_messages_are_counted(bridge, collected):
     assert values(collected, "processor_messages_total") == {"shipping,orders": 3}, "counters outlive their bridge"
 
 
-def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_closes(bridge, collected, monkeypatch, caplog):
-    connection = connection_of(bridge)
-    monkeypatch.setattr(connection, "timeout", 0.5)
+def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_closes(
+    tmp_path, collected, broken_broker, caplog
+):
+    fails: list[Exception] = []
+
+    def transactions(inner: Any, *given: Any) -> Any:
+        if fails:
+            raise fails[0]
+        return inner.transactions(*given)
+
+    scheme = broken_broker(Administering=around(transactions=transactions))
+    bridge = txnbridge.connect(f"{scheme}:{tmp_path}/a.db", timeout=0.5)
+    bridge.ensure_topics("orders")
     with bridge.transaction(prepare=True, timeout=30) as txn:
         txn.send("orders", b"1")
     watch = collected.watch(bridge, every=0.05)
@@ -109,7 +118,7 @@ def test_metrics_ask_the_broker_for_open_transactions_until_the_bridge_closes(br
     assert caplog.text.count("readers may wait for it (orders[0])") == 1
     bridge.abort(str(txn.token))
     wait_until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
-    fail_call(monkeypatch, connection.broker.admin, "transactions", ZeroDivisionError("of a plug-in"), EACH)
+    fails.append(ZeroDivisionError("of a plug-in"))
     wait_until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
     bridge.close()
     assert values(collected, "open_transactions") == {}

@@ -14,12 +14,12 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
 from txnbridge_conformance.observing import eventually
-from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
+from tests.conformance.broken import around
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
-from tests.failing import EACH, fail_call, raising, replace_method
+from tests.failing import fail_call, raising, replace_method
 from tests.inside import broker_of, connection_of
 from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
@@ -627,12 +627,14 @@ def test_a_bridge_publishes_what_another_process_has_left_and_no_other_database_
     assert wrong.stats.checks == 0 and barrier_rows(other) == []
 
 
-def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, monkeypatch):
-    with monkeypatch.context() as away:
-        fail_call(away, EmbeddedHalves, "end", BrokerUnavailable("it is away"), EACH)
-        assert sell(bridge, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
+def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, broken_broker):
+    away = broken_broker(Halving=around(end=raising(BrokerUnavailable("it is away"))))
+    with txnbridge.connect(shop.url.replace("embedded", away)) as other:
+        assert sell(other, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
         time.sleep(1.2)  # longer than a resolver takes to delete rows
         assert barrier_rows(shop.database) == ["commit"]
+    with bridge.transaction(db=engine, group="shop"):
+        pass  # the bridge runs a resolver from now on
     eventually(lambda: barrier_rows(shop.database) == [], "the row is deleted")
     assert one_for_one(shop, bridge) == [b"0"]
 

@@ -3,24 +3,23 @@
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
-from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
-from tests.core.half.ends import EndedBridge, Ends, failing
+from tests.core.half.ends import Ends, addresses, failing, span_pair
 from tests.core.test_fork import in_child
 from tests.failing import answer_calls, on_call
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
-from txnbridge.spi import Deadline, Half
+from txnbridge.spi import Half
 from txnbridge.sql.barrier import BarrierTable
 from txnbridge.sql.span import SpanResolver
 from txnbridge.testing import Child
@@ -34,9 +33,14 @@ def no_checks(*_: object) -> list[object]:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    with txnbridge.connect(f"embedded:{tmp_path}/a.db") as a, txnbridge.connect(f"embedded:{tmp_path}/b.db") as b:
-        yield a, b
+def ends() -> Ends:
+    return Ends()
+
+
+@pytest.fixture
+def pair(tmp_path: Path, ends: Ends, broken_broker) -> Iterator[Pair]:
+    with span_pair(f"{broken_broker(**ends.parts())}:{tmp_path}", ends) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -96,12 +100,10 @@ def test_a_lost_answer_of_the_database_ends_the_parts_as_the_database_did(pair, 
 
 
 def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown_outcome(
-    pair, engine, monkeypatch, fail_commits
+    pair, engine, monkeypatch, ends, fail_commits
 ):
     fail_commits(LOST, ITS_OWN, times=2)
-    ends = Ends()
     ends.by["abort"] = failing(errors.BrokerUnavailable("a test says so"))
-    pair = EndedBridge(pair[0], ends), EndedBridge(pair[1], ends)
     answer_calls(monkeypatch, BarrierTable, "settle", Decision.ABORT)
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
@@ -136,7 +138,8 @@ def waiting(pair: Pair) -> int:
 
 def die(pair: Pair, engine: sa.Engine, at: str, left: int) -> None:
     """Kill a process that sells one thing at this event, behind which it leaves so many prepared parts."""
-    shop = Shop(pair[0].url, pair[1].url, engine.url.render_as_string(hide_password=False))
+    first, second = addresses(pair)
+    shop = Shop(first, second, engine.url.render_as_string(hide_password=False))
     with Child(sell_one, shop, kill=at) as dead:
         dead.stopped()
     assert waiting(pair) == left
@@ -145,8 +148,8 @@ def die(pair: Pair, engine: sa.Engine, at: str, left: int) -> None:
 @pytest.mark.parametrize(
     ("at", "left", "sold"), [("prepare/after", 1, []), ("half.store/before", 2, []), ("database.commit/after", 2, [0])]
 )
-def test_a_sweep_ends_parts_of_a_dead_process_as_the_row_says(pair, engine, monkeypatch, quick_sweep, at, left, sold):
-    monkeypatch.setattr(EmbeddedHalves, "checks", no_checks)  # no resolver is asked about a record
+def test_a_sweep_ends_parts_of_a_dead_process_as_the_row_says(pair, engine, ends, quick_sweep, at, left, sold):
+    ends.by["checks"] = no_checks  # no resolver is asked about a record
     die(pair, engine, at, left)
     with spanning(*pair, db=engine):
         pass
@@ -157,7 +160,7 @@ def test_a_sweep_ends_parts_of_a_dead_process_as_the_row_says(pair, engine, monk
 def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_know(pair, engine, tmp_path, quick_sweep):
     die(pair, engine, "half.store/before", 2)
     other = sa.create_engine(f"sqlite:///{tmp_path}/other.db")
-    strangers = [txnbridge.connect(bridge.url, application="other") for bridge in pair]
+    strangers = [txnbridge.connect(url, application="other") for url in addresses(pair)]
     with strangers[0], strangers[1]:
         for bridges, db in ((pair, other), (pair, None), (strangers, engine)):
             with spanning(*bridges, db=db):
@@ -200,18 +203,17 @@ def test_a_sweep_waits_for_a_row_that_a_paused_process_has_locked(pair, engine, 
     assert found(pair, engine) == [[1]] * 3
 
 
-def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair, engine, monkeypatch, caplog):
+def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair, engine, monkeypatch, ends, caplog):
     seen: list[Half] = []
-    put = EmbeddedHalves.put
 
-    def note(self: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
-        seen.append(put(self, half, deadline))
+    def note(number: int, put: Callable[[], Half]) -> Half:
+        seen.append(put())
         return seen[0]
 
-    monkeypatch.setattr(EmbeddedHalves, "put", note)
+    ends.by["put"] = note
     decide = SpanResolver._decide
     decided = answer_calls(monkeypatch, SpanResolver, "_decide", Decision.UNDECIDED)
-    monkeypatch.setattr(EmbeddedHalves, "checks", lambda *_: [*seen, *no_checks()][:1])
+    ends.by["checks"] = lambda *_: [*seen, *no_checks()][:1]
     with caplog.at_level("ERROR", "txnbridge"):
         sell(pair, engine, 1, timeout=1)
         wait_until(lambda: decided)

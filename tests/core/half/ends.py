@@ -1,26 +1,61 @@
-"""Bridges to the brokers of a span, whose ends of parts by token a test sees, and may let fail."""
+"""Bridges to the brokers of a span. A test sees the calls that prepare and end parts, and may let them fail."""
 
+import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from txnbridge import Bridge, Outcome
+from tests.conformance.broken import Around, around
+from txnbridge import Bridge, connect
 
-End = Callable[[int, Callable[[], Outcome]], Outcome]  # is given its number among those of its name, and the call
+# Answers a call, by its number among those of its name, and by the call itself, with what it is given.
+Answer = Callable[[int, "partial[Any]"], Any]
 
 
 class Ends:
-    """The timeouts of the ends "commit" and "abort" so far, and in `by` what answers them in the bridges' stead."""
+    """What each call was given, by its name, and in `by` what answers it in the broker's stead.
+
+    "commit" and "abort" end parts by token; "prepare", "store" and "drop" (an abort) are those of their writers, and
+    "put" stores a span's record, and "checks" asks for those of dead processes.
+    """
 
     def __init__(self) -> None:
-        self.timeouts: dict[str, list[Any]] = defaultdict(list)
-        self.by: dict[str, End] = {}
+        self.given: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        self.by: dict[str, Answer] = {}
 
-    def end(self, name: str, bridge: Bridge, *given: Any) -> Outcome:
-        self.timeouts[name].append(given[1] if len(given) > 1 else None)
-        call: Callable[[], Outcome] = partial(getattr(bridge, name), *given)
-        return self.by[name](len(self.timeouts[name]) - 1, call) if name in self.by else call()
+    def end(self, name: str, call: Callable[..., Any], *given: Any) -> Any:
+        self.given[name].append(given)
+        ended = partial(call, *given)
+        return self.by[name](len(self.given[name]) - 1, ended) if name in self.by else ended()
+
+    def parts(self) -> dict[str, type[Around]]:
+        """Return the parts of a broken broker that tell their calls here."""
+        return {
+            "Preparing": around(
+                prepare=lambda inner, *given: self.end("prepare", inner.prepare, *given),
+                store=lambda inner, *given: self.end("store", inner.store, *given),
+                abort=lambda inner, *given: self.end("drop", inner.abort, *given),
+            ),
+            "Halving": around(
+                put=lambda inner, *given: self.end("put", inner.put, *given),
+                checks=lambda inner, *given: self.end("checks", inner.checks, *given),
+            ),
+        }
+
+
+@contextmanager
+def span_pair(folder: str, ends: Ends, like: str = "") -> Iterator[tuple[Any, Any]]:
+    """Open bridges to two brokers in a folder, of which `ends` is told; check that it was told what it answers."""
+    with connect(f"{folder}/a.db{like}") as a, connect(f"{folder}/b.db") as b:
+        yield EndedBridge(a, ends), EndedBridge(b, ends)
+    assert all(ends.given[name] for name in ends.by), "such a call has not come"
+
+
+def addresses(pair: tuple[Any, Any]) -> list[str]:
+    """Return the URLs of these brokers for other processes."""
+    return [re.sub("^broken-made[0-9]+", "embedded", bridge.url) for bridge in pair]
 
 
 class EndedBridge:
@@ -30,21 +65,20 @@ class EndedBridge:
 
     def __init__(self, bridge: Bridge, ends: Ends) -> None:
         self.bridge = bridge
-        self.commit, self.abort = (partial(ends.end, name, bridge) for name in ("commit", "abort"))
+        self.commit, self.abort = (partial(ends.end, name, getattr(bridge, name)) for name in ("commit", "abort"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.bridge, name)
 
 
-def failing(error: Exception, *numbers: int, happens: bool = False) -> End:
-    """Let the ends of these numbers raise the error, without numbers all; with `happens` they happen all the same."""
+def failing(error: Exception, *numbers: int, happens: bool = False) -> Answer:
+    """Let the calls of these numbers raise the error, without numbers all; with `happens` they happen all the same."""
 
-    def end(number: int, call: Callable[[], Outcome]) -> Outcome:
+    def answer(number: int, call: Callable[[], Any]) -> Any:
         fails = number in numbers or not numbers
-        outcome = None if fails and not happens else call()
+        done = None if fails and not happens else call()
         if fails:
             raise error
-        assert outcome is not None
-        return outcome
+        return done
 
-    return end
+    return answer

@@ -46,7 +46,7 @@ def copy(first: txnbridge.Bridge, second: txnbridge.Bridge, batch: txnbridge.Bat
             span.on(bridge).send_many(pair.target, [message.value for message in batch])
 
 
-def send_one(urls: tuple[str, str]) -> None:
+def send_one(urls: list[str]) -> None:
     with txnbridge.connect(urls[0]) as first, txnbridge.connect(urls[1]) as second:
         with txnbridge.spanning(first, second, timeout=2) as span:
             for bridge in (first, second):

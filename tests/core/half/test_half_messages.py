@@ -3,19 +3,19 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from txnbridge_conformance.observing import eventually
-from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
+from tests.conformance.broken import around
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.core.toy import ToyBackend, connect_toy
 from tests.embedded.kit import busy, rows
-from tests.failing import EACH, fail_call, on_call, raising
+from tests.failing import fail_call, on_call, raising
 from tests.inside import broker_of, connection_of, consumers_of
 from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
@@ -40,6 +40,18 @@ NOTHING: Values = [], []
 def bridge(tmp_path: Path) -> Iterator[Bridge]:
     with txnbridge.connect(f"embedded:{tmp_path}/broker.db?{SOON}") as bridge:
         yield bridge
+
+
+@pytest.fixture
+def failing(bridge: Bridge, broken_broker: Callable[..., str]) -> Iterator[Callable[..., Bridge]]:
+    """Return a function that opens another bridge to the broker, whose half store has such methods."""
+    with ExitStack() as opened:
+
+        def connect(**methods: Callable[..., Any]) -> Bridge:
+            scheme = broken_broker(Halving=around(**methods))
+            return opened.enter_context(txnbridge.connect(f"{bridge.url.replace('embedded', scheme)}?{SOON}"))
+
+        yield connect
 
 
 def stored(bridge: Bridge, query: str) -> Any:
@@ -104,15 +116,18 @@ def test_check_decides_a_half_message_whose_execute_does_not(bridge, execute, er
     assert [m.value for m in bridge.read("orders", 10)] == ([b"order"] if decision is COMMIT else [])
 
 
-def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_stored(bridge, monkeypatch):
+def test_no_work_is_done_for_messages_of_which_nobody_knows_whether_they_are_stored(bridge, failing):
     done: list[Any] = []
+
+    def lose(inner: Any, *given: Any) -> None:
+        inner.put(*given)
+        raise LOST
 
     def execute(*given: Any) -> Decision:
         done.append(given)
         return COMMIT
 
-    with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
-        fail_call(monkeypatch, EmbeddedHalves, "put", LOST, happens=True)
+    with failing(put=lose).half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
         with pytest.raises(errors.BrokerUnavailable, match="nothing was done"):
             sell(sales)
         assert (done, published(bridge)) == ([], NOTHING)
@@ -138,28 +153,48 @@ def test_a_block_that_outlasts_its_transaction_is_aborted_before_the_work(bridge
 
 
 @pytest.mark.parametrize("happened", [True, False])
-def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, monkeypatch, happened):
-    with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
-        fail_call(monkeypatch, EmbeddedHalves, "end", LOST, happens=happened)
+def test_a_lost_answer_to_its_end_is_asked_for_again(bridge, failing, happened):
+    asked: list[Any] = []
+
+    def lose(inner: Any, *given: Any) -> Any:
+        asked.append(given)
+        outcome = inner.end(*given) if happened or len(asked) > 1 else None
+        if len(asked) == 1:
+            raise LOST
+        return outcome
+
+    with failing(end=lose).half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
         assert sell(sales).outcome is Outcome.COMMITTED
     assert published(bridge) == BOTH
 
 
 @pytest.mark.parametrize("error", [errors.BrokerUnavailable, errors.NotFound, errors.AccessDenied])
-def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(bridge, monkeypatch, error):
-    with bridge.half_messages("shop", execute=says(COMMIT), check=says(COMMIT)) as sales:
-        with monkeypatch.context() as away, pytest.raises(errors.OutcomeUnknown, match="check is asked"):
-            fail_call(away, EmbeddedHalves, "end", error("it is away"), EACH)
+def test_check_tells_the_broker_a_decision_that_execute_could_not_deliver(bridge, failing, error):
+    away = [error("it is away")]
+
+    def end(inner: Any, *given: Any) -> Any:
+        if away:
+            raise away[0]
+        return inner.end(*given)
+
+    with failing(end=end).half_messages("shop", execute=says(COMMIT), check=says(COMMIT)) as sales:
+        with pytest.raises(errors.OutcomeUnknown, match="check is asked"):
             sell(sales, timeout=TIMEOUT)
+        away.clear()
         eventually(lambda: published(bridge) == BOTH, "it is published")
 
 
-def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(bridge: Bridge, monkeypatch: pytest.MonkeyPatch):
-    with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
-        asked = fail_call(monkeypatch, EmbeddedHalves, "end", errors.EvidenceLost("a half is gone"), EACH)
+def test_the_end_of_a_half_message_that_is_gone_is_not_tried_again(failing):
+    asked: list[Decision] = []
+
+    def end(inner: Any, half: Any, decision: Decision, deadline: Any) -> None:
+        asked.append(decision)
+        raise errors.EvidenceLost("a half is gone")
+
+    with failing(end=end).half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
         with pytest.raises(errors.EvidenceLost, match="a half is gone"):
             sell(sales, timeout=5)
-    assert [decision for _, _, decision, _ in asked] == [COMMIT]
+    assert asked == [COMMIT]
 
 
 def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge, with_timing):

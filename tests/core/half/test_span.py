@@ -9,29 +9,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_embedded.half_store import EmbeddedHalves
 from txnbridge_embedded.read.ordered import OrderedReader
-from txnbridge_embedded.write.writer import PreparingWriter
 
 import txnbridge
-from tests.core.half.ends import EndedBridge, Ends, failing
+from tests.core.half.ends import Ends, addresses, failing, span_pair
 from tests.core.half.span_programs import Pair, copy_all, send_one
-from tests.failing import EACH, fail_call, note_calls, on_call, raising
+from tests.failing import EACH, fail_call, note_calls, raising
 from tests.in_time import Hold, wait_until
 from tests.inside import connection_of
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge._base.timing import Timing
 from txnbridge._base.token import State
-from txnbridge._half.half_messages import HalfMessages
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import SpanSweep, digest, mark
 from txnbridge._metrics import Metrics
-from txnbridge.spi import Deadline, OpenTransaction
+from txnbridge.spi import OpenTransaction
 from txnbridge.testing import Child
 
 STEPS = ("prepare", "half.store", "resolve", "half.end")
@@ -43,12 +39,12 @@ def ends() -> Ends:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, request: pytest.FixtureRequest, ends: Ends) -> Iterator[tuple[Any, Any]]:
-    like = getattr(request, "param", "")
-    with txnbridge.connect(f"embedded:{tmp_path}/a.db{like}") as a, txnbridge.connect(f"embedded:{tmp_path}/b.db") as b:
-        a.ensure_topics("t")
-        b.ensure_topics("t")
-        yield EndedBridge(a, ends), EndedBridge(b, ends)
+def pair(tmp_path, request: pytest.FixtureRequest, ends: Ends, broken_broker) -> Iterator[tuple[Any, Any]]:
+    like, folder = getattr(request, "param", ""), f"{broken_broker(**ends.parts())}:{tmp_path}"
+    with span_pair(folder, ends, like) as pair:
+        for bridge in pair:
+            bridge.ensure_topics("t")
+        yield pair
 
 
 def values(pair: tuple[Bridge, Bridge]) -> list[list[bytes]]:
@@ -89,12 +85,13 @@ def test_the_end_of_the_block_commits_all_parts_and_an_exception_aborts_all(pair
 
 
 @pytest.mark.parametrize("name", ["commit", "abort"])
-def test_no_end_of_a_part_may_take_longer_than_the_span(pair, monkeypatch, ends, name):
+def test_no_end_of_a_part_may_take_longer_than_the_span(pair, ends, name):
     if name == "abort":
-        fail_call(monkeypatch, HalfMessages, "transaction", AWAY, EACH)
+        ends.by["put"] = failing(AWAY)
     with suppress(txnbridge.BrokerUnavailable), spanning(*pair, timeout=20) as span:
         send(span, pair, b"1")
-    assert len(ends.timeouts[name]) == 2 and max(ends.timeouts[name]) <= 20
+    (_, first), (_, second) = ends.given[name]
+    assert max(first, second) <= 20
 
 
 def test_a_decision_that_took_all_the_time_leaves_some_for_the_other_parts(pair, ends):
@@ -106,7 +103,7 @@ def test_a_decision_that_took_all_the_time_leaves_some_for_the_other_parts(pair,
     ends.by["commit"] = slowly
     with spanning(*pair, timeout=0.5) as span:
         send(span, pair, b"1")
-    first, second = ends.timeouts["commit"]
+    (_, first), (_, second) = ends.given["commit"]
     assert first <= 0.5 and second > 1
 
 
@@ -160,18 +157,17 @@ def test_a_part_that_is_still_prepared_at_half_of_its_hold_is_warned_of_once(
     assert 0 in healthy.values()
 
 
-def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, monkeypatch, ends, quick_sweep):
+def test_a_prepared_part_that_its_broker_cannot_abort_now_is_aborted_later(pair, ends, quick_sweep):
     ends.by["abort"] = failing(AWAY, 1)
-    fail_call(monkeypatch, HalfMessages, "transaction", AWAY, EACH)
+    ends.by["put"] = failing(AWAY)
     with pytest.raises(txnbridge.BrokerUnavailable), spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
     wait_until(lambda: open_ones(pair) == [])
 
 
-def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_later(pair, monkeypatch, quick_sweep):
-    fail_call(monkeypatch, PreparingWriter, "prepare", LOST, 1, happens=True)
-    fail_call(monkeypatch, PreparingWriter, "abort", AWAY, EACH)
+def test_a_part_of_which_only_the_broker_knows_that_it_is_prepared_is_aborted_later(pair, ends, quick_sweep):
+    ends.by |= {"prepare": failing(LOST, 1, happens=True), "drop": failing(AWAY)}
     with pytest.raises(errors.OutcomeUnknown), spanning(*pair, timeout=1) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.ABORTED
@@ -319,10 +315,10 @@ def test_an_abort_in_the_midst_of_a_call_leaves_nothing_open_behind_the_block(pa
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_part_whose_abort_has_failed_aborts_all(pair, monkeypatch, which):
+def test_a_part_whose_abort_has_failed_aborts_all(pair, ends, which):
     with pytest.raises(errors.TransactionAborted), spanning(*pair) as span:
         send(span, pair, b"1")
-        fail_call(monkeypatch, PreparingWriter, "abort", AWAY)
+        ends.by["drop"] = failing(AWAY, 0)
         with pytest.raises(txnbridge.BrokerUnavailable):
             span.on(pair[which]).abort()
     assert span.outcome is Outcome.ABORTED
@@ -355,13 +351,12 @@ ON_BOTH = pytest.mark.parametrize("pair", ["", "?like=kafka"], indirect=True)
 
 
 @ON_BOTH
-def test_a_message_that_the_other_broker_refuses_is_a_dead_letter_after_its_attempts(pair, monkeypatch):
+def test_a_message_that_the_other_broker_refuses_is_a_dead_letter_after_its_attempts(pair, ends):
     a, b = with_input(pair)
     a.ensure_topics("dead")
-    store = PreparingWriter.store
 
-    def refuse(self: PreparingWriter, deadline: Deadline) -> None:
-        store(self, deadline)
+    def refuse(number: int, store: Callable[[], None]) -> None:
+        store()
         if b"2" in sent:
             sent.clear()
             error = txnbridge.DeliveryFailed("a test says so")
@@ -374,7 +369,7 @@ def test_a_message_that_the_other_broker_refuses_is_a_dead_letter_after_its_atte
         sent.append(message.value)
         move(message, txn)
 
-    monkeypatch.setattr(PreparingWriter, "store", refuse)
+    ends.by["store"] = refuse
     processor = a.processor("in", group="g", each=note, to=b, dead_letter="dead", max_attempts=2, backoff=(0.01, 0.01))
     processor.run(until_idle=True)
     assert values(pair) == [[], [b"1", b"3"]]
@@ -395,17 +390,18 @@ def test_a_handler_cannot_commit_what_it_sends_to_another_broker(pair):
     assert open_ones(pair) == []
 
 
-def test_a_stop_ends_the_decision_about_a_pass(pair, monkeypatch, ends):
+def test_a_stop_ends_the_decision_about_a_pass(pair, ends):
     a, b = with_input(pair)
 
-    def stop(_: object, deadline: Deadline) -> None:
+    def stop(number: int, prepare: partial[None]) -> None:
         processor.stop()
-        wait_until(lambda: deadline.left() <= 20)
+        wait_until(lambda: prepare.args[0].left() <= 20)
+        prepare()
 
-    on_call(monkeypatch, PreparingWriter, "prepare", stop)
+    ends.by["prepare"] = stop
     processor = a.processor("in", group="g", each=move, to=b, timeout=60, stop_timeout=20)
     processor.run(until_idle=True)
-    assert 0 < ends.timeouts["commit"][0] <= 20
+    assert 0 < ends.given["commit"][0][1] <= 20
 
 
 def test_a_pass_that_cannot_begin_at_the_other_broker_leaves_nothing_open(pair):
@@ -443,9 +439,9 @@ def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, 
 
 
 @ON_BOTH
-def test_a_pass_that_failed_is_repeated_before_later_messages(pair, monkeypatch):
+def test_a_pass_that_failed_is_repeated_before_later_messages(pair, ends):
     a, b = with_input(pair)
-    fail_call(monkeypatch, EmbeddedHalves, "put", AWAY)
+    ends.by["put"] = failing(AWAY, 0)
     a.processor("in", group="g", each=move, to=b, max_messages=1).run(until_idle=True)
     assert values(pair) == [[], [b"1", b"2", b"3"]]
 
@@ -461,7 +457,7 @@ def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, ends)
 
 def die_before_the_record(pair: tuple[Bridge, Bridge]) -> None:
     """Leave parts of a span prepared, as a process does that dies before the record."""
-    with Child(send_one, (pair[0].url, pair[1].url), kill="half.store/before") as dead:
+    with Child(send_one, addresses(pair), kill="half.store/before") as dead:
         dead.stopped()
 
 

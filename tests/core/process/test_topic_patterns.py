@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
-from tests.failing import answer_calls, fail_call, note_calls, raising
+from tests.conformance.broken import around
+from tests.failing import fail_call, on_call, raising
 from tests.in_time import wait_until
 from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors
 from txnbridge._process.inputs import ProcessorInputs
@@ -96,28 +96,42 @@ def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(tmp
     assert (seen, len(failed)) == (["orders-b"], 1)
 
 
-def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp_path, with_timing, monkeypatch):
+def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp_path, with_timing, broken_broker):
     with_timing(pattern_look=0.02)
-    seen: list[str] = []
-    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+    seen, hidden, looks = list[str](), list[bool](), list[object]()
+
+    def names(inner: Any, *given: Any) -> list[str]:
+        looks.extend(hidden)
+        return [] if hidden else inner.topic_names(*given)
+
+    with connect(f"{broken_broker(Administering=around(topic_names=names))}:{tmp_path}/broker.db") as bridge:
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
-            looks = answer_calls(monkeypatch, EmbeddedAdmin, "topic_names", [])
+            hidden.append(True)
             wait_until(lambda: len(looks) > 2)
             with bridge.transaction() as txn:
                 txn.send("orders-a", b"1")
             wait_until(lambda: seen)
 
 
-def test_a_topic_that_one_list_lacks_is_read_on_and_one_that_two_lists_lack_is_not(tmp_path, with_timing, monkeypatch):
+def test_a_topic_that_one_list_lacks_is_read_on_and_one_that_two_lists_lack_is_not(
+    tmp_path, with_timing, monkeypatch, broken_broker
+):
     with_timing(pattern_look=0.02)
-    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+    joins: list[int] = []
+
+    def names(inner: Any, *given: Any) -> list[str]:
+        if not joins:
+            return inner.topic_names(*given)  # type: ignore[no-any-return]
+        return lists.pop(0) if lists else ["orders-a"]
+
+    with connect(f"{broken_broker(Administering=around(topic_names=names))}:{tmp_path}/broker.db") as bridge:
         bridge.ensure_topics("orders-a", "orders-b")
-        joins = note_calls(monkeypatch, ProcessorInputs, "__init__", lambda inputs, consumers, topics, *_: len(topics))
+        note = lambda inputs, consumers, topics, *_: joins.append(len(topics))  # noqa: E731
+        on_call(monkeypatch, ProcessorInputs, "__init__", note)
         lists = [["orders-a"], ["orders-a", "orders-b"], ["orders-a"], ["orders-a", "orders-b"]]
         with bridge.processor("orders-*", group="g", each=lambda order, txn: None):
             wait_until(lambda: joins)
-            monkeypatch.setattr(EmbeddedAdmin, "topic_names", lambda *_: lists.pop(0) if lists else ["orders-a"])
             wait_until(lambda: len(joins) > 1)
     assert (joins, lists) == ([2, 1], [])
 
