@@ -58,9 +58,6 @@ def run(function, inputs="in", **settings) -> None:
     app.run(until_idle=True)
 
 
-# --- what it gets -----------------------------------------------------------------------------------------------------
-
-
 def take_anything(value) -> None: ...
 def take_bytes(value: bytes) -> None: ...
 def take_any_json(value) -> None: ...
@@ -216,9 +213,6 @@ def test_with_a_database_its_connection_is_passed_and_results_go_through_the_out
         assert [row.value for row in connection.execute(sa.text("SELECT value FROM booked"))] == ["1", "2"]
     assert sent(bridge) == [(b"k", b"1"), (b"k", b"2")]
     engine.dispose()
-
-
-# --- what it returns --------------------------------------------------------------------------------------------------
 
 
 def one(value: bytes) -> bytes:
@@ -389,9 +383,6 @@ def test_the_log_names_the_line_of_an_asynchronous_function_that_fails(bridge, c
     assert "secret" not in caplog.text + str(raised.value)
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------
-
-
 def takes_nothing(): ...
 def takes_only_txn(txn): ...
 def takes_any_number(*values): ...
@@ -497,9 +488,6 @@ def test_every_setting_of_a_processor_can_be_given():
     of_the_app = {"self", "consumers", "begin", "inputs", "group", "each", "batch", "stop_timeout"}
     taken = inspect.signature(Processor.__init__).parameters.keys() - of_the_app
     assert HandlerSettings.__optional_keys__ == taken
-
-
-# --- batches and middleware -------------------------------------------------------------------------------------------
 
 
 def test_a_batch_function_gets_the_messages_of_a_poll_and_all_or_none_of_them_take_effect(bridge):

@@ -100,9 +100,6 @@ def decoded(records: Iterable[tuple[Position, bytes]]) -> list[tuple[Position, L
     return [(position, decode(raw)) for position, raw in records]
 
 
-# --- the oracle -----------------------------------------------------------------------------------------------------
-
-
 class Oracle:
     """The records that count by the words of the rules, found from all records without snapshots or increments.
 
@@ -261,9 +258,6 @@ class Oracle:
         if record.begin is None or record.acked is not None:
             return False
         return any(about == "prepare" for about, _ in self.notes(record.by.id, record.id[0], position))
-
-
-# --- worlds ---------------------------------------------------------------------------------------------------------
 
 
 # What claims carry: with records made small, the last one takes three parts.

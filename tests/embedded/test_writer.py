@@ -22,9 +22,6 @@ def status(broker, token):
     return broker.status(token, None, Deadline(5))
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
 def test_a_message_comes_back_as_it_was_sent(broker):
     broker.admin.create_topic("orders", 2, Deadline(5))
     writer = open_writer(broker)
@@ -163,9 +160,6 @@ def test_a_topic_that_grows_gets_messages_in_its_new_partitions(opened):
     assert {m.partition for m in read(broker, "orders")} == {0, 1}
 
 
-# --- transactions larger than the memory -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small(opened):
     """A broker that moves a transaction into the file after some ten messages."""
@@ -255,9 +249,6 @@ def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, mo
     assert values(broker, "orders") == [b"marker"]
 
 
-# --- deadlines -------------------------------------------------------------------------------------------------------
-
-
 def test_a_reader_ends_a_transaction_that_is_past_its_deadline(opened, clock):
     first, second = opened(), opened()
     writer = open_writer(first)
@@ -270,9 +261,6 @@ def test_a_reader_ends_a_transaction_that_is_past_its_deadline(opened, clock):
     with pytest.raises(errors.TransactionTimedOut):
         writer.commit(Deadline(5))
     assert values(second, "orders") == [b"behind"]
-
-
-# --- owners ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_id_is_opened_by_its_first_preparing_writer_and_refused_to_one_of_an_older_owner(opened):
@@ -319,9 +307,6 @@ def test_a_writer_that_was_taken_for_dead_does_not_come_back_once_its_id_has_a_n
     open_writer(opened(), "billing", "elsewhere")
     with pytest.raises(errors.Fenced, match="elsewhere"):
         begin(writer)
-
-
-# --- what became of it -----------------------------------------------------------------------------------------------
 
 
 def test_status_tells_that_an_open_transaction_was_committed(broker):
@@ -403,9 +388,6 @@ def test_the_record_of_a_writer_that_gave_out_no_token_is_deleted_with_the_write
     writer.close()
     broker.close(Deadline(5))
     assert rows(opened(), "SELECT * FROM writers") == []
-
-
-# --- when the commit itself fails ------------------------------------------------------------------------------------
 
 
 def failing(store, *, happens: bool, error: BaseException | None = None):

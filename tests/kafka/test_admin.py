@@ -170,9 +170,6 @@ def test_administering_makes_no_connections_beside_the_bridges_own(bridge, monke
         assert bridge.admin.topics(internal=True)
 
 
-# --- topics ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_topic_is_created_with_its_retention(bridge, unique):
     name, plain = unique("kept"), unique("plain")
     assert bridge.admin.create_topic(name, 3, retention_seconds=90, retention_bytes=1 << 20) is True
@@ -261,8 +258,6 @@ def test_a_broker_that_died_and_is_still_counted_does_not_hold_up_what_the_other
     with pytest.raises(errors.DeadlineExceeded):
         topics.broker_configs([99], Deadline(0.5))
 
-
-# --- topics of our own -----------------------------------------------------------------------------------------------
 
 PASSWORD = "do-not-tell"
 
@@ -393,9 +388,6 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_b
         kafka_broker.resume()
 
 
-# --- transactions ----------------------------------------------------------------------------------------------------
-
-
 def test_a_client_that_is_late_itself_is_an_error_of_ours():
     takes(0.2, errors.DeadlineExceeded, lambda deadline: result_of(Future(), "asking", deadline))
 
@@ -509,9 +501,6 @@ def test_an_unreadable_log_hides_no_transaction_and_aborts_no_prepared_one(start
     topics.delete("_txnbridge-log-odd", Deadline(LONG))
     assert wait_until(lambda: not topics.count("_txnbridge-log-odd", Deadline(LONG)), LONG)
     assert bridge.admin.abort("odd.p0") is Outcome.ABORTED
-
-
-# --- forgotten markers -----------------------------------------------------------------------------------------------
 
 
 CARELESS = {"transaction.partition.verification.enable": "false"}
@@ -799,9 +788,6 @@ def test_a_commit_that_a_killed_broker_forgot_is_found_and_mended_and_nothing_is
     commit_one(broker, topic, b"marker")
     assert wait_until(lambda: visible(broker, topic)[-1] == b"marker", LONG)
     assert len(visible(broker, topic)) == 301
-
-
-# --- the doctor ------------------------------------------------------------------------------------------------------
 
 
 def advice_of(admin: Administrator, subject: str) -> list[Advice]:

@@ -164,8 +164,6 @@ def stored(bridge: Bridge, seconds: float | None = None) -> Transaction:
     return txn
 
 
-# --- a request is refused once ---------------------------------------------------------------------------------------
-
 K = KafkaError
 RETRIED = [K.COORDINATOR_LOAD_IN_PROGRESS, K.COORDINATOR_NOT_AVAILABLE, K.NOT_COORDINATOR, HANG_UP]
 SHUT_OUT = "ended the transaction.*run it again"
@@ -299,8 +297,6 @@ def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(world, code,
     send(bridge)
 
 
-# --- for ever --------------------------------------------------------------------------------------------------------
-
 FOR_EVER = 100_000
 
 
@@ -328,8 +324,6 @@ def test_a_commit_that_is_never_answered_is_unknown_at_the_deadline(world: World
     send(bridge)
     assert bridge.status(str(caught.value.token)).state is TokenState.ABORTED
 
-
-# --- a commit is refused, and what the coordinator says then ----------------------------------------------------------
 
 # What has become of the transaction there, as (state, epochs later, producer ids later), and what a program is told.
 TRUTHS: dict[str, tuple[tuple[str, int, int], type[TxnBridgeError] | None]] = {
@@ -439,9 +433,6 @@ def test_an_abort_that_is_refused_is_asked_for_by_another_way(world: World, brid
     send(bridge)
 
 
-# --- a newer owner ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce", ACKS, "EndTxn"])
 @pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE], ids=title)
 def test_an_owner_fenced_by_a_newer_one_is_told_by_whom_and_stays_fenced(world: World, request_kind: str, code: int):
@@ -482,8 +473,6 @@ def test_a_commit_sent_twice_and_refused_is_what_the_coordinator_wrote_down(worl
     wanted = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}.get(wrote, Outcome.UNKNOWN)
     assert txn.outcome is wanted
 
-
-# --- opening ---------------------------------------------------------------------------------------------------------
 
 OPENINGS: list[tuple[int, type[TxnBridgeError] | None, str]] = [
     *[(code, COMMITTED, "") for code in (*RETRIED, K.CONCURRENT_TRANSACTIONS, K.NOT_ENOUGH_REPLICAS)],
@@ -554,9 +543,6 @@ def test_an_id_that_cannot_be_opened_in_time_says_so(world: World) -> None:
     send(world.connect())
 
 
-# --- a publisher -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "code", [*RETRIED[:3], K.NOT_ENOUGH_REPLICAS, K.REQUEST_TIMED_OUT, K.KAFKA_STORAGE_ERROR, HANG_UP], ids=title
 )
@@ -582,9 +568,6 @@ def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code
     with pytest.raises(DeliveryFailed):
         publisher.send(TOPIC, b"2")
     publisher.close()
-
-
-# --- a client that is full -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])

@@ -212,9 +212,6 @@ def join(cluster):
     yield from keeping(lambda *args, **options: Member(options.pop("cluster", cluster), *args, **options))
 
 
-# --- alone ------------------------------------------------------------------------------------------------------------
-
-
 def test_columns_have_the_same_rows_as_messages(cluster, join):
     topic = cluster.topic(2)
     for number in range(46):
@@ -331,9 +328,6 @@ def test_a_setting_that_the_client_does_not_take_is_refused(cluster, join):
         join(cluster.topic(), None, **{"fetch.min.bytes": -1})
 
 
-# --- what is committed and what is not --------------------------------------------------------------------------------
-
-
 def test_a_group_that_starts_behind_the_latest_reads_what_was_open_then(cluster, join, group):
     topic = cluster.topic()
     slow = cluster.producer()
@@ -393,9 +387,6 @@ def test_lag_is_told_while_acknowledgements_are_not_decided(cluster, join, group
     assert member.lag() == {(topic, 0): 4}
     producer.commit_transaction(20)
     member.until(lambda: member.lag() == {(topic, 0): 0})
-
-
-# --- where a group begins ---------------------------------------------------------------------------------------------
 
 
 @KINDS
@@ -573,9 +564,6 @@ def test_trouble_with_the_decision_log_comes_out_of_the_poll_and_nothing_is_hand
     assert [data["positions"] for data in ledger.all] == [[0]]
 
 
-# --- retention --------------------------------------------------------------------------------------------------------
-
-
 def test_messages_that_retention_removed_raise_position_lost_and_are_not_skipped(cluster, join, group):
     topic = cluster.topic(2)
     cluster.write(topic, *numbered(10))
@@ -627,9 +615,6 @@ def test_a_position_beyond_the_end_is_told(cluster, join):
     member.seek({(topic, 0): (100,)})
     with pytest.raises(errors.PositionLost, match=r"is 100 .* ends at 2"):
         member.take(1)
-
-
-# --- going back and forth ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -714,9 +699,6 @@ def test_a_position_that_is_none_and_a_partition_that_is_not_here_are_refused(cl
             call()
 
 
-# --- pausing ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
 )
@@ -769,9 +751,6 @@ def test_a_partition_stays_paused_when_the_group_is_shared_out_anew(cluster, joi
         while (message := first.take(1)[0]).value != b"new":
             assert message.partition == partition
         assert message.partition == partition
-
-
-# --- members come and go ----------------------------------------------------------------------------------------------
 
 
 def share(first, second, topic, partitions):
@@ -888,9 +867,6 @@ def test_a_new_owner_waits_until_the_acknowledgements_of_the_old_one_are_decided
     assert values(second.take(1)) == [b"3"]
 
 
-# --- a broker that does not answer ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
 def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_kafka, group, alone, capfd):
     broker = start_kafka()
@@ -945,9 +921,6 @@ def test_reading_goes_on_when_the_broker_was_killed_and_is_back(start_kafka, gro
 def bounded(call, *args):
     with within(0.5):
         return call(*args)
-
-
-# --- a member that is killed ------------------------------------------------------------------------------------------
 
 
 def read_and_wait(bootstrap, topic, group, kind, client):

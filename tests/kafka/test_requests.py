@@ -144,8 +144,6 @@ def older_end(monkeypatch) -> None:
     without_epoch_bumps(monkeypatch)
 
 
-# --- the answers to EndTxn -------------------------------------------------------------------------------------------
-
 # A situation is brought about, and says who asks: the table says what each decision is answered by EndTxn 4 and 5.
 Situation = Callable[[World], tuple[int, int]]
 
@@ -372,9 +370,6 @@ def test_a_commit_makes_the_message_visible_and_an_abort_does_not(world):
     assert wait_until(lambda: world.visible() == [world.id.encode()], LONG)
 
 
-# --- what the coordinator knows --------------------------------------------------------------------------------------
-
-
 def check_states(world: World) -> None:
     """Every row of what a transaction's coordinator says, from before the first opening on."""
     assert world.requests.describe([world.id, "nobody's"], Deadline(LONG)) == {}
@@ -524,8 +519,6 @@ def test_a_cluster_tells_its_id_and_what_it_has_finalised(world, older_transacti
     for older, version in ((older_transactions, 1), (older_kafka, 0)):
         assert make_world(older).requests.transaction_version(Deadline(LONG)) == version
 
-
-# --- faults ----------------------------------------------------------------------------------------------------------
 
 ALL: dict[str, Callable[[Requests, Deadline], object]] = {
     "describe": lambda ours, deadline: ours.describe(["x"], deadline),
@@ -765,9 +758,6 @@ def test_the_answers_of_three_nodes_are_put_together(cluster):
     assert (producer.pid, producer.epoch) == who
     cluster.requests.write_markers(*who, COMMIT, [(cluster.topic, 0)], Deadline(LONG))
     assert cluster.visible() == [cluster.id.encode()]
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_kafka_is_started_for_a_demo_that_lacks_its_client():

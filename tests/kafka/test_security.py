@@ -46,8 +46,6 @@ _log = logging.getLogger("tests.kafka.security")
 _log.propagate = False
 
 
-# --- the broker ------------------------------------------------------------------------------------------------------
-
 # Each listener with its protocol; the first two are those that every broker of ours has.
 LISTENERS = {
     "PLAINTEXT": "PLAINTEXT",
@@ -121,9 +119,6 @@ def add_scram_user(port: int) -> None:
             future.result(LONG)
 
 
-# --- the token endpoint ----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Endpoint:
     """Gives tokens that nobody signed for one client's id and secret."""
@@ -189,9 +184,6 @@ class Endpoint:
 
 def _encoded(claims: dict[str, Any]) -> str:
     return base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-
-
-# --- the two clients -------------------------------------------------------------------------------------------------
 
 
 def by_confluent(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
@@ -371,9 +363,6 @@ def test_a_certificate_for_another_name_is_refused_unless_names_are_not_compared
             ask(settings, SHORT, [])
 
 
-# --- the bridge ------------------------------------------------------------------------------------------------------
-
-
 def test_a_bridge_works_over_tls_with_a_login(world):
     told = {**trusting(world.ours), **with_password("PLAIN", "SASL_SSL")}
     url = f"kafka://{HOST}:{world.ports['BOTH']}"
@@ -389,9 +378,6 @@ def test_a_bridge_with_a_wrong_password_does_not_open_and_says_what_to_check(wor
     with pytest.raises((AccessDenied, BrokerUnavailable), match=r"check .*sasl\.username, sasl\.password") as caught:
         txnbridge.connect(url, timeout=SHORT, kafka=with_password("PLAIN", password=SECRET))
     assert SECRET not in str(caught.value)
-
-
-# --- tokens ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

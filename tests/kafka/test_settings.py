@@ -61,9 +61,6 @@ def test_the_logs_of_another_prefix_or_another_broker_are_not_where_others_look(
     assert [*found, read(prefix="mine-").common_logs] == [True, False, False]
 
 
-# --- the URL and our own options -------------------------------------------------------------------------------------
-
-
 def test_a_host_without_a_port_has_kafkas_own():
     hosts = (("h1", None), ("h2", 9093), ("::1", None))
     found = read(url=Url("kafka", hosts, "/", "kafka://h1,h2:9093,[::1]/"))
@@ -121,9 +118,6 @@ def test_a_users_setting_wins_over_our_default():
 def test_a_time_that_the_cluster_does_not_allow_is_refused_at_connect(kafka_broker, times):
     with pytest.raises(InvalidOption, match=r"901 s.* 900 s \(transaction\.max\.timeout\.ms\)"):
         txnbridge.connect(kafka_broker.url, **times)
-
-
-# --- the client's own names ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +261,6 @@ def test_no_client_warns_about_what_is_for_another_kind(client_log):
     assert any("CONFWARN" in line and "fetch.min.bytes" in line for line in lines)
 
 
-# --- names and values of the Java clients ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "place", "target", "result"),
     [
@@ -313,9 +304,6 @@ def test_an_empty_algorithm_means_that_the_hosts_name_is_not_compared():
     assert found.client["ssl.endpoint.identification.algorithm"] == "none"
     assert found.access.tls is not None
     assert (found.access.tls.check_hostname, found.access.tls.verify_mode) == (False, ssl.CERT_REQUIRED)
-
-
-# --- TLS -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.keystore.key", "ssl.key.password"])
@@ -489,9 +477,6 @@ def test_a_setting_that_a_store_does_not_need_is_refused(told):
     assert SECRET not in reason
 
 
-# --- SASL ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("line", [False, True], ids=["own-names", "jaas"])
 @pytest.mark.parametrize(
     ("mechanism", "module"), [("PLAIN", PLAIN), ("SCRAM-SHA-256", SCRAM), ("SCRAM-SHA-512", SCRAM)]
@@ -550,9 +535,6 @@ def test_an_oauth_login_of_java_reaches_both_clients():
     assert (found.client["sasl.oauthbearer.scope"], found.client["sasl.oauthbearer.extensions"]) == ("a b", "pool=x")
     assert found.access.tokens is not None
     assert found.access.tokens.extensions() == {"pool": "x"}
-
-
-# --- JAAS ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -713,9 +695,6 @@ def test_no_jaas_line_is_read_in_another_way_than_java_reads_it(tmp_path):
 def test_a_login_that_needs_java_is_refused(line, mechanism, named):
     with pytest.raises(InvalidOption, match=named):
         java.login(line, mechanism)
-
-
-# --- secrets ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,6 @@ def half(client, topic) -> Iterator[HalfAddress]:
     close(client, half)
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_message_comes_back_as_it_was_sent(client, topic):
     message = WireMessage(topic, bytes(range(256)), {"own": "ä\n'\""}, ("k1", "k2"), "new", "AB12", 1234)
     stored = client.call(BROKER, send(message, ALONE, 0), LONG)
@@ -180,9 +177,6 @@ def test_a_message_that_the_broker_does_not_take_is_refused_without_effect(clien
     assert bodies(client, topic) == []
 
 
-# --- halves -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_half_is_seen_when_it_is_committed_and_not_before(client, topic):
     half = put_half(client, topic, b"half")
     assert bodies(client, topic) == []
@@ -247,9 +241,6 @@ def close(client: RemotingClient, half: HalfAddress) -> None:
     for copy in client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, half.unique_key), LONG):
         newest = replace(half, queue_offset=copy.queue_offset, log_offset=copy.log_offset)
         client.call(BROKER, end(newest, HalfEnd.ABORT, from_check=True), LONG)
-
-
-# --- the broker's question --------------------------------------------------------------------------------------------
 
 
 class Asked:
@@ -353,9 +344,6 @@ def test_when_a_member_leaves_the_others_are_asked(rocketmq_broker, client, topi
     assert members(client) == []
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_group_remembers_where_it_is_the_last_word_counts(client, topic, group):
     assert client.call(BROKER, groups.committed_offset(group, topic, 0), LONG) is None
     for offset in (5, 1):
@@ -390,9 +378,6 @@ def test_a_queue_is_locked_for_one_member_at_a_time(client, topic, group):
     assert client.call(BROKER, groups.lock(group, "b", wanted), LONG) == set(wanted)
 
 
-# --- administration ---------------------------------------------------------------------------------------------------
-
-
 def test_a_topic_is_made_described_and_deleted(rocketmq_broker, client):
     name = f"made-{uuid.uuid4().hex}"
     assert client.route(name, LONG) is None
@@ -415,9 +400,6 @@ def test_settings_are_read_as_they_are_now(client, settings):
     assert before["transactionOpMsgMaxSize"] == "1"
     settings(transactionCheckMax=77)
     assert client.call(BROKER, administration.broker_settings(), LONG) == {**before, "transactionCheckMax": "77"}
-
-
-# --- trouble ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on(rocketmq_broker, client, topic):

@@ -98,9 +98,6 @@ class TestNames(AnyName):
     endings = (" b", "/b", "ü", "%20b", ".b", "~", "|", "")
 
 
-# --- the contract, besides what all logs promise ----------------------------------------------------------------------
-
-
 def test_a_reading_that_begins_behind_the_end_finds_nothing(log):
     append(log, b"0", b"1")
     assert read(log, (9,)) == []
@@ -109,9 +106,6 @@ def test_a_reading_that_begins_behind_the_end_finds_nothing(log):
 def test_an_application_whose_name_no_topic_can_have_is_refused(rocketmq_broker):
     with pytest.raises(errors.InvalidOption, match="1 to 127"):
         OpenLog(rocketmq_broker.url, "x" * 120)
-
-
-# --- its topic --------------------------------------------------------------------------------------------------------
 
 
 def test_a_trimmed_log_begins_later_for_all_and_what_is_before_can_still_be_read(log, open_named, name):
@@ -137,9 +131,6 @@ def test_a_log_whose_topic_is_made_anew_begins_at_its_first_record(log, open_nam
     at = append(anew, b"new", b"next")
     assert at[0] == anew.origin
     assert bounds(anew) == (at[0], at[1])
-
-
-# --- records that are gone, by a broker of a few lines ----------------------------------------------------------------
 
 
 @contextmanager
@@ -219,9 +210,6 @@ def test_a_log_that_became_shorter_while_it_was_read_ends_early():
         assert read(log) == [((3,), b"3"), ((4,), b"4")]
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_decided(log, settings):
     """Without its replica the broker stores the record, and answers that it is not replicated."""
     append(log, b"0")
@@ -281,9 +269,6 @@ def test_an_append_that_stored_its_record_never_says_that_nothing_was_stored():
     """If it did, a commit that counts would be taken for one that was never claimed, and would be run again."""
     with log_on(store_and_forget) as log:
         takes(0.5, errors.OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
-
-
-# --- appends, by a broker that keeps a log in memory ------------------------------------------------------------------
 
 
 class MemoryQueue:
@@ -376,9 +361,6 @@ def test_threads_that_append_at_once_share_requests_and_each_finds_its_record(me
     assert queue.counts["SEND_BATCH_MESSAGE"] and queue.counts.total() < 160
 
 
-# --- a topic that is not the same any more ----------------------------------------------------------------------------
-
-
 def delete_topic(log, topic):
     log.cluster.topics.delete(topic, Deadline(LONG))
 
@@ -420,9 +402,6 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
         with pytest.raises(errors.EvidenceLost):
             call()
     assert new_log.end(Deadline(LONG)) == end
-
-
-# --- the cluster's own name -------------------------------------------------------------------------------------------
 
 
 def name_at(url, prefix):
@@ -487,9 +466,6 @@ def test_neither_of_two_cluster_ids_is_believed(rocketmq_broker, named, of_the_p
     rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
     with pytest.raises(errors.StorageFailed, match="several ids"):
         named(f"{name}-")
-
-
-# --- several brokers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

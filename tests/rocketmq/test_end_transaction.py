@@ -267,9 +267,6 @@ def test_a_busy_broker_is_asked_again(owner, broker):
     assert sorted(broker.seen("a")) == VALUES
 
 
-# --- what the broker asks -------------------------------------------------------------------------------------------
-
-
 def test_check_backs_get_no_answer_while_the_transaction_is_undecided(owner, other, broker):
     writer = stored(owner)
     for _ in range(3):
@@ -450,9 +447,6 @@ def test_a_new_owner_first_publishes_the_messages_that_its_dead_predecessor_deci
     send(newer, "a", b"newer")
     newer.commit(Deadline(60))
     assert broker.seen("a") == [b"first", *VALUES, b"newer"]
-
-
-# --- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def token_of(process: Process, number: int, writer: Any) -> Token:
@@ -771,9 +765,6 @@ def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_the_id(o
             stored.set()
 
 
-# --- half messages of applications ----------------------------------------------------------------------------------
-
-
 def half(number: int, seconds: float, messages: int = 1) -> Half:
     message = HalfMessage("a", b"%d" % number, None, (), 0, None)
     return Half("shop", f"half-shop-x/y/{number}", [message] * messages, 0, int((time.time() + seconds) * 1000))
@@ -887,9 +878,6 @@ def test_an_abort_answered_to_a_check_back_drops_no_published_message(owner, oth
     assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
     assert asker.end(asked, Decision.ABORT, Deadline(60)) is Outcome.COMMITTED
     assert broker.seen("a") == [b"1"]
-
-
-# --- everything at once ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(40))

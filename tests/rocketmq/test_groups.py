@@ -55,9 +55,6 @@ def stands(reader: Member) -> Any:
     return reader.group.positions(Deadline(SOON))[0]
 
 
-# --- where a group begins and stands ----------------------------------------------------------------------------------
-
-
 def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(join: Join, client: RemotingClient, group: str):
     topic = new_topic(client, 2)
     publish(client, topic, b"old")
@@ -183,9 +180,6 @@ def test_members_leave_in_time_while_the_broker_is_silent(join, client, rocketmq
     assert took < len(members), "each waits for an answer"
 
 
-# --- acknowledging ----------------------------------------------------------------------------------------------------
-
-
 def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
     """Open two members that both take all partitions, as if one of them had been asleep."""
     members = join(topic, group), join(topic, group)
@@ -300,9 +294,6 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
             patched.setattr(RocketMQDecisionLog, "append", raising(OutcomeUnknown("no answer")))
         assert txn.outcome is Outcome.UNKNOWN
         assert becomes_true(lambda: values_read() == [b"1", b"2"])
-
-
-# --- who reads which partition ----------------------------------------------------------------------------------------
 
 
 def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:

@@ -137,8 +137,6 @@ def query(tmp_path, url):
     return Query(tmp_path, url)
 
 
-# --- the driver dies -------------------------------------------------------------------------------------------------
-
 STEPS: dict[str, dict[str, Any]] = {
     "before the decision": {"at": "decision.append/before:claim"},
     "after the decision": {"at": "decision.append/after:claim"},
@@ -250,9 +248,6 @@ def test_one_of_two_drivers_on_one_checkpoint_goes_on(query, step):
     query.check()
 
 
-# --- several machines ------------------------------------------------------------------------------------------------
-
-
 def _answers(port: int) -> bool:
     with socket.socket() as trying:
         return trying.connect_ex(("127.0.0.1", port)) == 0
@@ -358,9 +353,6 @@ def test_over_spark_connect_a_function_is_told_nothing_and_still_publishes_once(
     with txnbridge.connect(query.sink.url, application=query.sink.application(name)) as bridge:
         opening = bridge.decisions().read((name, "sink")).opening
     assert opening is not None and opening.number == 2  # as many as starts, and not one for each batch
-
-
-# --- in one driver ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -478,8 +470,6 @@ def test_batches_and_tasks_without_rows_are_committed(spark, query, small):
     assert kit.published(query.sink) == [*range(10), *range(2 * ROWS, 3 * ROWS)]
     assert kit.left_open(query.sink, query.id()) == []
 
-
-# --- sizes -----------------------------------------------------------------------------------------------------------
 
 # What the client allows for Kafka's format around a row; and what it is around one without key and headers, with the
 # batch that it has for itself.

@@ -30,9 +30,6 @@ FIRST = [[0, 1, 2], [3, 4], []]
 SECOND = [[5, 6], [7]]
 
 
-# --- as it should go -------------------------------------------------------------------------------------------------
-
-
 def test_no_message_is_visible_before_the_driver_commits(sink, query):
     identity = BatchId(query, "sink", 0, new_run())
     written = write(sink, identity, FIRST)
@@ -126,9 +123,6 @@ def test_a_process_with_more_tasks_than_ids_for_prepared_transactions_takes_furt
     run_batch(sink, identity, [[number] for number in range(5)])
     run_batch(sink, replace(identity, batch=1), [[number] for number in range(5, 10)])
     assert (published(sink), left_open(sink, query)) == (list(range(10)), [])
-
-
-# --- dying -----------------------------------------------------------------------------------------------------------
 
 
 def run_two_batches(start, first=FIRST, again=([4, 3, 2, 1, 0],), second=SECOND):
@@ -232,9 +226,6 @@ def test_a_decided_transaction_is_alive_when_the_next_run_needs_it(start):
     assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 
 
-# --- two drivers -----------------------------------------------------------------------------------------------------
-
-
 def test_the_newer_of_two_drivers_wins(sink, query):
     older, newer = BatchId(query, "sink", 0, new_run()), BatchId(query, "sink", 0, new_run())
     by_older = write(sink, older, FIRST)
@@ -283,9 +274,6 @@ def test_where_no_transactions_are_listed_a_query_is_published(sink, query, monk
     for batch, rows_of_batch in enumerate((FIRST, SECOND)):
         run_batch(sink, BatchId(query, "sink", batch, new_run()), rows_of_batch)
     assert published(sink) == list(range(8))
-
-
-# --- attempts, aborts and dead transactions --------------------------------------------------------------------------
 
 
 def test_transactions_that_losing_attempts_prepared_do_not_stay_open(sink, query):
@@ -456,9 +444,6 @@ def test_a_decision_of_somebody_else_that_gives_the_batch_up_is_respected(sink, 
     assert published(sink) == []
 
 
-# --- a decision log that is gone -------------------------------------------------------------------------------------
-
-
 def elsewhere(url, tmp_path):
     """A sink whose decision log can be deleted."""
     place = f"sqlite:///{tmp_path / 'decisions.db'}"
@@ -513,9 +498,6 @@ def test_a_sink_that_is_added_to_a_query_begins_where_the_query_is(sink, query):
     run_batch(sink, BatchId(query, "sink", 0, run), FIRST)
     run_batch(replace(sink, sink="added"), BatchId(query, "added", 1, run), SECOND)
     assert published(sink) == list(range(8))
-
-
-# --- mistakes --------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_that_reports_nothing_is_refused(sink, query):

@@ -61,9 +61,6 @@ def numbers(frame):
     return sorted(int(row.value) for row in frame.select("value").collect())
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_reads_what_is_committed_now(spark, url, bridge, topic):
     send(bridge, topic, range(50), partition=0)
     send(bridge, topic, range(50, 70), partition=1)
@@ -191,9 +188,6 @@ def test_several_topics_are_read_together(spark, url, bridge, topic):
 @mostly_embedded
 def test_a_topic_without_messages_has_no_rows(spark, url, topic):
     assert load(spark, url, topic=topic).collect() == []
-
-
-# --- streams, as Spark drives them -----------------------------------------------------------------------------------
 
 
 def batch_of(url, topic="", **given):
@@ -350,9 +344,6 @@ def test_with_available_now_a_stream_ends_where_the_topic_ended_when_it_began(ur
     assert flat(again.run()) == list(range(10, 20))
 
 
-# --- what is gone ----------------------------------------------------------------------------------------------------
-
-
 # The others drop whole files or ledgers, when they like.
 where_records_can_be_removed = pytest.mark.parametrize("url", ["embedded", "kafka"], indirect=True)
 
@@ -495,9 +486,6 @@ def test_a_batch_that_ends_before_it_begins_is_refused(url, bridge, topic):
     start, end = json.dumps({topic: {"0": 7, "1": 0}}), json.dumps({topic: {"0": 3, "1": "latest"}})
     with pytest.raises(InvalidOption, match=r"the end of .*\[0\], 3, lies before its start, 7"):
         batch_of(url, topic, startingOffsets=start, endingOffsets=end)
-
-
-# --- options and plans -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,6 @@ def barrier(engine):
     return BarrierTable.open(engine, "shop", Deadline(SOON))
 
 
-# --- both or neither ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["engine", "session", "sessionmaker", "scoped_session"])
 def test_rows_and_messages_are_committed_together(shop, engine, bridge, form):
     maker = orm.sessionmaker(engine)
@@ -485,9 +482,6 @@ def test_a_session_of_another_event_loop_deletes_its_row_by_its_own_engine(shop,
     assert barrier_rows(shop.database) == []
 
 
-# --- processes that die or are paused -------------------------------------------------------------------------------
-
-
 STEPS = [
     f"{step}/{phase}"
     for step in ("half.store", "database.barrier", "database.commit", "half.end")
@@ -585,9 +579,6 @@ def test_a_transaction_that_takes_long_is_asked_about_and_not_aborted(shop, engi
         assert (txn.outcome, values(bridge, "orders")) == (Outcome.COMMITTED, [b"0"])
 
 
-# --- resolvers ------------------------------------------------------------------------------------------------------
-
-
 def test_two_resolvers_give_the_same_answer(barrier):
     past = int(time.time() * 1000)
     with ThreadPoolExecutor(4) as threads:
@@ -658,8 +649,6 @@ def test_an_abort_row_stays_a_day_longer_than_the_deadline(engine, barrier):
     assert left(120_000) == ["commit", "future"]
     assert left(2 * DAY_MS) == ["commit"]
 
-
-# --- a database that fails ------------------------------------------------------------------------------------------
 
 LOST = sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
 
@@ -773,9 +762,6 @@ def test_a_silent_database_holds_no_call_beyond_its_deadline(postgres, shop, eng
         finally:
             postgres.resume()
         assert len(one_for_one(shop, bridge)) < 2
-
-
-# --- other brokers --------------------------------------------------------------------------------------------------
 
 
 def test_a_bridge_whose_resolver_alone_publishes_does_so_before_it_is_closed(shop, engine, monkeypatch):

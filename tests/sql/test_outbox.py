@@ -88,9 +88,6 @@ def relay_all(bridge, engine, **settings):
         settled(relay)
 
 
-# --- what lands in the outbox ---------------------------------------------------------------------------------------
-
-
 def test_a_message_is_published_if_its_database_transaction_commits_and_as_it_was_sent(engine, bridge):
     box, day = outbox(), datetime(1970, 1, 2, tzinfo=UTC)
     topic = txnbridge.Topic(TOPIC, codecs.json)
@@ -232,9 +229,6 @@ def test_a_wrong_call_says_what_is_wrong(engine, bridge):
         ):
             with pytest.raises(InvalidOption, match=says):
                 wrong()
-
-
-# --- order ----------------------------------------------------------------------------------------------------------
 
 
 def by_connection(engine, sent):
@@ -426,9 +420,6 @@ def test_an_undeliverable_row_is_parked_after_three_attempts_but_a_missing_right
     assert values(bridge) == ([] if parked else [b"1"])
 
 
-# --- exactly once ---------------------------------------------------------------------------------------------------
-
-
 WALKED = [
     pytest.param("embedded", "sqlite"),
     *(pytest.param("embedded", name, marks=pytest.mark.live) for name in ("postgresql", "mariadb")),
@@ -586,9 +577,6 @@ def test_a_relay_waits_for_its_database_and_stops_meanwhile(bridge, caplog):
     with relay:
         eventually(lambda: " retries in " in caplog.text, "it does not notice")
     assert not relay.healthy
-
-
-# --- the command line -----------------------------------------------------------------------------------------------
 
 
 def test_the_commands_publish_list_and_change_rows(engine, shop, bridge):

@@ -153,9 +153,6 @@ def run(shop, bridge):
     return run_one
 
 
-# --- exactly once ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(400)
 def test_each_message_has_its_effect_once_wherever_its_processor_dies(fresh, kill_walk):
     fed = numbers(4)
@@ -362,9 +359,6 @@ def test_each_message_has_its_effect_once_on_real_brokers(postgres, open_engine,
         good = [value for value in fed if not is_poison(value)]
         assert sorted(done(shop.database)) == sorted(values(bridge, "out")) == sorted(good)
         assert sorted(values(bridge, "dead")) == sorted(set(fed) - set(good))
-
-
-# --- handlers -------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_of_the_handler_rolls_its_writes_back(bridge, shop, run):

@@ -89,9 +89,6 @@ def refused(call: Callable[[], object], log: MemoryLog, error: type[errors.TxnBr
     return raised.value
 
 
-# --- the first claim wins -------------------------------------------------------------------------------------------
-
-
 def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
     decisions = join()
     first = decisions.claim("id", COMMIT)
@@ -167,9 +164,6 @@ def test_after_a_fork_the_child_must_open_the_log_anew(join, log):
     assert decisions.claim("id", COMMIT).mine
 
 
-# --- answers that do not come ---------------------------------------------------------------------------------------
-
-
 def test_a_claim_is_repeated_until_a_clean_answer_gives_its_position(join, log):
     decisions = join()
     decisions.begin()
@@ -231,9 +225,6 @@ def test_an_old_copy_of_the_log_decides_nothing(join, log):
         decisions.read("id")
     del log.read, log.end
     assert decisions.read("id", begin=begin).claim is not None
-
-
-# --- evidence -------------------------------------------------------------------------------------------------------
 
 
 def test_the_token_of_one_process_is_decided_by_another(join):
@@ -374,9 +365,6 @@ def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, l
     assert newcomer.claim("other", COMMIT).decision is COMMIT
 
 
-# --- openings -------------------------------------------------------------------------------------------------------
-
-
 def test_an_owner_that_was_replaced_gets_no_new_begin(join, clock):
     owner = join(lifetime=30)
     opening = owner.open("X")
@@ -486,9 +474,6 @@ def test_another_thread_waits_for_the_end_of_a_reading(join):
     assert refused and decisions.read(BATCH).claim is None
 
 
-# --- done -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_done_mark_settles_every_id_up_to_it(join):
     decisions = join()
     for batch in range(3):
@@ -515,8 +500,6 @@ def test_a_done_mark_never_goes_back_and_refuses_claims_up_to_it(join, log):
     assert join().read(("query", "sink")).done_up_to == 5
     refused(lambda: decisions.claim(("query", "sink", 5, 0), COMMIT), log, errors.InvalidState)
 
-
-# --- large data -----------------------------------------------------------------------------------------------------
 
 TOKENS = {"tokens": [f"{number:0>400}" for number in range(5_000)]}
 
@@ -574,9 +557,6 @@ def test_a_decision_whose_parts_are_gone_is_not_given_without_its_data(join, log
     ]
     with pytest.raises(errors.EvidenceLost, match="decided to commit"):
         join().read(BATCH)
-
-
-# --- keeping it short -----------------------------------------------------------------------------------------------
 
 
 def test_a_log_is_tidied_by_itself_after_many_records(join, clock, log):
@@ -660,9 +640,6 @@ def test_an_idle_process_repeats_snapshots_where_records_are_dropped_by_age():
             assert later.read("X").opening == opening
 
 
-# --- records that nobody can read -----------------------------------------------------------------------------------
-
-
 def test_a_decision_in_front_of_an_unreadable_record_stands(join, log):
     decisions = join()
     begin = decisions.begin()
@@ -702,9 +679,6 @@ def test_a_log_that_begins_with_something_else_is_not_ours(join, log):
     log.append(b"somebody else's message")
     refused(lambda: join().claim("id", COMMIT), log, errors.OutcomeUnknown)
     refused(lambda: join().read("id"), log, errors.OutcomeUnknown)
-
-
-# --- the ledger -----------------------------------------------------------------------------------------------------
 
 
 def test_a_ledger_keeps_what_a_backend_records_about_a_transaction(join):
@@ -772,9 +746,6 @@ def test_ledger_entries_live_as_long_as_a_token_may_be_asked_about(join, clock):
     assert join().ledger("X").find("t1", Deadline(5)) == []
     with pytest.raises(errors.EvidenceLost):
         join().ledger("X", begin).find("t1", Deadline(5))
-
-
-# --- threads and events ---------------------------------------------------------------------------------------------
 
 
 def test_threads_of_one_process_race_and_agree(join, log):

@@ -95,9 +95,6 @@ def leave_undecided(url: str, group: str, topic: str, *values: bytes) -> None:
             sell(sales, topic, value, UNDECIDED)
 
 
-# --- the living -------------------------------------------------------------------------------------------------------
-
-
 def test_committed_half_messages_are_published_in_order_and_undecided_ones_hold_none_back(bridge, topic, group):
     answer = [UNDECIDED]
     with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
@@ -234,9 +231,6 @@ def test_a_process_without_a_resolver_removes_records_of_done_halves(bridge, top
     assert len(bridge.read(lanes(bridge, group).topic(0), 10)) < 6
 
 
-# --- takeovers --------------------------------------------------------------------------------------------------------
-
-
 def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_messages_have_ended(
     txnbridge_url: str, bridge: Bridge, topic: str, group: str
 ) -> None:
@@ -336,9 +330,6 @@ def test_a_lane_whose_topic_was_deleted_or_emptied_is_told_and_the_group_goes_on
     assert values(seen(bridge, topic)) == [b"1"]
 
 
-# --- refused and parked -----------------------------------------------------------------------------------------------
-
-
 def test_a_refused_half_message_is_parked_and_published_once_possible_while_others_go_on(
     txnbridge_url: str, bridge: Bridge, topic: str, new_topic: NewTopic, group: str
 ) -> None:
@@ -411,9 +402,6 @@ def test_a_parked_half_is_ended_by_an_administrator(txnbridge_url, bridge, topic
     assert values(seen(bridge, topic)) == ([b"1", b"2"] if decision is COMMIT else [b"2"])
 
 
-# --- kills ------------------------------------------------------------------------------------------------------------
-
-
 class Shop(NamedTuple):
     """The place where a shop sells: a broker, the beginning of its topics' names, and its database file."""
 
@@ -470,9 +458,6 @@ def check_wherever_a_seller_dies(
 def test_database_and_topics_agree_wherever_a_seller_dies(tmp_path: Path, kill_walk: KillWalk) -> None:
     url = f"half-topic:{tmp_path}/NAME.broker?lease_seconds=1.5&half_check_seconds=0.2"
     check_wherever_a_seller_dies(url, tmp_path, kill_walk)
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def test_foreign_and_damaged_records_are_no_halves_and_newer_ones_are_refused() -> None:

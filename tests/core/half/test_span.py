@@ -439,17 +439,10 @@ def test_a_processor_is_idle_only_when_its_acknowledgements_are_committed(pair, 
 
 
 @ON_BOTH
-def test_a_pass_that_failed_is_repeated_before_later_messages(pair, ends):
+@pytest.mark.parametrize(("call", "error"), [("put", AWAY), ("commit", LOST)])
+def test_a_pass_that_failed_or_whose_answer_was_lost_is_ended_before_later_messages(pair, ends, call, error):
     a, b = with_input(pair)
-    ends.by["put"] = failing(AWAY, 0)
-    a.processor("in", group="g", each=move, to=b, max_messages=1).run(until_idle=True)
-    assert values(pair) == [[], [b"1", b"2", b"3"]]
-
-
-@ON_BOTH
-def test_a_pass_whose_answer_was_lost_is_ended_before_later_messages(pair, ends):
-    a, b = with_input(pair)
-    ends.by["commit"] = failing(LOST, 0)
+    ends.by[call] = failing(error, 0)
     a.processor("in", group="g", each=move, to=b, max_messages=1, timeout=1).run(until_idle=True)
     assert open_ones(pair) == []
     assert values(pair) == [[], [b"1", b"2", b"3"]]

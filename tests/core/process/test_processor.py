@@ -198,9 +198,6 @@ class Failing:
         copy(message, txn)
 
 
-# --- the atom ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_is_no_larger_than_max_messages(room):
     room.feed(*(b"%d" % n for n in range(7)))
     seen: list[Any] = []
@@ -280,9 +277,6 @@ def test_a_message_delivered_before_its_partition_left_is_not_processed(room):
         room.reader.feed(b"u", partition=("u", 0))
         wait_until(lambda: bool(seen))
     assert seen == [b"u"]
-
-
-# --- which error means what -------------------------------------------------------------------------------------------
 
 
 def test_a_processor_repeats_at_once_after_an_abort_and_backs_off_after_a_second_abort(room):
@@ -421,9 +415,6 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused_also_if_it_hides_
     with pytest.raises(errors.InvalidState, match="the handler ended transaction"):
         room.run(each=stubborn)
     assert room.broker.committed == []
-
-
-# --- poison -----------------------------------------------------------------------------------------------------------
 
 
 def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
@@ -719,9 +710,6 @@ def test_an_error_of_the_handler_is_told_by_its_class_and_the_line_of_the_handle
         assert "secret" not in caplog.text
 
 
-# --- attempts that have an end ---------------------------------------------------------------------------------------
-
-
 def test_after_max_attempts_a_message_is_a_dead_letter(room):
     room.feed(b"0", b"bad", b"2")
     handler = Failing(b"bad", *[ValueError("x")] * 4)
@@ -837,9 +825,6 @@ def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
     assert room.broker.committed == [] and room.waits == []
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -934,9 +919,6 @@ def test_a_missing_topic_is_told_at_the_start(room):
         room.run(inputs="missing", each=copy)
     with pytest.raises(errors.NotFound), room.processor(inputs="missing", each=copy):
         pass
-
-
-# --- running and stopping ---------------------------------------------------------------------------------------------
 
 
 def test_until_idle_waits_for_its_partitions(room):

@@ -96,9 +96,6 @@ def run_until(bridge: Bridge, true: Callable[[], bool], **settings: object) -> P
         assert time.monotonic() < deadline
 
 
-# --- on the way ------------------------------------------------------------------------------------------------------
-
-
 def test_a_failed_message_goes_to_the_retry_topic_in_the_transaction_that_acknowledges_it(bridge):
     feed(bridge, b"0", b"bad", b"2")
     processor = run(bridge, each=Failing(), retry=[NEVER])  # it does not wait for what is not due
@@ -259,9 +256,6 @@ def test_a_failed_commit_with_a_due_message_keeps_what_waits_behind_it(bridge):
     with next_commit(bridge, Outcome.ABORTED):
         run_until(bridge, lambda: len(values(bridge, "out")) == 2, each=Failing(), retry=[NEVER])
     assert values(bridge, "out") == [b"due", b"later"]
-
-
-# --- one delay after the other ---------------------------------------------------------------------------------------
 
 
 def test_the_number_of_tries_survives_restarts_and_after_the_last_delay_it_is_a_dead_letter(url):
@@ -446,9 +440,6 @@ def test_messages_that_are_delayed_neither_make_nor_end_a_row_of_dead_letters(br
     assert (values(bridge, "dead"), values(bridge, "g-retry-3600s")) == ([b"dead"] * 3, [b"bad"] * 2)
 
 
-# --- other members and processes -------------------------------------------------------------------------------------
-
-
 def test_another_member_processes_what_waits_when_the_first_leaves(url, bridge):
     put_waiting(bridge, b"waits", NEVER, due_in=3)
     with txnbridge.connect(url) as second:
@@ -496,9 +487,6 @@ def test_killed_at_any_event_each_message_is_in_one_place(tmp_path, kill_walk):
     kill_walk(run_to_the_end, check, Fresh(tmp_path, make_input), least=WITHIN_A_TRANSACTION)
 
 
-# --- redrive ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_redrive_for_one_group_is_seen_by_no_other_group(bridge):
     bridge.ensure_topics("g-retry-100ms")  # of a delay that is no longer used
     feed(bridge, b"bad", b"1")
@@ -520,9 +508,6 @@ def test_a_redrive_for_one_group_is_seen_by_no_other_group(bridge):
     assert [message.value for message in audited] == [b"bad", b"1"]
     with pytest.raises(errors.NotFound, match="there is no retry topic of group 'audit'"):
         Redrive(bridge, "dead", group="audit")
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_retry_topic_is_told_at_the_start_with_the_command_that_creates_it(url):

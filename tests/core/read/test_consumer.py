@@ -304,9 +304,6 @@ def test_a_capability_that_the_broker_lacks_is_refused_on_use(capability: Capabi
         use(room)
 
 
-# --- nothing is skipped ----------------------------------------------------------------------------------------------
-
-
 def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room: Room) -> None:
     batch = room.consumer.poll(3)
     unknown(room, batch[:1])

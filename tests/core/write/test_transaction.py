@@ -162,9 +162,6 @@ def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(brid
         pass
 
 
-# --- prepare ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [errors.Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
 def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(bridge: Bridge, broker: ToyBroker, error: Exception):
     txn = bridge.transaction(prepare=True)
@@ -215,9 +212,6 @@ def test_a_fingerprint_does_not_depend_on_the_order(bridge: Bridge) -> None:
     assert fingerprint((b"1", b"2")) != fingerprint((b"2", b"1"))
     assert fingerprint((b"", None)) != fingerprint((b"", b""))
     assert fingerprint() == 0
-
-
-# --- many at once ----------------------------------------------------------------------------------------------------
 
 
 def test_a_second_call_while_one_runs_is_refused(bridge: Bridge, writer: ToyWriter) -> None:
@@ -518,9 +512,6 @@ def test_a_wait_for_writers_that_another_thread_opens_ends_at_the_deadline():
     with bridge, hold.asked_by(lambda: bridge.transaction().abort()):
         with within(0.1), pytest.raises(errors.DeadlineExceeded, match="another thread"):
             bridge.transaction(timeout=0.1)
-
-
-# --- what is sent ----------------------------------------------------------------------------------------------------
 
 
 def test_a_codec_makes_bytes_of_the_value_and_text_keys_become_utf8(bridge: Bridge, writer: ToyWriter) -> None:
