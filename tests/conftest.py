@@ -14,6 +14,7 @@ import gc
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.failing import EACH, fail_call
 from txnbridge import hookimpl, plugins
 from txnbridge._base.connection import Connection
 from txnbridge.testing.child_processes import _IMPORTED_LATE
@@ -181,6 +183,13 @@ def broken_broker() -> Iterator[Callable[..., str]]:
             return scheme_of(broker)
 
         yield make
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Return a function that lets no further thread start, or only those fail that `fail_call` is told of."""
+    error = RuntimeError("can't start new thread")
+    return lambda number=EACH, **how: fail_call(monkeypatch, threading.Thread, "start", error, number, **how)
 
 
 @pytest.fixture

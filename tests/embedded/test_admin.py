@@ -1,12 +1,12 @@
 """Topics, retention, and the doctor."""
 
 import pytest
-from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.client.schema import MAX_PARTITION_ID
 from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import retention
 
 from tests.embedded.kit import NO_LEDGER, begin, busy, commit, execute, offsets, open_writer, prepare, rows, values
+from tests.embedded.test_writer import failing
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, TransactionTimedOut
 from txnbridge.spi import Begin, Deadline, Decision
 
@@ -86,12 +86,11 @@ def test_a_topic_that_a_prepared_transaction_needs_is_not_deleted(broker):
     assert broker.admin.topics(Deadline(5)) == []
 
 
-def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_doctor(opened, monkeypatch):
+def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_doctor(opened):
     broker = opened()
     commit(open_writer(broker), "orders", b"1", b"2")
-    with monkeypatch.context() as patch:
-        patch.setattr(EmbeddedAdmin, "_remove_deleted", lambda *_: None)  # its process died here
-        broker.admin.delete_topic("orders", Deadline(5))
+    failing(broker.store, happens=False, number=1)  # behind the deletion, where the messages are removed
+    broker.admin.delete_topic("orders", Deadline(5))
     commit(open_writer(broker), "orders", b"new")
     assert values(broker, "orders") == [b"new"]
     assert rows(broker, "SELECT count(*) FROM messages") == [(3,)]

@@ -18,7 +18,7 @@ from tests.core.decisions_kit import MemoryLog
 from tests.embedded.test_store import hold
 from tests.failing import EACH, fail_call
 from tests.in_time import Hold, wait_until
-from tests.inside import broker_of, logs_of
+from tests.inside import logs_of
 from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._bridge import open_bridges
 from txnbridge._write.writers import Writers
@@ -142,7 +142,7 @@ def test_transactions_that_were_dropped_before_they_prepared_leave_no_descriptor
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
 @pytest.mark.parametrize("what", ["writers", "a publisher"])
-def test_a_store_that_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, what):
+def test_a_store_that_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypatch, no_threads, what):
     with txnbridge.connect(f"embedded:{path}") as bridge:
 
         def attempt(count: int) -> int:
@@ -154,7 +154,7 @@ def test_a_store_that_cannot_be_opened_whole_leaves_no_descriptor(path, monkeypa
         if what == "writers":
             fail_call(monkeypatch, Store, "connect", AccessDenied("too many open files"), EACH[2::3])
         else:
-            fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), EACH)
+            no_threads()
         assert attempt(2) == attempt(6)  # SQLite keeps a few for its next connection
 
 
@@ -184,11 +184,10 @@ class Kept(MemoryLog):
         self.closed += 1
 
 
-def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path, monkeypatch):
-    bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
+def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path, broken_broker):
     log = Kept()
     hold = Hold(lambda *_: log)
-    monkeypatch.setattr(broker_of(bridge), "decision_log", hold)
+    bridge = txnbridge.connect(f"{broken_broker(decision_log=hold)}:{tmp_path}/broker.db")
     asks = partial(logs_of(bridge).own_ledger().newest_opening, Deadline(30))
     with pytest.raises(InvalidState, match="closed"), hold.asked_by(asks):
         logs_of(bridge).close()
@@ -196,12 +195,16 @@ def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path
     bridge.close()
 
 
-def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, monkeypatch):
-    bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
+def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, broken_broker):
+    hold, opened = Hold(lambda *_: Kept()), list[str]()
+
+    def decision_log(broker, name, deadline):
+        opened.append(name)
+        return hold() if len(opened) > 1 else Kept()
+
+    bridge = txnbridge.connect(f"{broken_broker(decision_log=decision_log)}:{tmp_path}/broker.db")
     ours = logs_of(bridge).own_ledger()
     ours.newest_opening(Deadline(30))
-    hold = Hold(lambda *_: Kept())
-    monkeypatch.setattr(broker_of(bridge), "decision_log", hold)
     with hold.asked_by(partial(logs_of(bridge).ledger("theirs", "x").newest_opening, Deadline(30))):
         ours.newest_opening(Deadline(5))
         with pytest.raises(DeadlineExceeded):

@@ -160,8 +160,8 @@ def test_a_message_that_is_not_stored_by_its_deadline_fails_the_publisher(broker
     assert values(broker, "orders") == []
 
 
-def test_a_bug_in_the_publishers_thread_is_told_and_does_not_hang_the_sender(monkeypatch, publisher):
-    monkeypatch.setattr("txnbridge_embedded.write.publisher.store", lambda *_: 1 / 0)
+def test_a_bug_in_the_publishers_thread_is_told_and_does_not_hang_the_sender(broker, publisher):
+    failing(broker.store, happens=False, error=ZeroDivisionError())
     publish(publisher, "orders", b"1")
     with pytest.raises(DeliveryFailed, match="ZeroDivisionError"):
         publisher.flush(Deadline(10))

@@ -6,12 +6,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_embedded.read import base_reader
 
 import txnbridge
 from tests.core.reading_kit import Listener, rows
 from tests.embedded import kit
-from tests.failing import raising
+from tests.embedded.test_writer import failing
 from tests.in_time import within
 from tests.keeping import keeping
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost, StorageFailed
@@ -234,12 +233,12 @@ def test_a_poll_ends_by_its_deadline(reading):
     assert deadline.left() == 0
 
 
-def test_readable_messages_come_before_an_error_of_ending_an_overdue_transaction(broker, reading, monkeypatch):
+def test_readable_messages_come_before_an_error_of_ending_an_overdue_transaction(broker, reading):
     kit.prepare(broker, "orders", b"overdue", hold=0.001)
     kit.commit(kit.open_writer(broker), "marker", b"marker")
     reader = reading("orders", "marker")
-    monkeypatch.setattr(base_reader, "end_expired", raising(StorageFailed("no room")))
     kit.execute(broker, "UPDATE transactions SET deadline_at = 0")
+    failing(broker.store, happens=False, error=StorageFailed("no room"))
     assert take_values(reader, 1) == [b"marker"]
     with pytest.raises(StorageFailed, match="no room"):
         reader.poll(1, Deadline(10))

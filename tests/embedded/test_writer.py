@@ -1,5 +1,6 @@
 """Plain transactions: all or nothing, whatever happens on the way."""
 
+import itertools
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from txnbridge_embedded.write.staged_messages import murmur2, partition_of
 
 from tests.embedded import kit
 from tests.embedded.kit import begin, busy, commit, execute, offsets, open_writer, read, rows, send, token_of, values
-from tests.failing import fail_call, raising
+from tests.failing import fail_call
 from txnbridge import errors
 from txnbridge.spi import Deadline, TokenState
 
@@ -235,13 +236,12 @@ def test_a_writer_that_closes_aborts_what_it_stored(broker):
     assert rows(broker, "SELECT * FROM messages") == rows(broker, "SELECT * FROM undecided") == []
 
 
-def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, monkeypatch):
+def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker):
     writer = open_writer(broker)
     begin(writer, "orders", b"1")
-    with monkeypatch.context() as patch:
-        patch.setattr(broker.store, "_commit", raising(CommitUnclear("the disk is gone")))
-        with pytest.raises(errors.DeliveryFailed):
-            writer.flush(Deadline(5))
+    failing(broker.store, happens=False)
+    with pytest.raises(errors.DeliveryFailed):
+        writer.flush(Deadline(5))
     send(writer, "orders", b"2")
     with pytest.raises(errors.DeliveryFailed):
         writer.commit(Deadline(5))
@@ -390,11 +390,13 @@ def test_the_record_of_a_writer_that_gave_out_no_token_is_deleted_with_the_write
     assert rows(opened(), "SELECT * FROM writers") == []
 
 
-def failing(store, *, happens: bool, error: BaseException | None = None):
-    """Let the next commit of a store fail, as if SQLite failed while it commits."""
-    real = store._commit
+def failing(store, *, happens: bool, error: BaseException | None = None, number: int = 0):
+    """Let the commit of a store with this number, from now on, fail, as if SQLite failed while it commits."""
+    real, numbers = store._commit, itertools.count()
 
     def commit(connection, what):
+        if next(numbers) < number:
+            return real(connection, what)
         store._commit = real
         if happens:
             real(connection, what)

@@ -1,6 +1,5 @@
 """Tests of the publisher on a live broker: each message is stored once and in order, also under faults."""
 
-import threading
 import uuid
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,6 @@ from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
-from tests.failing import fail_call
 from tests.in_time import wait_until, within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from txnbridge import errors
@@ -63,9 +61,9 @@ def numbered(count):
 
 
 @pytest.mark.offline
-def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(monkeypatch):
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_message(no_threads):
     known = {"topics.require.return_value": [Queue("t", "a", 0)], "brokers.config.return_value.message_bytes": 9}
-    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    no_threads(0)
     plain = RocketMQPublisher(cluster := Mock(**known))
     with pytest.raises(RuntimeError):
         send(plain, "t", b"refused")

@@ -10,10 +10,9 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
 from txnbridge_conformance.observing import eventually
-from txnbridge_embedded.admin.admin import EmbeddedAdmin
-from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
+from tests.conformance.broken import around
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
 from tests.failing import fail_call, note_calls, on_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
@@ -281,23 +280,25 @@ def test_messages_of_a_topic_made_anew_meanwhile_are_not_taken_for_those_of_the_
     assert sorted(done(shop.database)) == [b"4", b"5"]
 
 
-def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(bridge, shop, run, monkeypatch):
+def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(shop, broken_broker):
     """Kafka's reader hands out messages of the new topic for a tenth of a second, before it notices."""
     ids = {"in": "old"}
-    monkeypatch.setattr(EmbeddedBroker, "notices_renewed_topics_late", True)
-    monkeypatch.setattr(EmbeddedAdmin, "topic_ids", lambda self, topics, deadline: dict(ids))
+    tells = around(topic_ids=lambda inner, topics, deadline: dict(ids))
+    scheme = broken_broker(notices_renewed_topics_late=True, Administering=tells)
 
     def each(message, db):
         record(message, db)
         ids["in"] = "new"
 
-    with bridge.transaction() as txn:
-        txn.send_many("in", [(value, b"key") for value in numbers(4)])
-    with pytest.raises(txnbridge.TransactionAborted, match="recreated"):
-        run(each, max_messages=2, retry_for=0.3)
-    assert done(shop.database) == numbers(2)
-    bridge.admin.reset_group("g", "earliest")
-    run(record)  # another assignment reads the new topic
+    with txnbridge.connect(shop.url.replace("embedded", scheme)) as bridge:
+        with bridge.transaction() as txn:
+            txn.send_many("in", [(value, b"key") for value in numbers(4)])
+        settings = {"group": "g", "db": shop.database, "backoff": (0.01, 0.1), "max_messages": 2, "retry_for": 0.3}
+        with pytest.raises(txnbridge.TransactionAborted, match="recreated"):
+            bridge.processor("in", each=each, **settings).run(until_idle=True)
+        assert done(shop.database) == numbers(2)
+        bridge.admin.reset_group("g", "earliest")
+        bridge.processor("in", each=record, **settings).run(until_idle=True)  # another assignment reads the new topic
     assert done(shop.database) == [*numbers(2), *numbers(4)]
     assert scalars(shop.database, sa.select(_positions.c.topic_id)) == ["new"]
 

@@ -15,7 +15,7 @@ from tests.conformance.broken import around
 from tests.core.half.test_half_lanes import check_wherever_a_seller_dies, says
 from tests.core.toy import ToyBackend, connect_toy
 from tests.embedded.kit import busy, rows
-from tests.failing import fail_call, on_call, raising
+from tests.failing import on_call, raising
 from tests.inside import broker_of, connection_of, consumers_of
 from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
@@ -290,9 +290,8 @@ def test_a_check_that_hangs_keeps_one_place_however_often_it_is_due(bridge: Brid
                 held.set()
 
 
-def test_a_check_for_which_there_is_no_thread_is_made_later(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_check = lambda thread: thread.name.startswith("txnbridge check")  # noqa: E731
-    refused = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), when=is_check)
+def test_a_check_for_which_there_is_no_thread_is_made_later(bridge: Bridge, no_threads) -> None:
+    refused = no_threads(0, when=lambda thread: thread.name.startswith("txnbridge check"))
     with bridge.half_messages("shop", execute=says(UNDECIDED), check=says(COMMIT)) as sales:
         sell(sales, timeout=TIMEOUT)
         eventually(lambda: published(bridge) == BOTH, "it is published")

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -14,8 +14,9 @@ import pytest
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
+from tests.conformance.broken import around
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
-from tests.failing import note_calls, raising
+from tests.failing import raising
 from tests.inside import consumers_of, reader_of
 from txnbridge import Batch, Bridge, Message, Outcome, Topic, Transaction, codecs, errors
 from txnbridge._base.messages import Headers
@@ -165,6 +166,18 @@ def test_a_due_time_that_is_later_than_the_delay_holds_no_partition_for_longer(b
         eventually(lambda: values(bridge, "out") == numbers(3), "what is overdue waits on")
 
 
+@pytest.fixture
+def polled(url: str, broken_broker: Callable[..., str]) -> Iterator[Callable[..., Bridge]]:
+    """Return a function that opens a bridge to the broker, of whose readers' polls a function gets each."""
+    with ExitStack() as opened:
+
+        def connect(poll: Callable[..., list[Message]]) -> Bridge:
+            scheme = broken_broker(Reading=around(poll=poll))
+            return opened.enter_context(txnbridge.connect(url.replace("embedded", scheme)))
+
+        yield connect
+
+
 @contextmanager
 def fetching(bridge: Bridge) -> Iterator[RetryConsumer]:
     """A consumer of a retry topic that has fetched what waits there."""
@@ -183,12 +196,17 @@ def test_no_message_is_fetched_behind_one_that_waits(bridge):
         assert reader_of(consumer).positions() == {(topic, 0): (1,)}
 
 
-def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_together(bridge, monkeypatch):
+def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_together(bridge, polled):
+    found, taken = list[Message](), list[int]()
     for number in range(3):
         put_waiting(bridge, b"%d" % number, NEVER, due_in=2)
-    with fetching(bridge) as consumer:
-        found: list[Message] = []
-        taken = note_calls(monkeypatch, reader_of(consumer), "poll", lambda *_: len(found))  # before each poll
+
+    def poll(inner: Any, *given: Any) -> list[Message]:
+        taken.append(len(found))
+        return inner.poll(*given)  # type: ignore[no-any-return]
+
+    with fetching(polled(poll)) as consumer:
+        taken.clear()
 
         def take_one() -> bool:
             found.extend(consumer.take(1, 0.05))
@@ -349,40 +367,42 @@ def test_a_message_that_fails_in_place_is_given_up_also_if_another_one_waits_beh
     watch.cancel()
 
 
-def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_poll(bridge, monkeypatch):
+def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_poll(bridge, polled):
     feed(bridge, b"0")
-    inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [], "g", "earliest")
-    eventually(lambda: inputs.take(1, 0.05), "no message comes")
-    reader = reader_of(inputs._inputs)
-    poll = reader.poll
-    answers: list[list[Message] | None] = [[], [], None]
+    answers: list[list[Message] | None] = []
 
-    def poll_badly(*args: Any) -> list[Message]:
-        answer = answers.pop()
+    def poll(inner: Any, *given: Any) -> list[Message]:
+        answer = answers.pop() if answers else inner.poll(*given)
         if answer is None:
             raise txnbridge.BrokerUnavailable("a test says so")
         return answer
 
+    inputs = ProcessorInputs(consumers_of(polled(poll)), [Topic("in")], [], "g", "earliest")
+    eventually(lambda: inputs.take(1, 0.05), "no message comes")
     inputs.take_back()
-    monkeypatch.setattr(reader, "poll", poll_badly)
+    answers += [[], [], None]
     with pytest.raises(txnbridge.BrokerUnavailable):
         inputs.take(1, 0.05)
     inputs.take_back()
     assert inputs.take(1, 0.05) == [] == inputs.take(1, 0.05)
     assert inputs.awaits_failed
-    monkeypatch.setattr(reader, "poll", poll)
     eventually(lambda: inputs.take(1, 0.05), "it does not come again")
     assert not inputs.awaits_failed
     inputs.close(None)
 
 
 @pytest.mark.parametrize("value", [b"due", b"new"])
-def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(bridge, monkeypatch, with_timing, value):
+def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(bridge, polled, with_timing, value):
     feed(bridge, b"new")
     put_waiting(bridge, b"due", NEVER)
     with_timing(idle_poll=0.0)
-    inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
-    found: list[bytes | None] = []
+    found, polls = list[bytes | None](), list[object]()
+
+    def poll(inner: Any, *given: Any) -> list[Message]:
+        polls.append(inner)
+        return inner.poll(*given)  # type: ignore[no-any-return]
+
+    inputs = ProcessorInputs(consumers_of(polled(poll)), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
 
     def take(fails: bool) -> list[bytes | None]:
         found[:] = [message.value for message in inputs.take(1, 0.05)]
@@ -391,9 +411,9 @@ def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(brid
 
     eventually(lambda: take(fails=False) == [value], "this kind does not come")
     (other,) = [each for each in inputs._consumers() if each is not inputs._source]
-    polls = note_calls(monkeypatch, reader_of(other), "poll")
+    polls.clear()
     inputs.take_back(failed=True)
-    eventually(lambda: take(fails=True) == [value] and len(polls) > 1, "it does not poll")
+    eventually(lambda: take(fails=True) == [value] and polls.count(reader_of(other).inner) > 1, "it does not poll")
     eventually(lambda: take(fails=False) not in ([], [value]), "what was fetched meanwhile is lost")
     inputs.close(None)
 

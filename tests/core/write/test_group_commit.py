@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
-from tests.failing import EACH, fail_call
 from tests.in_time import wait_until
 from tests.inside import broker_of, group_commit_of, writers_of
 from txnbridge import Bridge, Outcome, Status, TokenState, Transaction, errors
@@ -318,8 +317,8 @@ def test_the_thread_ends_when_it_is_idle_or_its_bridge_is_closed(with_timing: Ca
             wait_until(lambda: not threads())
 
 
-def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), EACH)
+def test_without_threads_each_commits_alone(bridge: Bridge, writer: ToyWriter, no_threads) -> None:
+    no_threads()
     assert work(bridge, b"1").outcome is Outcome.COMMITTED
     assert values(writer) == [b"1"]
 
