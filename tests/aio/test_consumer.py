@@ -7,6 +7,7 @@ import pytest
 
 import txnbridge
 from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge, until
+from tests.conformance.broken import around
 from txnbridge import aio
 from txnbridge.errors import DeadlineExceeded
 
@@ -102,17 +103,18 @@ async def test_a_nack_has_messages_delivered_again(bridge):
         assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
 
 
-async def test_a_call_keeps_its_deadline_behind_a_cancelled_one_and_a_close_then_ends_in_its_thread(monkeypatch, url):
+async def test_a_call_keeps_its_deadline_behind_a_cancelled_one_and_a_close_then_ends_in_its_thread(url, broken_broker):
     runs, go_on = threading.Event(), threading.Event()
-    bridge = await aio.connect(url, timeout=2)
-    consumer = await bridge.consumer("a", "g")
 
-    def lag(_: txnbridge.Consumer) -> None:
+    def lag(inner, deadline):
         runs.set()
         go_on.wait()
+        return {}
 
-    with monkeypatch.context() as patch, anyio.CancelScope() as scope:
-        patch.setattr(txnbridge.Consumer, "lag", lag)
+    scheme = broken_broker(Reading=around(lag=lag))
+    bridge = await aio.connect(url.replace("embedded", scheme), timeout=2)
+    consumer = await bridge.consumer("a", "g")
+    with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(consumer.lag)
             await until(runs.is_set)

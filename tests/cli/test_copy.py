@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -17,8 +18,9 @@ from txnbridge_conformance.brokers._broker import free_ports
 import txnbridge
 from tests.cli.conftest import Invoke, started
 from tests.conformance.broken import around
+from tests.core.half.ends import EndedBridge, Ends, failing
 from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import EACH, fail_call, on_call, raising
+from tests.failing import on_call, raising
 from tests.in_time import wait_until
 from txnbridge.cli import main
 from txnbridge.testing import Child
@@ -153,14 +155,15 @@ def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(invo
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
 
 
-def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls, monkeypatch):
+def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls):
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders", "other")
         target.ensure_topics("other")
-        away = txnbridge.BrokerUnavailable("a test says so")
-        fail_call(monkeypatch, txnbridge.Bridge, "commit", away, EACH, when=lambda bridge, *_: bridge is source)
-        with txnbridge.spanning(target, source) as span:
-            for bridge in (source, target):
+        ends = Ends()
+        ends.by["commit"] = failing(txnbridge.BrokerUnavailable("a test says so"))
+        away: Any = EndedBridge(source, ends)
+        with txnbridge.spanning(target, away) as span:
+            for bridge in (away, target):
                 span.on(bridge).send("other", b"1")
         assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]).exit_code == 0
         assert len(source.admin.transactions()) == 1
