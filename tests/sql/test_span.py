@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy import orm
 
 import txnbridge
-from tests.core.half.ends import Ends, addresses, failing, span_pair
+from tests.core.half.ends import Ends, addresses, failing, no_checks, span_pair
 from tests.core.test_fork import in_child
 from tests.failing import answer_calls, on_call
 from tests.in_time import wait_until
@@ -25,11 +25,6 @@ from txnbridge.sql.span import SpanResolver
 from txnbridge.testing import Child
 
 Pair = tuple[Bridge, Bridge]
-
-
-def no_checks(*_: object) -> list[object]:
-    time.sleep(0.1)
-    return []
 
 
 @pytest.fixture

@@ -16,13 +16,12 @@ import pytest
 from txnbridge_embedded.read.ordered import OrderedReader
 
 import txnbridge
-from tests.core.half.ends import Ends, addresses, failing, span_pair
+from tests.core.half.ends import Ends, addresses, failing, no_checks, span_pair
 from tests.core.half.span_programs import Pair, copy_all, send_one
 from tests.failing import EACH, fail_call, note_calls, raising
 from tests.in_time import Hold, wait_until
 from tests.inside import connection_of
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
-from txnbridge._base.timing import Timing
 from txnbridge._base.token import State
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import SpanSweep, digest, mark
@@ -122,10 +121,9 @@ AWAY = txnbridge.BrokerUnavailable("a test says so")
 LOST = errors.OutcomeUnknown("the answer is lost")
 
 
-@pytest.mark.parametrize("first_check", [Timing.first_check, 3600.0])
-def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, ends, quick_sweep, with_timing, first_check):
-    with_timing(first_check=first_check)
-    ends.by["commit"] = failing(AWAY, 1)
+@pytest.mark.parametrize("checks", [{}, {"checks": no_checks}])  # the next check-back may be minutes away
+def test_a_part_that_its_broker_cannot_end_now_is_ended_later(pair, ends, quick_sweep, checks):
+    ends.by |= {"commit": failing(AWAY, 1), **checks}
     with spanning(*pair) as span:
         send(span, pair, b"1")
     assert span.outcome is Outcome.COMMITTED
