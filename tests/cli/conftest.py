@@ -24,6 +24,12 @@ def _no_broker_by_accident(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which plug-ins have failed in this process."""
+    monkeypatch.setattr(txnbridge.plugins, "failed", {})
+
+
+@pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A fresh embedded broker, which the commands find in their environment."""
     url = f"embedded:{tmp_path}/broker.db"

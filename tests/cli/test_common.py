@@ -333,8 +333,7 @@ class BrokenCommands:
         raise RuntimeError("half installed")
 
 
-def test_a_plug_in_whose_commands_fail_takes_nothing_else_down(monkeypatch, invoke):
-    monkeypatch.setattr(plugins, "failed", {})
+def test_a_plug_in_whose_commands_fail_takes_nothing_else_down(no_failures, invoke):
     with plugins.registered(BrokenCommands()):
         result = invoke("--help")
     assert result.exit_code == 0

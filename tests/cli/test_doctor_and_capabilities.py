@@ -50,9 +50,7 @@ def examine(invoke, patient, *more):
         return invoke("doctor", "--url", "toy:", *more)
 
 
-@pytest.fixture(autouse=True)
-def no_failures(monkeypatch):
-    monkeypatch.setattr(plugins, "failed", {})
+pytestmark = pytest.mark.usefixtures("no_failures")
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,13 @@ def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, r
     assert requests.producers(partitions, Deadline(1), readable_only=True) == {("orders", 0): []}
 
 
-def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(cluster, requests, monkeypatch):
-    """A coordinator that is away while a topic is deleted keeps the positions, and the new topic may be smaller."""
+@pytest.fixture
+def administrator(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_calls(monkeypatch, groups, "ConfluentAdminClient", Administrator())
+
+
+def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(cluster, requests, administrator):
+    """A coordinator that is away while a topic is deleted keeps the positions, and the new topic may be smaller."""
     cluster.answers = [ends(0)]
     topics = Fields(all=lambda deadline: {"orders": Fields(partitions={0: None})})
     kafka: Any = Fields(settings=read(), requests=requests, topics=topics)
@@ -128,9 +132,8 @@ def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(clust
     assert group.positions == {("orders", 0): (0,)}
 
 
-def test_a_group_that_this_user_may_not_describe_hides_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_this_user_may_not_describe_hides_no_other_one(administrator: None) -> None:
     """A user that may describe the cluster is told the names of all groups."""
-    answer_calls(monkeypatch, groups, "ConfluentAdminClient", Administrator())
     kafka: Any = Fields(settings=read())
     found = groups.KafkaGroups(kafka, Deadline(1))
     assert found.members() == {"billing": 0}

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.broken import around
-from tests.failing import fail_call, on_call, raising
+from tests.conformance.broken import Broken, around
+from tests.failing import raising
 from tests.in_time import wait_until
-from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors
-from txnbridge._process.inputs import ProcessorInputs
+from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors, spi
 
 
 def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_later(tmp_path, with_timing):
@@ -81,12 +80,19 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
 @pytest.mark.parametrize(
     "error", [errors.BrokerUnavailable("away"), errors.AccessDenied("not yours"), errors.InvalidOption("is odd")]
 )
-def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(tmp_path, with_timing, monkeypatch, error):
+def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(
+    tmp_path, with_timing, broken_broker, error
+):
     with_timing(pattern_look=0.02)
-    seen: list[str] = []
-    has_both = lambda inputs, consumers, topics, *_: len(topics) == 2  # noqa: E731
-    failed = fail_call(monkeypatch, ProcessorInputs, "__init__", error, when=has_both)
-    with connect(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5") as bridge:
+    seen, failed = list[str](), list[object]()
+
+    def reader(broker: Broken, subscription: spi.Subscription, *rest: Any) -> Any:
+        if len(subscription.topics) == 2 and not failed:
+            failed.append(subscription)
+            raise error
+        return broker.inner.reader(subscription, *rest)
+
+    with connect(f"{broken_broker(reader=reader)}:{tmp_path}/broker.db?lease_seconds=0.5") as bridge:
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
             bridge.ensure_topics("orders-b")
@@ -115,23 +121,25 @@ def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp
 
 
 def test_a_topic_that_one_list_lacks_is_read_on_and_one_that_two_lists_lack_is_not(
-    tmp_path, with_timing, monkeypatch, broken_broker
+    tmp_path, with_timing, broken_broker
 ):
     with_timing(pattern_look=0.02)
     joins: list[int] = []
+
+    def reader(broker: Broken, subscription: spi.Subscription, *rest: Any) -> Any:
+        joins.append(len(subscription.topics))
+        return broker.inner.reader(subscription, *rest)
 
     def names(inner: Any, *given: Any) -> list[str]:
         if not joins:
             return inner.topic_names(*given)  # type: ignore[no-any-return]
         return lists.pop(0) if lists else ["orders-a"]
 
-    with connect(f"{broken_broker(Administering=around(topic_names=names))}:{tmp_path}/broker.db") as bridge:
+    scheme = broken_broker(Administering=around(topic_names=names), reader=reader)
+    with connect(f"{scheme}:{tmp_path}/broker.db") as bridge:
         bridge.ensure_topics("orders-a", "orders-b")
-        note = lambda inputs, consumers, topics, *_: joins.append(len(topics))  # noqa: E731
-        on_call(monkeypatch, ProcessorInputs, "__init__", note)
         lists = [["orders-a"], ["orders-a", "orders-b"], ["orders-a"], ["orders-a", "orders-b"]]
         with bridge.processor("orders-*", group="g", each=lambda order, txn: None):
-            wait_until(lambda: joins)
             wait_until(lambda: len(joins) > 1)
     assert (joins, lists) == ([2, 1], [])
 
