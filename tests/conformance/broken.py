@@ -149,9 +149,6 @@ def caught_by(*tests: str) -> Any:
     return register
 
 
-# --- transactions ---------------------------------------------------------------------------------------------------
-
-
 @caught_by(
     "test_a_committed_message_is_read",
     "test_all_topics_and_partitions_of_a_committed_transaction_are_seen",
@@ -338,9 +335,6 @@ class StoresTwice(Broken):
             self.inner.send(*message)
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
-
-
 def changing(change: Callable[..., Any]) -> type[Around]:
     """A writer that changes each message before it is sent."""
 
@@ -499,9 +493,6 @@ class ReadsOnInAnotherTopic(Broken):
             return [message for message in self.inner.poll(*args) if message.value not in skipped]
 
 
-# --- owners ---------------------------------------------------------------------------------------------------------
-
-
 @caught_by(
     "test_a_shut_out_owner_stays_shut_out",
     "test_opening_an_id_aborts_what_its_older_owner_left_open",
@@ -601,9 +592,6 @@ class OpensAnIdOnce(Broken):
         if identity.owned and not self.inner.admin.create_topic(f"opened-{identity.name}", 1, deadline):
             raise Fenced("somebody has opened it before")
         return super().open_writers(identity, count, ledger, deadline)
-
-
-# --- prepared transactions and tokens -------------------------------------------------------------------------------
 
 
 @caught_by(
@@ -799,9 +787,6 @@ class TakesTokensOfOtherClusters(Broken):
         return EveryCluster(self.inner.cluster)
 
 
-# --- groups ---------------------------------------------------------------------------------------------------------
-
-
 @caught_by(
     "test_a_group_goes_on_where_its_last_member_stopped",
     "test_a_group_moves_on_with_the_messages_of_its_transaction[commit]",
@@ -976,9 +961,6 @@ class DeliversTwice(Broken):
     Reading = around(poll=lambda inner, *args: [message for message in inner.poll(*args) for _ in range(2)])
 
 
-# --- publishers -----------------------------------------------------------------------------------------------------
-
-
 @caught_by(
     "test_messages_that_a_publisher_flushed_are_there_once_and_in_order",
     "test_closing_a_publisher_flushes_it",
@@ -1040,9 +1022,6 @@ class KeepsOneSequence(Broken):
         return super().publisher(name and name.removesuffix("-too"), deadline)
 
 
-# --- the decision log -----------------------------------------------------------------------------------------------
-
-
 @caught_by(
     "test_the_first_claim_counts_for_everybody",
     "test_processes_that_race_agree_on_every_id",
@@ -1071,9 +1050,6 @@ class LosesWhatIsDecided(Broken):
             if b'"claim"' in record and b"order" in record:
                 return (self.inner.end(deadline)[0] + 1,)
             return self.inner.append(record, deadline)
-
-
-# --- administration -------------------------------------------------------------------------------------------------
 
 
 @caught_by("test_topics_are_created_listed_and_deleted")
@@ -1174,9 +1150,6 @@ class CommitsWhatIsGone(Broken):
                 self.inner.commit(deadline)
 
 
-# --- half messages --------------------------------------------------------------------------------------------------
-
-
 @caught_by("test_half_messages_are_published_as_the_work_went_and_not_before[commit]")
 class PublishesHalvesAtOnce(Broken):
     class Halving(Around):
@@ -1222,9 +1195,6 @@ class SaysThatHalvesAreStored(Broken):
 @caught_by("test_a_committed_message_survives_a_kill_of_the_broker")
 class ForgetsWhenItsWriterDies(SaysCommittedTooEarly):
     pass
-
-
-# --- the plug-in ----------------------------------------------------------------------------------------------------
 
 
 def scheme_of(broker: type[Broken]) -> str:

@@ -649,21 +649,6 @@ def test_after_a_seek_nothing_comes_that_was_fetched_before(cluster, join, group
     assert expected == {0: count, 1: count}
 
 
-def test_a_message_that_a_group_acknowledged_is_not_read_again_by_seeking(cluster, join, group):
-    topic = cluster.topic()
-    cluster.write(topic, *numbered(10))
-    member = join(topic, group)
-    messages = member.take(10)
-    cluster.ack(member, *messages[:4])
-    member.seek({(topic, 0): (1,)})
-    assert member.positions() == {(topic, 0): (1,)}
-    assert values(member.take(6)) == numbered(4, 10)
-    member.seek({(topic, 0): (7,)})
-    assert values(member.take(3)) == numbered(7, 10)
-    member.seek_to_time(0, Deadline(10))
-    assert values(member.take(6)) == numbered(4, 10)
-
-
 def test_a_time_is_found_among_the_markers_of_transactions(cluster, join):
     topic = cluster.topic()
     for number in range(3):  # their markers are stamped now

@@ -220,52 +220,52 @@ def test_a_seed_is_one_interleaving():
 # Each of these functions stands in the place of a rule's, which it is given first.
 
 
-def last_record_wins(_, fold, begin, record, winner, covered):
-    fold.claims.setdefault(record.id, {})[begin] = winner
+def last_record_wins(_, self, begin, record, winner, covered):
+    self.claims.setdefault(record.id, {})[begin] = winner
     return True
 
 
-def opens_again(_, openings, under):
-    newest = openings.get(under.id)
+def opens_again(_, self, under):
+    newest = self.get(under.id)
     return newest is None or newest.under != under
 
 
-def begin_at_the_end(_, decisions, *, opening=None, timeout=None):
-    presence = decisions._engine._be_present(decisions._engine._lifetime, decisions._deadline(timeout))
+def begin_at_the_end(_, self, *, opening=None, timeout=None):
+    presence = self._engine._be_present(self._engine._lifetime, self._deadline(timeout))
     return {"at": list(presence.at), "id": presence.id}
 
 
-def begin_anywhere(_, completeness, position, record):
-    completeness.complete, completeness.log, completeness.born = True, record.log, position
+def begin_anywhere(_, self, position, record):
+    self.complete, self.log, self.born = True, record.log, position
 
 
-def trim_up_to_the_snapshot(_, log, before, deadline):
-    log._step()
-    snapshots = [position for position, record in decoded(log._log.records) if isinstance(record, Snapshot)]
-    log._log.trim(snapshots[-1])
+def trim_up_to_the_snapshot(_, self, before, deadline):
+    self._step()
+    snapshots = [position for position, record in decoded(self._log.records) if isinstance(record, Snapshot)]
+    self._log.trim(snapshots[-1])
 
 
-def read_what_is_there(read, log, first, last, deadline=None):
-    begin = log.begin()
-    yield from read(log, begin if first is None or begin is None else max(first, begin), last)
+def read_what_is_there(read, self, first, last, deadline=None):
+    begin = self.begin()
+    yield from read(self, begin if first is None or begin is None else max(first, begin), last)
 
 
-def take_over_gaps(_, follower, cursor, records):
+def take_over_gaps(_, self, cursor, records):
     for position, raw in records:
         if cursor is None or position > cursor[0]:
-            follower._state.take(position, raw)
+            self._state.take(position, raw)
     return True
 
 
-def renew_anywhere(_, state, position, raw, record):
-    if state.cursor is None:
-        state._take_first(position, record)
-    state._renew(position, record)
-    state._report(record.nonce, position, True)
+def renew_anywhere(_, self, position, raw, record):
+    if self.cursor is None:
+        self._take_first(position, record)
+    self._renew(position, record)
+    self._report(record.nonce, position, True)
 
 
-def is_known(_, openings, under):
-    newest = openings.get(under.id)
+def is_known(_, self, under):
+    newest = self.get(under.id)
     return newest is not None and newest.under == under
 
 
