@@ -17,10 +17,10 @@ from txnbridge_conformance.brokers._broker import free_ports
 
 import txnbridge
 from tests.cli.conftest import Invoke, started
-from tests.conformance.broken import around
+from tests.conformance.broken import Broken, around
 from tests.core.half.ends import EndedBridge, Ends, failing
 from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import on_call, raising
+from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge.cli import main
 from txnbridge.testing import Child
@@ -137,20 +137,23 @@ def test_two_copies_of_one_group_share_the_work_and_copy_everything_once(urls: t
 
 
 @pytest.mark.parametrize("at", ["half.store/before", "resolve/after"])
-def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(invoke, urls, quick_sweep, at):
-    copy = "copy", urls[1], "--topics", "orders", "--url", urls[0], "--timeout", "3"
-    patch = pytest.MonkeyPatch()
+def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(
+    invoke, urls, quick_sweep, broken_broker, at
+):
+    copy, died = ("copy", urls[1], "--topics", "orders", "--timeout", "3"), list[object]()
 
-    def let_another_die(*_: object) -> None:
-        patch.undo()
-        die(*copy, at=at)
+    def let_another_die(broker: Broken, *given: Any) -> Any:
+        if not died:
+            died.append(given)
+            die(*copy, "--url", urls[0], at=at)
+        return broker.inner.reader(*given)
 
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
         with source.transaction() as txn:
             txn.send("orders", b"1")
-        on_call(patch, txnbridge.Processor, "run", let_another_die)
-        copied = invoke(*copy, "--until-idle")
+        url = urls[0].replace("embedded", broken_broker(reader=let_another_die))
+        copied = invoke(*copy, "--until-idle", "--url", url)
         assert copied.exit_code == 0 and source.admin.transactions() == [] == target.admin.transactions()
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
 
@@ -189,16 +192,18 @@ def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(inv
         assert [message.value for message in source.read("dead", 9)] == [bytes(2000)]
 
 
-def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(invoke, urls, monkeypatch):
-    def grow(bridge: txnbridge.Bridge, *_: object, **__: object) -> None:
-        bridge.admin.grow_topic("orders", 2)
-        with bridge.transaction() as txn:
-            txn.send("orders", b"1", partition=1)
+def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(invoke, urls, broken_broker):
+    def grow(broker: Broken, *given: Any) -> Any:
+        if source.admin.topic("orders").partitions == 1:
+            source.admin.grow_topic("orders", 2)
+            with source.transaction() as txn:
+                txn.send("orders", b"1", partition=1)
+        return broker.inner.reader(*given)
 
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
-        on_call(monkeypatch, txnbridge.Bridge, "processor", grow)
-        assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]).exit_code == 0
+        url = urls[0].replace("embedded", broken_broker(reader=grow))
+        assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", url).exit_code == 0
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
 
 

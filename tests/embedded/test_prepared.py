@@ -8,7 +8,7 @@ from txnbridge_embedded.settings import Timing
 
 from tests.embedded.kit import NO_LEDGER, begin, commit, open_preparing, open_writer, prepare, rows, token_of, values
 from tests.embedded.test_writer import LARGE, failing, status
-from tests.failing import fail_call, note_calls, on_call, raising
+from tests.failing import note_calls, on_call, raising
 from txnbridge import errors
 from txnbridge.spi import Deadline, Outcome, TokenState
 
@@ -159,14 +159,13 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
     assert values(broker, "orders") == [b"1"]
 
 
-def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened, monkeypatch):
+def test_an_abort_that_was_left_half_done_is_finished_by_another_bridge(opened):
     broker = opened(timing=Timing(removed_rows=3))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
-    with monkeypatch.context() as patch:
-        fail_call(patch, ending, "_remove_batch", SystemExit(), 2)
-        with pytest.raises(SystemExit):
-            broker.abort(token, NO_LEDGER, Deadline(5))
+    failing(broker.store, happens=False, error=SystemExit(), number=3)
+    with pytest.raises(SystemExit):
+        broker.abort(token, NO_LEDGER, Deadline(5))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
     assert len(rows(broker, "SELECT * FROM messages")) == 5
     assert status(broker, token).state is TokenState.ABORTED

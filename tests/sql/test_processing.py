@@ -14,13 +14,13 @@ from txnbridge_conformance.observing import eventually
 import txnbridge
 from tests.conformance.broken import around
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
-from tests.failing import fail_call, note_calls, on_call, raising
+from tests.failing import fail_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge.sql import Outbox
 from txnbridge.sql._database import is_failure, refuses_commit
-from txnbridge.sql.processing import DatabaseTransactions, _positions
-from txnbridge.testing import Child, next_commit
+from txnbridge.sql.processing import _positions
+from txnbridge.testing import Child, listening, next_commit
 
 SOON = 60
 BOX = Outbox("shop")
@@ -143,7 +143,7 @@ def fresh(new_database, tmp_path):
 def run(shop, bridge):
     """Run a processor with this handler for each message until all is read; return its stats."""
 
-    def run_one(each, **settings):
+    def run_one(each, bridge=bridge, **settings):
         settings = {"db": shop.database, "backoff": (0.01, 0.1)} | settings
         processor = bridge.processor("in", group="g", each=each, **settings)
         processor.run(until_idle=True)
@@ -236,11 +236,14 @@ def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, sh
 
 
 def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then(
-    bridge, shop, run, monkeypatch, with_timing
+    bridge, shop, run, broken_broker, with_timing
 ):
     with_timing(database_acks=SOON)
-    failed = set()
-    acknowledged = note_calls(monkeypatch, txnbridge.Transaction, "ack", lambda _, messages: len(messages))
+    failed, acknowledged = set(), []
+
+    def ack(inner, context, positions):
+        acknowledged.append(sum(map(len, positions.values())))
+        inner.ack(context, positions)
 
     def each(message, db):
         record(message, db)
@@ -249,7 +252,8 @@ def test_commits_share_an_acknowledgement_also_if_the_handler_fails_now_and_then
             raise ValueError
 
     feed(bridge, *numbers(9))
-    assert run(each, max_messages=1).transactions == 9
+    with txnbridge.connect(shop.url.replace("embedded", broken_broker(Writer=around(ack=ack)))) as other:
+        assert run(each, other, max_messages=1).transactions == 9
     assert sorted(done(shop.database)) == numbers(9)
     # The first one at once, the others before what failed is polled again, and at the end.
     assert sum(acknowledged) == 9
@@ -267,20 +271,23 @@ def test_a_topic_that_is_made_anew_is_processed_from_its_beginning(bridge, shop,
     assert sorted(done(shop.database)) == numbers(6)
 
 
-def test_messages_of_a_topic_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(bridge, shop, run, monkeypatch):
-    def renew(*_):
-        monkeypatch.undo()
-        bridge.admin.delete_topic("in")
-        bridge.admin.create_topic("in", 2)
-        feed(bridge, b"4", b"5")
+def test_messages_of_a_topic_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(bridge, shop, run):
+    renewed = []
 
-    on_call(monkeypatch, DatabaseTransactions, "_read", renew)
+    def renew(event):
+        if event.name == "database.read" and not renewed:
+            renewed.append(event)
+            bridge.admin.delete_topic("in")
+            bridge.admin.create_topic("in", 2)
+            feed(bridge, b"4", b"5")
+
     feed(bridge, *numbers(4))
-    run(record)
+    with listening(renew), txnbridge.connect(shop.url) as other:
+        run(record, other)
     assert sorted(done(shop.database)) == [b"4", b"5"]
 
 
-def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(shop, broken_broker):
+def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(shop, run, broken_broker):
     """Kafka's reader hands out messages of the new topic for a tenth of a second, before it notices."""
     ids = {"in": "old"}
     tells = around(topic_ids=lambda inner, topics, deadline: dict(ids))
@@ -293,12 +300,11 @@ def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_
     with txnbridge.connect(shop.url.replace("embedded", scheme)) as bridge:
         with bridge.transaction() as txn:
             txn.send_many("in", [(value, b"key") for value in numbers(4)])
-        settings = {"group": "g", "db": shop.database, "backoff": (0.01, 0.1), "max_messages": 2, "retry_for": 0.3}
         with pytest.raises(txnbridge.TransactionAborted, match="recreated"):
-            bridge.processor("in", each=each, **settings).run(until_idle=True)
+            run(each, bridge, max_messages=2, retry_for=0.3)
         assert done(shop.database) == numbers(2)
         bridge.admin.reset_group("g", "earliest")
-        bridge.processor("in", each=record, **settings).run(until_idle=True)  # another assignment reads the new topic
+        run(record, bridge)  # another assignment reads the new topic
     assert done(shop.database) == [*numbers(2), *numbers(4)]
     assert scalars(shop.database, sa.select(_positions.c.topic_id)) == ["new"]
 
