@@ -11,10 +11,9 @@ from anyio import to_thread
 
 import txnbridge
 from tests.aio.kit import SOON, until, values
-from tests.inside import writers_of
+from tests.inside import group_commit_of, writers_of
 from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
-from txnbridge.errors import DeadlineExceeded, InvalidOption
-from txnbridge.testing import next_commit
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
 
 pytestmark = pytest.mark.anyio
 
@@ -156,8 +155,13 @@ async def test_a_commit_that_is_cancelled_in_its_batch_goes_on(url, held, bridge
     assert values(url, "a") == [b"0", b"0", b"1"]
 
 
-async def test_a_member_of_a_batch_that_was_aborted_commits_alone(url, bridge):
-    with next_commit(bridge.sync, Outcome.ABORTED):
+async def test_a_member_of_a_batch_that_was_aborted_commits_alone(url, monkeypatch, bridge):
+    def refuse(shared, members):
+        with shared:
+            raise DeliveryFailed("refused by the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_commit_of(bridge.sync), "_commit", refuse)
         txn = await one(bridge, b"1")
     assert txn.outcome is Outcome.COMMITTED
     assert values(url, "a") == [b"0", b"0", b"1"]

@@ -1,13 +1,13 @@
 """`status`, and `transactions list|describe|commit|abort`."""
 
-import dataclasses
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
 import txnbridge
-from tests.failing import answer_calls
+from tests.conformance.broken import around
 from txnbridge.testing import recorded
 
 
@@ -84,10 +84,11 @@ def test_transactions_as_json(invoke, prepared):
     assert txnbridge.Token.parse(found["token"]).transaction == prepared.id
 
 
-def test_describe_shows_the_fields_of_a_transaction(invoke, bridge, prepared, monkeypatch):
-    (strange,) = bridge.admin.transactions()
-    answer_calls(monkeypatch, txnbridge.Admin, "transaction", dataclasses.replace(strange, owner="\x1b[2J"))
-    shown = dict(line.split(maxsplit=1) for line in invoke("transactions", "describe", prepared.id).stdout.splitlines())
+def test_describe_shows_the_fields_of_a_transaction(invoke, url, prepared, broken_broker):
+    strange = lambda inner, *given: [replace(each, owner="\x1b[2J") for each in inner.transactions(*given)]  # noqa: E731
+    url = url.replace("embedded", broken_broker(Administering=around(transactions=strange)))
+    told = invoke("transactions", "describe", prepared.id, "--url", url).stdout
+    shown = dict(line.split(maxsplit=1) for line in told.splitlines())
     assert shown["transaction"] == prepared.id
     assert (shown["state"], shown["partitions"], shown["owner"]) == ("prepared", "orders[0]", "\\x1b[2J")
     assert txnbridge.Token.parse(shown["token"]).transaction == prepared.id

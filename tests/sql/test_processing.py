@@ -272,7 +272,7 @@ def test_a_topic_that_is_made_anew_is_processed_from_its_beginning(bridge, shop,
 
 
 def test_messages_of_a_topic_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(bridge, shop, run):
-    renewed = []
+    renewed: list[object] = []
 
     def renew(event):
         if event.name == "database.read" and not renewed:
