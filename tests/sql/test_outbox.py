@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -18,7 +19,9 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.conformance.broken import around
-from tests.failing import EACH, answer_calls, fail_call, note_calls
+from tests.core.half.ends import EndedBridge, Ends
+from tests.failing import EACH, fail_call, note_calls
+from tests.inside import connection_of
 from tests.sql.outbox_programs import TOPIC, Shop, confuse_names, outbox, publish_all, relay_until_killed
 from tests.sql.test_database_chaos import started
 from txnbridge import Outcome, codecs
@@ -516,16 +519,18 @@ def test_a_batch_that_an_administrator_has_aborted_is_published_again(engine, sh
     assert sorted(values(bridge)) == [b"1", b"2"]
 
 
-def test_rows_of_a_batch_of_unknown_outcome_stay_and_are_not_published_twice(engine, shop, monkeypatch, caplog):
+def test_rows_of_a_batch_of_unknown_outcome_stay_and_are_not_published_twice(engine, shop, caplog):
+    ends = Ends()
+    ends.by["commit"] = lambda *_: Outcome.UNKNOWN
     with txnbridge.connect(shop.url, timeout=6) as bridge:
-        answer_calls(monkeypatch, bridge, "commit", Outcome.UNKNOWN)
         send(engine, b"1", b"2")
-        with bridge.relay(outbox(), engine) as relay:
+        ended: Any = EndedBridge(bridge, ends)
+        with Relay(connection_of(bridge), ended, outbox(), engine) as relay:
             eventually(lambda: "not known yet" in caplog.text, "it does not say so")
             eventually(lambda: not relay.healthy, "it counts as healthy")
             send(engine, b"3")
             assert (relay.lag, values(bridge)) == (3, [])
-            monkeypatch.undo()
+            ends.by.clear()
             settled(relay)
             eventually(lambda: relay.healthy, "it does not count as healthy")
         assert sorted(values(bridge)) == [b"1", b"2", b"3"]
