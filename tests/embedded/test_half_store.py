@@ -9,7 +9,6 @@ from txnbridge_embedded.write.staged_messages import partition_of
 
 from tests.embedded.kit import read, rows, values
 from tests.embedded.test_writer import failing
-from tests.in_time import wait_until
 from txnbridge.errors import DeadlineExceeded, InvalidOption, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, Outcome
 
@@ -101,15 +100,6 @@ def test_a_half_that_nobody_answers_for_is_asked_about_again_and_parked_in_the_e
     halves.resume(half_of(), Deadline(5))
     assert halves.parked("g", Deadline(5)) == []
     assert [half.checks for half in halves.checks("g", 10, Deadline(5))] == [1]
-
-
-def test_a_parked_half_can_still_be_ended(opened):
-    broker = opened(half_check_seconds=0.001, half_checks=1)
-    halves = put(broker)
-    wait_until(lambda: not halves.checks("g", 10, Deadline(0.1)) and halves.parked("g", Deadline(5)))
-    assert [a.level for a in broker.admin.check(Deadline(5)) if "are parked" in a.text] == ["warning"]
-    assert halves.end(half_of(), Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
-    assert len(values(broker, "orders")) == 2
 
 
 def test_a_half_message_that_is_absent_or_not_parked_is_not_found(broker):

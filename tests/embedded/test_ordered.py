@@ -229,15 +229,6 @@ def test_members_of_different_topics_share_what_they_have_in_common(broker, join
     assert sorted(one.reader.positions()) == [("payments", 0), ("payments", 1)]
 
 
-def test_more_members_than_partitions_wait_for_one_to_leave(broker, join):
-    fill(broker, 2)
-    first, second = join(), join()
-    assert (first.partitions, second.partitions) == ([0], [])
-    assert second.poll() == []
-    first.close()
-    assert numbers(second.take(2)) == [0, 1]
-
-
 def test_leaving_hands_over_at_once(broker, join):
     fill(broker, 0, partitions=2)
     first, second = join(), join()

@@ -240,7 +240,7 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
         [half] = other.admin.parked("shop")
         assert (half.transaction, half.checks, len(half.messages)) == (txn.id, 2, 2)
         [advice] = [advice for advice in other.admin.doctor() if "parked" in advice.text]
-        assert advice.remedy == "txnbridge resolver parked --group shop"
+        assert (advice.level, advice.remedy) == ("warning", "txnbridge resolver parked --group shop")
         with pytest.raises(errors.InvalidOption, match="COMMIT or ABORT"):
             other.admin.end_parked("shop", txn.id, UNDECIDED)
         other.admin.resume("shop", txn.id)
