@@ -195,7 +195,8 @@ def test_a_late_write_is_refused_also_beside_acknowledgements(bridge: Bridge, cl
     with_acks = type(ended)(
         ended.transaction, number, ended.topics, ((writing_kit.concrete(topic), "group"),), ended.proof
     )
-    assert refuse_late_writes(writing_kit.cluster_of(bridge), with_acks, Deadline(SOON))
+    cluster = writing_kit.cluster_of(bridge)
+    eventually(lambda: refuse_late_writes(cluster, with_acks, Deadline(SOON)), "its anchor has ended")
     with pytest.raises(wire.NotAllowed, match="has been ended"):
         send_in(client, writing_kit.concrete(topic), number, b"late")
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
@@ -213,7 +214,8 @@ def test_a_late_write_blocks_after_an_unload_only_until_the_next_transaction_end
         writing_kit.register(txn, late)
         ended = writing_kit.announced(bridge)
         txn.abort()
-    assert refuse_late_writes(writing_kit.cluster_of(bridge), ended, Deadline(SOON))
+    cluster = writing_kit.cluster_of(bridge)
+    eventually(lambda: refuse_late_writes(cluster, ended, Deadline(SOON)), "its anchor has ended")
     admin(pulsar_broker, "PUT", f"{path_of(name)}/unload")
     send_in(client, name, number, b"late")
     assert writing_kit.read_all(client, name, patience=1) is None
@@ -361,6 +363,8 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     token = str(caught.value.token)
     its_own, proof = writing_kit.evidence_of(token)
     ended = {commit: begin(client, name) for commit in (True, False)}
+    for anchor in writing_kit.owner_of(bridge).anchors.open:
+        client.transactions.end(anchor, False, SOON)
     for commit, number in ended.items():
         send_in(client, name, number, b"another")
         client.transactions.end(number, commit, SOON)

@@ -127,6 +127,12 @@ class Anchors:
         with self._lock:
             return [anchor.txn for anchor in self._open]
 
+    @property
+    def has_unused(self) -> bool:
+        """Return whether there is an anchor that no open transaction uses."""
+        with self._lock:
+            return any(not anchor.used for anchor in self._open)
+
     def drop_unused(self, undelivered: Collection[TxnId], young: bool = False) -> None:
         """End the anchors that no transaction needs, also `young` ones if no transaction will be begun any more.
 

@@ -163,11 +163,16 @@ class EndDelivery:
             for each in participants:
                 self._recent.setdefault(each, deque()).append(ended)
             self._last_at = ended.at
-            if self._thread is None:
+        self.watch()
+        self.settle({each.topic for each in participants}, deadline)
+
+    def watch(self) -> None:
+        """Send ends again, and end unused anchors, in the background."""
+        with self._changed:
+            if self._thread is None and not self._stop.is_set():
                 thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
                 thread.start()
                 self._thread = thread  # unless no more threads can be started now: the next end tries again
-        self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
         """Send remembered commits and aborts again to those of these topics that were unloaded, until the deadline.
@@ -224,13 +229,13 @@ class EndDelivery:
     def _watch(self) -> None:
         while not self._stop.wait(_UNLOAD_CHECK_SECONDS):
             in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
+            if not self._delivering:
+                self._anchors.drop_unused(self._undelivered())
             with self._changed:
                 self._drop_old()
-                if not self._recent:
+                if not (self._recent or self._anchors.has_unused):
                     self._thread = None
-                    break
-            self._anchors.drop_unused(self._undelivered())
-        self._anchors.drop_unused(())
+                    return
 
     def _undelivered(self) -> set[TxnId]:
         with self._changed:

@@ -311,6 +311,7 @@ class PulsarOwner:
         with self._lock:
             self._under_way.pop(txn, None)
         self.anchors.ended(txn)
+        self.end_delivery.watch()
 
     def check(self, deadline: Deadline) -> None:
         """Raise `Fenced` if the transactional id has a newer owner."""
