@@ -47,7 +47,7 @@ def test_an_anchor_is_older_and_ends_after_all_transactions_behind_it(anchors, c
     assert anchor < first < second and anchor.most == first.most == second.most
     assert coordinators.begun[anchor] > coordinators.begun[first]
     monkeypatch.setattr(module, "_USE_SECONDS", 0)
-    monkeypatch.setattr(module, "KEEP_SECONDS", 0)
+    monkeypatch.setattr(module, "_KEEP_SECONDS", 0)
     anchors.ended(first)
     anchors.drop_unused(())
     anchors.ended(second)

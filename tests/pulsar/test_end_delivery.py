@@ -260,7 +260,7 @@ def test_another_owner_takes_back_no_commit_that_a_topic_missed(open_bridge, bri
     topic, other = movable(bridge), open_bridge()
     send(other, topic, b"0")
     monkeypatch.setattr(anchors, "_USE_SECONDS", 0.1)
-    monkeypatch.setattr(anchors, "KEEP_SECONDS", 0.1)
+    monkeypatch.setattr(anchors, "_KEEP_SECONDS", 0.1)
     with monkeypatch.context() as patch:
         deliveries = fail_call(patch, end_delivery, "_end_on", wire.BrokerConnectionLost("not yet"), EACH)
         with patch.context() as inner:

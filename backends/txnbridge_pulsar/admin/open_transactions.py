@@ -33,7 +33,7 @@ _WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
 _UNLOADED_TOPIC_TEXT = re.compile(r"Topic not found (persistent://\S+)")
 # Part of the broker's error about a deleted subscription, which does not name the subscription.
 _DELETED_SUBSCRIPTION_TEXT = "PersistentSubscription.getTransactionInPendingAckStats"
-_LATE_WRITES_SECONDS = 10.0  # for having late messages of an aborted transaction refused, behind others' anchors
+_LATE_WRITES_SECONDS = 3.0  # for having late messages of an aborted transaction refused, behind others' anchors
 _RETRY_PAUSE_SECONDS = 0.1
 
 

@@ -19,10 +19,10 @@ from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 
 # Seconds in which new transactions use an anchor. Brokers refuse no late messages while it is open (hazard H44).
-_USE_SECONDS = 2.0
-# Seconds for which an ended transaction is remembered. A broker closes producers within milliseconds of unloading a
-# topic, but unloads the topics of a large bundle one by one.
-KEEP_SECONDS = 5.0
+_USE_SECONDS = 1.0
+# Seconds for which an anchor is kept after the end of its last transaction: most brokers have closed producers on
+# topics that they are unloading by then. Administrators wait about as long until late messages are refused.
+_KEEP_SECONDS = 1.0
 # An anchor times out this long after the last transaction that may use it.
 _MARGIN_SECONDS = 10.0
 _SEND_SECONDS = 1.0
@@ -81,7 +81,7 @@ class Anchors:
             now = time.monotonic()
             with self._lock:
                 newest = self._newest
-                if newest and now < min(newest.begun_at + _USE_SECONDS, newest.expires_at - seconds - KEEP_SECONDS):
+                if newest and now < min(newest.begun_at + _USE_SECONDS, newest.expires_at - seconds - _KEEP_SECONDS):
                     newest.used += 1
                     return newest
             self._newest = anchor = self._begin_anchor(seconds, until)
@@ -144,7 +144,7 @@ class Anchors:
                 anchor
                 for anchor in self._open
                 if not anchor.used
-                and (young or now > max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + KEEP_SECONDS))
+                and (young or now > max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + _KEEP_SECONDS))
                 and not any(txn.most == anchor.txn.most and txn > anchor.txn for txn in undelivered)
             ]
             self._open = [each for each in self._open if each not in unused and now < each.expires_at]

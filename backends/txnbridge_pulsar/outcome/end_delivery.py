@@ -25,11 +25,14 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
-from txnbridge_pulsar.outcome.anchors import KEEP_SECONDS, Anchors
+from txnbridge_pulsar.outcome.anchors import Anchors
 from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
 
+# Seconds for which an ended transaction is remembered. A broker closes producers within milliseconds of unloading a
+# topic, but unloads the topics of a large bundle one by one.
+_KEEP_SECONDS = 5.0
 _UNLOAD_CHECK_SECONDS = 0.05
 # Seconds for one delivery. Topics of a killed broker are retried until the other brokers notice its death.
 _DELIVERY_SECONDS = 2.0
@@ -152,7 +155,7 @@ class EndDelivery:
         self._changed = threading.Condition()
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
         self._delivering: Counter[str] = Counter()  # topics
-        self._last_at = 0.0
+        self._last_at = self._moved_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -196,6 +199,7 @@ class EndDelivery:
             if ended is None:
                 return  # another thread delivers these ends
             self._delivering[missed.topic] += 1
+            self._moved_at = time.monotonic()
         try:
             while ended:
                 first = ended[0]
@@ -229,7 +233,8 @@ class EndDelivery:
     def _watch(self) -> None:
         while not self._stop.wait(_UNLOAD_CHECK_SECONDS):
             in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
-            if not self._delivering:
+            # While one topic is unloaded, other ones of its bundle may have missed ends, too.
+            if not self._delivering and time.monotonic() > self._moved_at + _KEEP_SECONDS:
                 self._anchors.drop_unused(self._undelivered())
             with self._changed:
                 self._drop_old()
@@ -242,7 +247,7 @@ class EndDelivery:
             return {ended.txn for each, kept in self._recent.items() if each.has_moved for ended in kept}
 
     def _drop_old(self) -> None:
-        oldest = time.monotonic() - KEEP_SECONDS
+        oldest = time.monotonic() - _KEEP_SECONDS
         for each, ended in list(self._recent.items()):
             while ended and ended[0].at < oldest and not each.has_moved:
                 ended.popleft()
