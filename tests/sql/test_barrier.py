@@ -377,15 +377,20 @@ def test_rows_and_messages_agree_whatever_the_program_does_with_its_session_afte
     assert one_for_one(shop, bridge) == numbers(3)[1:]
 
 
-def test_a_session_is_free_behind_the_deadline_of_a_block_whose_end_was_interrupted(shop, engine, bridge):
+def test_a_session_begins_no_second_transaction_behind_the_deadline_of_a_block_that_has_not_ended(shop, engine, bridge):
     session = orm.Session(engine)
-    txn = bridge.transaction(db=session, group="shop", timeout=SHORT)
-    txn.__enter__()  # the interrupt comes before the first line of its `__exit__`
-    session.rollback()
-    time.sleep(txn.deadline)
-    session.execute(insert(b"1"))
-    session.commit()
-    assert sold(shop.database) == [b"1"]
+    with (
+        pytest.raises(InvalidState, match="rolled back"),
+        bridge.transaction(db=session, group="shop", timeout=SHORT) as txn,
+    ):
+        txn.send("orders", b"2")
+        time.sleep(txn.deadline)
+        with pytest.raises(InvalidState, match="another session"):  # as in a loop that tries again after any error
+            second_transaction(session)
+        second_transaction(session)
+    assert one_for_one(shop, bridge) == []
+    second_transaction(session)
+    assert sold(shop.database) == [b"2"]
 
 
 def test_an_interrupt_before_the_commit_leaves_no_database_transaction_open(shop, engine, bridge, monkeypatch):

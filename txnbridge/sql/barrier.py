@@ -399,8 +399,8 @@ class BarrierTransaction(HalfTransaction):
             raise self._misused("the end of the block commits, together with the messages; the block must not")
 
     def _refuse_second(self, _: orm.Session, __: orm.SessionTransaction, connection: sa.Connection) -> None:
-        if self._lent and connection is not self._sql and not self._deadline.expired:  # then the block fails anyway
-            raise self._misused("the session begins a second transaction in the block, or one in a second database")
+        if self._lent and self._db is not None and connection is not self._sql:
+            raise self._misused("the session begins a second transaction before the block's end; use another session")
 
     def _misused(self, text: str) -> errors.InvalidState:
         self._error = errors.InvalidState(f"transaction {self._id} is rolled back: {text}")
