@@ -3,6 +3,7 @@
 The answers are made up, each as Kafka's own source gives it.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -29,7 +30,7 @@ from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import answer_calls, raising
+from tests.failing import answer_calls, fail_call, raising
 from tests.in_time import wait_until
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
@@ -274,6 +275,19 @@ def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_o
     assert all(monitor.check() for _ in range(3))
     (told,) = caplog.messages
     assert "txnbridge transactions repair first" in told
+
+
+def test_a_monitor_whose_thread_could_not_be_started_is_started_by_the_next_use(monkeypatch):
+    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+    cluster: Any = Fields(settings=read())
+    monitor = hanging_transactions.HangingTransactionMonitor(cluster)
+    with pytest.raises(RuntimeError):
+        monitor.start()
+    before = {*threading.enumerate()}
+    for _ in range(2):
+        monitor.start()
+    assert [thread.name for thread in {*threading.enumerate()} - before] == ["txnbridge-kafka-watch"]
+    monitor.close()
 
 
 def test_an_administrator_aborts_a_transaction_whose_time_out_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch):

@@ -79,8 +79,7 @@ def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
         for id, each in before.items()
         if each.pid in open_now and after.get(id) == each
     ]
-    known = set(ids.values())
-    unknown = {pid: open_in for pid, open_in in open_before.items() if pid not in known}
+    unknown = {pid: open_before[pid] for pid in sorted(open_before.keys() - ids.values())}
     return HangingSurvey(hanging, unknown, unread=len(everywhere) - len(producers))
 
 
@@ -348,8 +347,9 @@ class HangingTransactionMonitor:
         with self._guard:
             if self._thread is None:
                 arguments = weakref.ref(self), self._ended, self._cluster.settings.timing
-                self._thread = threading.Thread(target=_run, args=arguments, name="txnbridge-kafka-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_run, args=arguments, name="txnbridge-kafka-watch", daemon=True)
+                thread.start()
+                self._thread = thread  # unless no more threads can be started now: the next call tries again
 
     def close(self) -> None:
         """Stop the checks without waiting. A check that is under way ends when the bridge closes its connections."""
