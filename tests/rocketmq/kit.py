@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import queue
 import socket
@@ -131,6 +132,12 @@ class Peer:
     def hang_up(self) -> None:
         with suppress(OSError):
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def vanish(self) -> None:
+        """Let the kernel drop every packet for this connection unanswered, as if the host were gone. Linux only."""
+        drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET, of 0 bytes
+        program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+        self.socket.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER, for which Python has no name
 
 
 class FakeBroker:

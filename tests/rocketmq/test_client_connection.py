@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.transport import connect
+from txnbridge_rocketmq.client.transport import TCP_OPTIONS, connect
 
 from tests.failing import answer_calls
 from tests.in_time import GRACE, within
@@ -68,6 +69,19 @@ def test_a_connection_without_a_thread_is_closed_and_counts_as_unreachable(broke
     with pytest.raises(errors.Unreachable, match="can't start new thread"):
         RemotingConnection(broker.address, LONG)
     assert opened.fileno() == -1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not drop packets like this")
+def test_a_connection_whose_peer_vanished_ends_while_it_waits_for_an_answer(broker, monkeypatch):
+    for option, value in (("TCP_KEEPIDLE", 1), ("TCP_USER_TIMEOUT", 500)):
+        monkeypatch.setitem(TCP_OPTIONS, option, value)
+    with contextlib.closing(RemotingConnection(broker.address, LONG)) as connection:
+        call, peer = connection.submit(echo(), LONG), broker.peer()
+        peer.next()  # so there is nothing that the peer would have to acknowledge
+        peer.vanish()
+        with pytest.raises(errors.Disconnected) as lost:
+            call.result()
+        assert lost.value.may_have_had_effect and not connection.is_open
 
 
 def test_answers_belong_to_their_requests_in_any_order(connection, peer):

@@ -1,6 +1,8 @@
 """Tests of blocking connections: the calling thread reads its own responses, and no connection is used in doubt."""
 
+import math
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +18,16 @@ from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.pool import MOST_CONNECTIONS, BlockingConnection, BlockingPool
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
+from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.client.signal_safe_locks import Slots
+from txnbridge_rocketmq.client.transport import TCP_OPTIONS
 
 from tests.in_time import within
 from tests.interrupts import interrupted_at
 from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 from tests.rocketmq.test_client_connection import DEEDS
 from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
+from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
 
@@ -143,6 +148,35 @@ def test_a_connection_that_its_server_has_closed_is_closed_before_it_is_needed_a
         closing[0].join()
 
 
+def test_a_connection_that_was_idle_for_long_is_closed_before_the_next_request_goes_over_another_one(pool, broker):
+    one, other = (pool.begin([echo(number)], time.monotonic() + LONG) for number in range(2))
+    heard = {command.code: (peer, command) for peer in (broker.peer(), broker.peer()) for command in (peer.next(),)}
+    for code, exchange in ((9000, one), (9001, other)):
+        peer, command = heard[code]
+        peer.answer(command)
+        assert exchange.results() == [""]
+        if exchange is one:
+            idle = idle_connection(pool)
+            idle.idle_since = -math.inf
+    answered(pool, broker, peer)
+    assert (idle.is_open, *counts(pool)[1:]) == (False, 1, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels neither drop packets like this nor limit silence")
+def test_a_request_over_a_connection_whose_peer_vanished_fails_soon_and_is_repeated_only_if_it_may_be(monkeypatch):
+    monkeypatch.setitem(TCP_OPTIONS, "TCP_USER_TIMEOUT", 500)
+    with FakeBroker(back) as broker, client_of(broker) as client:
+        client.call("b", echo(), LONG)
+        broker.peers[0].vanish()
+        with pytest.raises(errors.Disconnected) as lost:
+            client.call("b", echo(), LONG)
+        assert lost.value.may_have_had_effect and len(broker.peers) == 1
+        client.call("b", echo(), LONG)
+        broker.peers[1].vanish()
+        retry_call(client, "b", echo(), "asking", Deadline(LONG))
+        assert len(broker.peers) == 3
+
+
 @pytest.mark.parametrize("begun", [b"", frame(0, 1, ANSWER, body=bytes(1000))[:-1]], ids=["nothing", "a part"])
 def test_a_deadline_before_the_whole_response_closes_the_connection(pool, broker, begun):
     exchange = pool.begin([echo(1), echo(2)], time.monotonic() + SHORT)
@@ -238,9 +272,10 @@ def test_closing_a_pool_ends_waiting_requests_and_idle_connections(pool, broker)
     first = pool.begin([echo()], time.monotonic() + LONG)
     broker.peer()
     answered(pool, broker)
-    threading.Timer(SHORT, pool.close).start()
+    (closing := threading.Timer(SHORT, pool.close)).start()
     with within(SHORT):
         (closed,) = first.results()
+    closing.join()
     assert isinstance(closed, errors.Disconnected) and "was closed" in str(closed) and closed.may_have_had_effect
     assert counts(pool)[1:] == (0, 0)
     with pytest.raises(errors.Unreachable, match="closed"):

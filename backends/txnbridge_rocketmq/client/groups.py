@@ -20,7 +20,6 @@ from txnbridge_rocketmq.client.protocol.frames import (
     nothing,
 )
 
-_SUCCESS = int(ResponseCode.SUCCESS)
 # The responses to a request that the broker relays to a member: a member that does not know the request, a member that
 # is not connected, and a member that does not respond.
 _ANSWERS_OF_MEMBERS = OR_ABSENT | {int(ResponseCode.REQUEST_CODE_NOT_SUPPORTED), int(ResponseCode.CONSUME_MSG_TIMEOUT)}
@@ -113,7 +112,7 @@ def committed_offset(group: str, topic: str, queue: int) -> RpcRequest[int | Non
         RequestCode.QUERY_CONSUMER_OFFSET,
         lambda answer: int(answer.fields["offset"]) if answer.code == ResponseCode.SUCCESS else None,
         fields(consumerGroup=group, topic=topic, queueId=queue, setZeroIfNotFound=False),
-        accepted=frozenset({_SUCCESS, int(ResponseCode.QUERY_NOT_FOUND)}),
+        accepted=frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.QUERY_NOT_FOUND)}),
     )
 
 

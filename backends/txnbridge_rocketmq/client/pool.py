@@ -33,7 +33,7 @@ from txnbridge_rocketmq.client.transport import connect
 # The maximum number of connections to one server; the next request waits. A broker is no faster with more.
 MOST_CONNECTIONS = 64
 # A connection that was idle for longer is not used again. If its peer, or the way to it, went away without a word, the
-# next request would wait for its whole time. A new connection costs a round trip.
+# next request would wait for seconds, and then fail. A new connection costs a round trip.
 IDLE_SECONDS = 2.0
 _READ_BYTES = 64 << 10
 # The longest wait in one system call. The deadline is checked between two waits.
@@ -110,14 +110,12 @@ class BlockingPool:
             raise
 
     def _idle_connection(self) -> BlockingConnection | None:
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return None
-            if not connection.is_stale and connection.is_quiet():
-                return connection
-            self._drop(connection)
+        self.close_unused()
+        with suppress(IndexError):  # none is left
+            while not (connection := self._idle.pop()).is_quiet():
+                self._drop(connection)
+            return connection
+        return None
 
     def _connect(self, until: float) -> BlockingConnection:
         if self._closed.is_set():
@@ -150,7 +148,7 @@ class BlockingPool:
     def close_unused(self) -> None:
         """Close the connections that were idle for too long: a server closes them, too, and nothing notices that."""
         for connection in list(self._idle):
-            if connection.is_stale:
+            if time.monotonic() - connection.idle_since > IDLE_SECONDS:
                 with suppress(ValueError):  # another thread has taken it, and closes it
                     self._idle.remove(connection)
                     self._drop(connection)
@@ -185,11 +183,6 @@ class BlockingConnection:
         self._shut_down = False
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the connection was idle for so long that the server may have closed it: it is not used again."""
-        return time.monotonic() - self.idle_since > IDLE_SECONDS
 
     def is_quiet(self) -> bool:
         """Return whether the idle connection is still open and nothing unexpected has come on it."""
@@ -261,7 +254,7 @@ class BlockingConnection:
             except (BlockingIOError, TimeoutError):
                 continue
             if not data:
-                raise Disconnected("the connection was closed" + ("" if self._shut_down else " by the other side"))
+                raise Disconnected("the connection was closed" + ("" if self._shut_down else " by its peer, or lost"))
             return data
 
     def shut_down(self) -> None:
