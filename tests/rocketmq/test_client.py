@@ -1,20 +1,24 @@
 """Tests of the client: brokers by name, name servers in turn, memberships after lost connections, notifications."""
 
 import json
+import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from txnbridge_rocketmq.client import errors
+from txnbridge_rocketmq.client import errors, transport
 from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
 from txnbridge_rocketmq.client.groups import Membership, members
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
+from txnbridge_rocketmq.client.retry import retry_call
 
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
+from txnbridge.spi import Deadline
 
 LONG = 30.0
 SHORT = 0.3
@@ -114,6 +118,16 @@ def test_a_broker_that_moved_is_found_again(cluster, client):
 
     assert becomes_true(asked_again)
     assert said == ["done"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels queue more connections")
+def test_a_broker_that_moved_is_found_although_its_old_host_answers_nothing(cluster, client, monkeypatch):
+    monkeypatch.setattr(transport, "CONNECT_SECONDS", SHORT)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as old, socket.create_connection(old.getsockname()):
+        new, cluster.broker.address = cluster.broker.address, f"127.0.0.1:{old.getsockname()[1]}"
+        client.brokers(LONG)
+        cluster.broker.address = new
+        assert retry_call(client, "a", echo(), "asking", Deadline(LONG)) == "done"
 
 
 def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):

@@ -16,6 +16,8 @@ from txnbridge_rocketmq.client.signal_safe_locks import Slots
 _READ_BYTES = 256 << 10
 # The wait for a socket to become writable. It is short: the reading thread may take the bytes that TLS waits for.
 _TLS_POLL_SECONDS = 0.05
+# The limit of one attempt to connect, as in the Java client: the broker may have moved, and its old host may be gone.
+CONNECT_SECONDS = 3.0
 # A connection ends if its peer's kernel acknowledges neither data nor, while none is sent, probes for five seconds: the
 # host, or the way to it, is gone. Linux would wait a quarter of an hour. Each platform has some of these options.
 TCP_OPTIONS = {"TCP_NODELAY": 1, "TCP_USER_TIMEOUT": 5000, "TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1}
@@ -127,7 +129,7 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> so
         sock: socket.socket | None = None
         try:
             sock = socket.socket(family, kind, protocol)
-            sock.settimeout(left)
+            sock.settimeout(min(left, CONNECT_SECONDS))
             sock.connect(target)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in TCP_OPTIONS.items():
