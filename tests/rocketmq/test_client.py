@@ -32,6 +32,7 @@ class Cluster:
         self.asked: list[RemotingCommand] = []
         self.names: list[RemotingCommand] = []
         self.known = True
+        self.others: dict[str, dict[str, str]] = {}
         self.broker = FakeBroker(self._answer)
         self.name_server = FakeBroker(self._name)
 
@@ -48,12 +49,13 @@ class Cluster:
         self.names.append(command)
         addresses = {"0": self.broker.address} if self.known else {}
         if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
-            told = {"brokerAddrTable": {"a": {"brokerName": "a", "brokerAddrs": addresses}}}
-            peer.answer(command, body=json.dumps(told).encode())
+            brokers = {**self.others, "a": addresses}
+            told = {name: {"brokerName": name, "brokerAddrs": each} for name, each in brokers.items()}
+            peer.answer(command, body=json.dumps({"brokerAddrTable": told}).encode())
         elif command.fields["topic"] == "orders":
             queues = [{"brokerName": "a", "perm": 6, "readQueueNums": 2, "writeQueueNums": 2}]
-            brokers = [{"brokerName": "a", "brokerAddrs": addresses}]
-            peer.answer(command, body=json.dumps({"queueDatas": queues, "brokerDatas": brokers}).encode())
+            masters = [{"brokerName": "a", "brokerAddrs": addresses}]
+            peer.answer(command, body=json.dumps({"queueDatas": queues, "brokerDatas": masters}).encode())
         else:
             peer.answer(command, ResponseCode.TOPIC_NOT_EXIST, remark="No topic route info")
 
@@ -252,6 +254,14 @@ def test_heartbeats_go_on(cluster):
     with RemotingClient([cluster.name_server.address], heartbeat_seconds=0.1) as client:
         client.join(SHOP, LONG)
         assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) >= 3)
+
+
+def test_a_silent_broker_keeps_no_other_one_from_being_told(cluster, client, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.client.client._HEARTBEAT_TIMEOUT_SECONDS", SHORT)
+    with FakeBroker(reads=False) as silent:
+        cluster.others["silent"] = {"0": silent.address}
+        client.join(SHOP, LONG)
+    assert cluster.requests(RequestCode.HEART_BEAT)
 
 
 def test_joining_fails_if_no_broker_can_be_told(cluster, client):

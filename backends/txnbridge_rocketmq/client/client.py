@@ -239,7 +239,7 @@ class RemotingClient:
         failures = []
         for name in names:
             try:
-                self._send_heartbeat(name, until)
+                self._send_heartbeat(name, min(until, time.monotonic() + _HEARTBEAT_TIMEOUT_SECONDS))
             except RemotingError as error:
                 failures.append(error)
         if failures and len(failures) == len(names):
