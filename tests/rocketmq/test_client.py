@@ -16,6 +16,7 @@ from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
 from txnbridge_rocketmq.client.retry import retry_call
 
+from tests.failing import fail_call
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
 from txnbridge.spi import Deadline
@@ -262,6 +263,15 @@ def test_a_silent_broker_keeps_no_other_one_from_being_told(cluster, client, mon
         cluster.others["silent"] = {"0": silent.address}
         client.join(SHOP, LONG)
     assert cluster.requests(RequestCode.HEART_BEAT)
+
+
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_call_that_joins(cluster, client, monkeypatch):
+    before, is_own = our_threads(), lambda thread: thread.name == "rocketmq client"
+    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), 1, when=is_own)
+    with pytest.raises(RuntimeError):
+        client.join(SHOP, LONG)
+    client.join(SHOP, LONG)
+    assert len(our_threads(before)) == 3  # the connection with check-backs, heartbeats, callbacks
 
 
 def test_joining_fails_if_no_broker_can_be_told(cluster, client):

@@ -232,8 +232,8 @@ class RemotingClient:
         until = time.monotonic() + timeout
         with self._lock:
             before, self._membership = self._membership, membership
-            if not self._threads:
-                self._threads = [_start(self._send_heartbeats), _start(self._call_back)]
+            for target in (self._send_heartbeats, self._call_back)[len(self._threads) :]:
+                self._threads.append(_start(target))
         self._leave(before.without(membership))
         names = self.brokers(timeout)
         failures = []
