@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from txnbridge_pulsar.client.connecting.address import full_topic_name
 from txnbridge_pulsar.client.connecting.connection import TRANSACTIONS_SINCE, BrokerConnection
@@ -76,7 +75,8 @@ class Transactions:
             self._count = self._count or self._count_coordinators(deadline)
             coordinator = next(self._next_coordinator) % self._count
         # The field is named seconds and holds milliseconds.
-        answer = self._ask_repeatedly(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
+        asked = [("new_txn", {"txn_ttl_seconds": ttl_ms, "tc_id": coordinator})]
+        (answer,) = self._ask_repeatedly(coordinator, asked, deadline)
         try:
             return TxnId(answer["txnid_most_bits"], answer["txnid_least_bits"])
         except KeyError:
@@ -94,25 +94,13 @@ class Transactions:
         deadline = ClientDeadline(timeout)
         asked: list[tuple[str, Fields]] = []
         if topics:
-            asked.append(("add_partition_to_txn", {"partitions": [full_topic_name(topic) for topic in topics]}))
+            names = [full_topic_name(topic) for topic in topics]
+            asked.append(("add_partition_to_txn", {**txn.fields, "partitions": names}))
         if subscriptions:
             named = [{"topic": full_topic_name(topic), "subscription": name} for topic, name in subscriptions]
-            asked.append(("add_subscription_to_txn", {"subscription": named}))
-        if len(asked) < 2:
-            for name, fields in asked:
-                self._ask_repeatedly(txn.most, name, deadline, **txn.fields, **fields)
-            return
-        self._register_both(txn, asked, deadline)
-
-    def _register_both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: ClientDeadline) -> None:
-        def attempt() -> None:
-            connection = self._coordinator(txn.most, deadline)
-            with self._forgetting_lost_coordinator(txn.most):
-                answers = [connection.request(name, deadline, **txn.fields, **fields) for name, fields in asked]
-                for answer in answers:
-                    answer.result(deadline.left)
-
-        retry(deadline, attempt)
+            asked.append(("add_subscription_to_txn", {**txn.fields, "subscription": named}))
+        if asked:
+            self._ask_repeatedly(txn.most, asked, deadline)
 
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
         """Commit or abort a transaction. When this returns, all markers are written and all acknowledgements applied.
@@ -157,16 +145,18 @@ class Transactions:
         # A broker hangs up without a low water mark; 0 says that no older transaction is known to have ended.
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
 
-        def attempt() -> None:
-            self._lookup.connection(topic, _CONNECTION_KEY, deadline).ask(name, deadline, **fields)
+        retry(deadline, lambda: self._lookup.connection(topic, _CONNECTION_KEY, deadline).ask(name, deadline, **fields))
 
-        retry(deadline, attempt)
+    def _ask_repeatedly(
+        self, coordinator: int, asked: Sequence[tuple[str, Fields]], deadline: ClientDeadline
+    ) -> list[Fields]:
+        """Send requests, given by their names and fields, without waiting in between; return the answers' fields."""
 
-    def _ask_repeatedly(self, coordinator: int, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
-        def attempt() -> Fields:
+        def attempt() -> list[Fields]:
             connection = self._coordinator(coordinator, deadline)
             with self._forgetting_lost_coordinator(coordinator):
-                return connection.ask(name, deadline, **fields)
+                answers = [connection.request(name, deadline, **fields) for name, fields in asked]
+                return [answer.result(deadline.left) for answer in answers]
 
         return retry(deadline, attempt)
 
