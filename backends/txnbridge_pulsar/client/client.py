@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from txnbridge_pulsar.client.connecting.address import full_topic_name, service_url
 from txnbridge_pulsar.client.connecting.authentication import NO_AUTHENTICATION, Authentication, tls_context
-from txnbridge_pulsar.client.connecting.connection import KEEPALIVE_SECONDS, ConnectionOptions
+from txnbridge_pulsar.client.connecting.connection import ConnectionOptions
 from txnbridge_pulsar.client.connecting.lookup import ConnectionPool, Lookup
 from txnbridge_pulsar.client.format.compression import Compression
 from txnbridge_pulsar.client.format.ids import EARLIEST, LATEST, MessageId
@@ -58,7 +58,6 @@ class PulsarClient:
         authentication: Authentication = NO_AUTHENTICATION,
         tls: ssl.SSLContext | None = None,
         listener: str | None = None,
-        keepalive_seconds: float = KEEPALIVE_SECONDS,
         unconfirmed_bytes: int = DEFAULT_UNCONFIRMED_BYTES,
         opening_attempt_seconds: float = OPENING_ATTEMPT_SECONDS,
     ) -> None:
@@ -71,8 +70,7 @@ class PulsarClient:
             tls = tls or tls_context()
         elif tls is not None:
             raise ValueError("TLS needs a service URL that begins with pulsar+ssl://")
-        options = ConnectionOptions(authentication, tls, keepalive_seconds)
-        self._pool = ConnectionPool(options)
+        self._pool = ConnectionPool(ConnectionOptions(authentication, tls))
         self._lookup = Lookup(self._pool, service, listener, opening_attempt_seconds)
         self._budget = Budget(unconfirmed_bytes)
         self._ids = itertools.count()

@@ -94,7 +94,6 @@ class PulsarConsumer:
         self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
     ) -> None:
         self.topic = topic
-        self.subscription = options.subscription
         self.inbox = Inbox() if inbox is None else inbox
         self.generation = 0
         self.active: bool | None = None
@@ -154,7 +153,7 @@ class PulsarConsumer:
                 self._chunks.clear()
                 self.active = self._lost = None
                 self._subscribed = False
-            connection.add_consumer(self._id, self._callbacks(self.generation))
+            connection.add("consumer", self._id, self._callbacks(self.generation))
             connection.ask("subscribe", deadline, **self._subscribe_fields())
             self.inbox.join(self)
             self._subscribed = self._was_subscribed = True

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from txnbridge_pulsar.client.connecting.connection import BrokerConnection
 from txnbridge_pulsar.client.connecting.lookup import Lookup
 from txnbridge_pulsar.client.format.codec import Fields, encode
-from txnbridge_pulsar.client.format.compression import Compression, check_installed, compress
+from txnbridge_pulsar.client.format.compression import Compression, compress
 from txnbridge_pulsar.client.format.frames import command, send_command
 from txnbridge_pulsar.client.format.ids import MessageId, TxnId, message_id
 from txnbridge_pulsar.client.format.outgoing_entry import Content
@@ -64,7 +64,7 @@ class PulsarProducer:
     """A producer on one topic or partition. Any thread may send; entries are sent in the order of the calls."""
 
     def __init__(self, lookup: Lookup, budget: Budget, id: int, topic: str, options: ProducerOptions) -> None:
-        check_installed(options.compression)
+        compress(options.compression, b"")  # raises `MissingLibrary` now, and not at the first message
         self.id = id
         self.topic = topic
         self.name = options.name or ""
@@ -122,7 +122,7 @@ class PulsarProducer:
             with self._state:
                 # From now on the connection may be lost again, even before the producer is known to be open.
                 self._connection, self._lost = None, None
-            connection.add_producer(self.id, self)
+            connection.add("producer", self.id, self)
             answer = self._open_on_broker(connection, deadline)
             with self._state:
                 self.name = answer["producer_name"]
@@ -261,20 +261,16 @@ class PulsarProducer:
         body = content.body()
         payload = compress(self._options.compression, body)
         ids: Fields = {} if txn is None else txn.fields
-        highest = first + content.count - 1
-        described = content.metadata()
         metadata: Fields = {"producer_name": self.name, "sequence_id": first, "publish_time": int(time.time() * 1000)}
-        metadata.update(described)
+        metadata |= content.metadata()
+        fields = {"producer_id": self.id, "sequence_id": first, "num_messages": content.count, **ids}
         if self._options.compression is not Compression.NONE:
             metadata |= {"compression": int(self._options.compression), "uncompressed_size": len(body)}
-        if "num_messages_in_batch" in described:
-            metadata["highest_sequence_id"] = highest
+        if "num_messages_in_batch" in metadata:
+            metadata["highest_sequence_id"] = fields["highest_sequence_id"] = first + content.count - 1
         encoded = encode("MessageMetadata", {**metadata, **ids})
         if len(encoded) + len(payload) > limit:
             raise MessageTooLarge(f"an entry has {len(encoded) + len(payload)} bytes; the broker takes {limit}")
-        fields = {"producer_id": self.id, "sequence_id": first, "num_messages": content.count, **ids}
-        if "highest_sequence_id" in metadata:
-            fields["highest_sequence_id"] = highest
         return send_command(fields, encoded, payload)
 
     def _write(self, connection: BrokerConnection, send: Send, deadline: ClientDeadline) -> None:

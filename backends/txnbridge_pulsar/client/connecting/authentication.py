@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
+@dataclass(frozen=True)
 class Authentication:
     """An authentication method. The client calls `data` when a broker asks for credentials; it may block briefly."""
 
-    def __init__(self, method: str, data: Callable[[], bytes] = bytes) -> None:
-        self.method = method
-        self.data = data
-
-    def __repr__(self) -> str:
-        return f"Authentication({self.method!r})"
+    method: str
+    data: Callable[[], bytes] = field(default=bytes, repr=False)
 
 
 NO_AUTHENTICATION = Authentication("none")

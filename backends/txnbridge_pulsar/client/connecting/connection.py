@@ -269,21 +269,14 @@ class BrokerConnection:
 
     # ------------------------------------------------------------------------------------------ producers and consumers
 
-    def add_producer(self, id: int, producer: ProducerCallbacks) -> None:
-        """Register a producer, whose `on_…` methods the reading thread then calls: they may not block.
+    def add(self, kind: str, id: int, side: ProducerCallbacks | ConsumerCallbacks) -> None:
+        """Register a "producer" or "consumer", whose `on_…` methods the reading thread then calls: they may not block.
 
         Raise `BrokerConnectionLost` if the connection has ended.
         """
-        self._add(("producer", id), producer)
-
-    def add_consumer(self, id: int, consumer: ConsumerCallbacks) -> None:
-        """Register a consumer to receive its entries. Raise `BrokerConnectionLost` if the connection has ended."""
-        self._add(("consumer", id), consumer)
-
-    def _add(self, key: tuple[str, int], side: ProducerCallbacks | ConsumerCallbacks) -> None:
         with self._lock:
             self._check_open()
-            self._sides[key] = side
+            self._sides[kind, id] = side
 
     def remove(self, kind: str, id: int) -> Any:
         """Remove and return a "producer" or "consumer"; None if the connection has none with this id."""

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from txnbridge_pulsar.client.deadline import ClientDeadline
 
@@ -45,7 +45,9 @@ class Transport:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        # Reading and writing by TLS change the same state.
+        self._tls_lock = threading.Lock() if self._is_tls else nullcontext()
         self._writing = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._unsent = memoryview(b"")
@@ -64,7 +66,7 @@ class Transport:
 
     def _withdrawn(self, frame: bytes) -> bool:
         # TLS must be given the same bytes again, because a part of them may be encrypted already.
-        if self._tls is not None or len(self._unsent) < len(frame):
+        if self._is_tls or len(self._unsent) < len(frame):
             return False
         self._unsent = memoryview(b"")
         return True
@@ -89,24 +91,19 @@ class Transport:
         while not self._push():
             if deadline.expired or self._closed:
                 return False
-            self._wait(_WRITE, min(deadline.left, _TLS_POLL_SECONDS) if self._tls else deadline.left)
+            self._wait(_WRITE, min(deadline.left, _TLS_POLL_SECONDS) if self._is_tls else deadline.left)
         return True
 
     def _push(self) -> bool:
         """Write as many waiting bytes as the socket accepts now. Return whether none are left."""
         while self._unsent:
             try:
-                sent = self._send()
+                with self._tls_lock:
+                    sent = self._sock.send(self._unsent)
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 return False
             self._unsent = self._unsent[sent:]
         return True
-
-    def _send(self) -> int:
-        if self._tls is None:
-            return self._sock.send(self._unsent)
-        with self._tls:
-            return self._sock.send(self._unsent)
 
     def read_into(self, space: memoryview, seconds: float) -> int | None:
         """Read into `space`; return the byte count, None at the timeout. Raise `OSError`, also at the stream's end."""
@@ -130,9 +127,7 @@ class Transport:
 
     def _receive(self, space: memoryview) -> int | None:
         try:
-            if self._tls is None:
-                return self._sock.recv_into(space)
-            with self._tls:
+            with self._tls_lock:
                 return self._sock.recv_into(space)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None

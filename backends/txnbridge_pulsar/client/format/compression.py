@@ -57,11 +57,6 @@ def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
     return unpacked
 
 
-def check_installed(kind: Compression) -> None:
-    """Raise `MissingLibrary` if the algorithm's package is missing. A producer calls this before its first message."""
-    compress(kind, b"")
-
-
 def _library(kind: Compression) -> Any:
     module, package = _MODULES[kind]
     try:

@@ -44,7 +44,15 @@ class ReceivedMessage:
     @property
     def key(self) -> bytes | None:
         """Return the key's bytes, whether it was written as text or as bytes; None without a key."""
-        return _key(self._described)
+        text: str | None = self._described.get("partition_key")
+        if text is None or self._described.get("null_partition_key"):
+            return None
+        if not self._described.get("partition_key_b64_encoded"):
+            return text.encode()
+        try:
+            return base64.b64decode(text)
+        except ValueError:  # also for text that is not ASCII
+            return text.encode()
 
     @property
     def properties(self) -> list[tuple[str, str]]:
@@ -57,18 +65,6 @@ class ReceivedMessage:
         """
         time: int = self._described.get("event_time", 0)
         return time if 0 < time < 1 << 63 else None
-
-
-def _key(described: Fields) -> bytes | None:
-    text: str | None = described.get("partition_key")
-    if text is None or described.get("null_partition_key"):
-        return None
-    if not described.get("partition_key_b64_encoded"):
-        return text.encode()
-    try:
-        return base64.b64decode(text)
-    except ValueError:  # also for text that is not ASCII
-        return text.encode()
 
 
 class ReceivedEntry:
