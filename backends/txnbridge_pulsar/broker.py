@@ -207,15 +207,14 @@ class CoordinatorKeepalive:
     coordinators regularly, on a thread (hazard H53).
     """
 
-    def __init__(self, client: wire.PulsarClient, every: float = CONNECT_EVERY_SECONDS) -> None:
+    def __init__(self, client: wire.PulsarClient) -> None:
         self._client = client
-        self._every = every
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-coordinators", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._every):
+        while not self._stop.wait(CONNECT_EVERY_SECONDS):
             try:
                 self._client.transactions.connect(_CONNECT_SECONDS)
             except wire.PulsarError as error:

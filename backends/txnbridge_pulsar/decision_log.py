@@ -189,8 +189,7 @@ class PulsarLog(DecisionLog):
             used, self._producer, self._end_reader = (self._producer, self._end_reader), None, None
         for each in used:
             if each is not None:
-                with suppress(wire.PulsarError):
-                    each.close(_CLOSE_SECONDS)
+                each.close(_CLOSE_SECONDS)
 
     def _retry(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
         return retry_translated(attempt, what, deadline, self._as_bridge_error)
