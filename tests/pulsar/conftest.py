@@ -88,9 +88,6 @@ def with_timing(monkeypatch: pytest.MonkeyPatch) -> WithTiming:
     return change
 
 
-# --- what the conformance suite asks for --------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
 def pulsar_under_test(pulsar_broker: brokers.Pulsar) -> brokers.Pulsar:
     """The broker of `txnbridge_url` and `kill_broker`; a folder of tests may override it."""

@@ -49,9 +49,6 @@ def go_back(member, messages):
         member.nack(by_partition(messages))
 
 
-# --- what holds --------------------------------------------------------------------------------------------------
-
-
 @ALL_SHARINGS
 def test_a_message_that_a_committed_transaction_acknowledged_never_comes_again(client, topic, member, sharing):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
@@ -386,9 +383,6 @@ def test_a_message_in_chunks_that_is_given_back_comes_again(client, topic, membe
     assert values(reader.take(1)) == values(found)
 
 
-# --- what conflicts ----------------------------------------------------------------------------------------------
-
-
 def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, member):
     write(client, topic, b"1", b"2")
     reader = member(topic)
@@ -464,9 +458,6 @@ def test_a_writer_learns_that_a_partition_left_behind_its_acknowledgements(clien
 class _Lost:
     def result(self, timeout):
         raise wire.BrokerConnectionLost("the connection is closed")
-
-
-# --- what a naive reader gets wrong ------------------------------------------------------------------------------
 
 
 def send_ack(consumer, type, positions, txn):

@@ -66,9 +66,6 @@ def full(name, namespace=None):
     return f"persistent://public/{namespace or name}/{name}"
 
 
-# --- topics ---------------------------------------------------------------------------------------------------------
-
-
 def test_retention_is_set_and_told(admin, name):
     admin.create_topic(name, 1, soon(), retention_seconds=90, retention_bytes=3_000_000)
     (found,) = waited_for(
@@ -118,9 +115,6 @@ def test_a_topic_in_use_by_a_transaction_is_not_deleted(admin, client, name):
         admin.delete_topic(name, soon())
     client.transactions.end(txn, False, SOON)
     admin.delete_topic(name, soon())
-
-
-# --- transactions ---------------------------------------------------------------------------------------------------
 
 
 def open_with(client, topic, *payloads):
@@ -208,9 +202,6 @@ def test_a_transaction_that_a_dead_process_left_open_is_only_aborted_by_hand(pul
     assert bridge.status(found[whole].token).state is TokenState.PREPARED
     assert bridge.admin.commit(whole) is Outcome.COMMITTED
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"whole"]
-
-
-# --- the doctor -----------------------------------------------------------------------------------------------------
 
 
 def advice(admin, subject):

@@ -50,9 +50,6 @@ def commit(bridge: Bridge, topic: str, value: bytes) -> str:
     return str(token)
 
 
-# --- bridges without an id ------------------------------------------------------------------------------------------
-
-
 def prepare_commit_and_wait(url: str, admin_url: str, topic: str) -> None:
     bridge = writing_kit.connect_to(url, admin_url)
     tell([writing_kit.prepare(bridge, topic), commit(bridge, topic, b"plain")])
@@ -127,9 +124,6 @@ def test_a_cleanup_does_not_create_a_missing_topic(open_bridge: writing_kit.Conn
     assert not is_there(bridge, topic)
 
 
-# --- transactional ids ----------------------------------------------------------------------------------------------
-
-
 def test_cleanup_drops_the_records_of_an_id_that_no_living_token_needs_and_no_others(
     pulsar_broker: brokers.Pulsar, open_bridge: writing_kit.Connect, with_timing: writing_kit.WithTiming
 ) -> None:
@@ -176,9 +170,6 @@ def test_a_writer_says_anew_until_when_its_transactions_can_be_open(open_bridge,
     assert writing_kit.state_of(hasty, third) is writing_kit.state_of(hasty, fourth) is TokenState.COMMITTED
 
 
-# --- who does it ----------------------------------------------------------------------------------------------------
-
-
 def test_an_opening_bridge_cleans_up_after_dead_ones(pulsar_broker, open_bridge, with_timing):
     namespace = writing_kit.unique("clear")  # of its own: here all is over at once
     admin(pulsar_broker, "PUT", f"namespaces/public/{namespace}")
@@ -200,9 +191,6 @@ def test_clearing_up_stops_when_the_bridge_is_closed(open_bridge: writing_kit.Co
     bridge = open_bridge(transactional_id=writing_kit.unique("owner"))
     bridge.close()
     assert writing_kit.owner_of(bridge)._cleanup._stop.is_set()
-
-
-# --- a broker as it comes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -81,9 +81,6 @@ def test_a_send_has_the_bytes_that_other_encoders_give_it():
     )
 
 
-# ---------------------------------------------------------------------------------------------------- numbers
-
-
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
 def test_a_number_is_read_as_it_was_written(number):
     data = varint(number)
@@ -94,8 +91,6 @@ def test_a_number_of_more_than_ten_bytes_is_refused():
     with pytest.raises(Malformed):
         read_varint(b"\xff" * 10 + b"\x01", 0)
 
-
-# ---------------------------------------------------------------------------------------------------- any message
 
 SCALARS: dict[str, st.SearchStrategy[Any]] = {
     "uint64": st.integers(0, (1 << 64) - 1),
@@ -185,9 +180,6 @@ def test_repeated_numbers_may_come_packed():
     assert decode("MessageIdData", data)["ack_set"] == words
 
 
-# ---------------------------------------------------------------------------------------------------- garbage
-
-
 @given(st.sampled_from(sorted(TYPES)), st.binary(max_size=300))
 def test_garbage_is_read_or_refused(name, data):
     with suppress(Malformed):
@@ -223,9 +215,6 @@ def test_a_message_nested_without_end_is_refused():
 
 def test_text_that_is_not_utf8_is_made_readable():
     assert decode("KeyValue", b"\x0a\x01k\x12\x02\xffv") == {"key": "k", "value": "\N{REPLACEMENT CHARACTER}v"}
-
-
-# ---------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("code", [*range(26), 999])

@@ -85,9 +85,6 @@ def test_a_connection_without_a_thread_is_closed_and_may_be_tried_again(broker, 
     connect(broker).close()
 
 
-# ---------------------------------------------------------------------------------------------------- addresses
-
-
 @pytest.mark.parametrize(
     ("text", "addresses", "tls"),
     [
@@ -122,9 +119,6 @@ def test_pauses_grow_up_to_a_limit():
     found = [pause for pause, _ in zip(backoff_pauses(), range(20), strict=False)]
     assert found[0] <= 0.05
     assert 2.5 <= found[-1] <= 5
-
-
-# ---------------------------------------------------------------------------------------------------- requests
 
 
 def test_many_requests_are_in_flight_and_each_gets_its_own_answer():
@@ -262,9 +256,6 @@ def test_an_interrupt_behind_any_call_leaves_no_lock_held():
     far.close()
 
 
-# ---------------------------------------------------------------------------------------------------- garbage
-
-
 @pytest.mark.parametrize(
     "data",
     [b"\xff\xff\xff\xff", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x05\x00\x00\x00\x01\xff"],
@@ -398,9 +389,6 @@ def garbage() -> Iterator[tuple[FakeBroker, list[bytes]]]:
         yield broker, says
 
 
-# ---------------------------------------------------------------------------------------------------- keep-alive
-
-
 def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
     with fake_broker() as broker:
         connection = connect(broker, keepalive_seconds=0.2)
@@ -415,8 +403,6 @@ def test_a_quiet_broker_that_answers_pings_is_kept():
             broker.wait_for("ping", 2)
             assert not connection.closed
 
-
-# ---------------------------------------------------------------------------------------------------- credentials
 
 SECRET = "the-secret"
 
@@ -494,9 +480,6 @@ def test_no_secret_is_shown(caplog):
     assert SECRET not in caplog.text
 
 
-# ---------------------------------------------------------------------------------------------------- TLS
-
-
 @pytest.fixture
 def certified(tmp_path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return the TLS contexts by which a broker and its clients trust each other."""
@@ -528,9 +511,6 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
 def test_a_broker_that_does_not_speak_tls_keeps_nobody_waiting(certified):
     with fake_broker() as broker, within(0.3), pytest.raises(wire.ConnectFailed):
         connect(broker, timeout=0.3, tls=certified[1])
-
-
-# ---------------------------------------------------------------------------------------------------- lookup
 
 
 def redirect_to(other: FakeBroker) -> Any:
@@ -603,9 +583,6 @@ def test_a_closed_client_opens_nothing(client):
     client.close()
     with pytest.raises(wire.Closed):
         client.partitions("t", SOON)
-
-
-# ---------------------------------------------------------------------------------------------------- producers
 
 
 def test_sends_without_a_receipt_are_unconfirmed_after_a_loss_and_sent_again_only_when_asked(broker, producer):

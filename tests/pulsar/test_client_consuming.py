@@ -70,16 +70,10 @@ def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
     assert payloads(receive(subscribe(client, topic, type=wire.SubscriptionType.SHARED), 1)) == [b"marker"]
 
 
-# ---------------------------------------------------------------------------------------------------- sharing
-
-
 def test_an_exclusive_subscription_takes_one_consumer(client, topic):
     subscribe(client, topic)
     with pytest.raises(wire.ConsumerBusy):
         subscribe(client, topic, connection_key="other")
-
-
-# ---------------------------------------------------------------------------------------------------- flow
 
 
 def test_the_broker_sends_no_more_than_was_asked_for(client, topic):
@@ -106,9 +100,6 @@ def test_large_messages_are_asked_for_a_few_at_a_time(client, topic):
     assert most <= 4
 
 
-# ---------------------------------------------------------------------------------------------------- again
-
-
 @ALL_TYPES
 def test_unacknowledged_messages_come_again_when_asked_for(client, topic, type):
     write(client, topic, b"1", batch_of(b"2", b"3"), b"4")
@@ -129,9 +120,6 @@ def test_waiting_messages_are_dropped_when_all_are_asked_for_again(client, topic
     consumer.redeliver()
     assert payloads(receive(consumer, 10)) == [b"%d" % number for number in range(10)]
     assert payloads(first) == [b"0"]
-
-
-# ---------------------------------------------------------------------------------------------------- moving
 
 
 def test_seeking_goes_to_a_message_and_both_ends(client, topic):
@@ -159,9 +147,6 @@ def test_a_subscription_that_is_ended_is_begun_anew(client, topic):
 
 def test_the_last_message_of_an_empty_topic_is_none(client, topic):
     assert subscribe(client, topic).last_message_id(SOON).entry == -1
-
-
-# ---------------------------------------------------------------------------------------------------- readers
 
 
 def test_a_reader_begins_behind_a_message_and_leaves_nothing_behind(client, topic, pulsar_broker):
@@ -236,9 +221,6 @@ def test_a_shared_consumer_gives_back_the_chunks_of_a_message_that_is_not_whole(
         assert consumer.receive(0.1) == []
     write_chunks(client, topic, [b"and the rest"], first=1, of=2)
     assert payloads(receive(consumer, 1)) == [b"two, and the rest"]
-
-
-# ---------------------------------------------------------------------------------------------------- losing it
 
 
 def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(client, topic, pulsar_broker):

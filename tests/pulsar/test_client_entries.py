@@ -144,9 +144,6 @@ def test_a_batch_is_acknowledged_if_at_most_its_extra_index_is_left_and_its_size
     assert unreadable.fault is not None and not unreadable.is_acknowledged
 
 
-# ------------------------------------------------------------------------------- batches of messages that are all alike
-
-
 class Slow(wire.ReceivedEntry):
     """Reads each message by itself."""
 
@@ -187,9 +184,6 @@ def test_a_message_that_says_more_than_the_first_is_read_by_itself():
     assert [record[1] for record in entry_of(batch).records()] == [b"12345", b""]
 
 
-# ---------------------------------------------------------------------------------------------------- acknowledging
-
-
 @given(st.integers(1, 300), st.data())
 def test_the_bits_of_a_batch_name_what_is_not_acknowledged(size, data):
     acked = data.draw(st.sets(st.integers(0, size - 1)))
@@ -222,9 +216,6 @@ def test_the_extra_index_of_a_batch_is_never_acknowledged_together_with_messages
 def test_acknowledging_up_to_the_middle_of_a_batch_leaves_its_rest():
     fields = cumulative_ack_fields(wire.MessageId(1, 2, -1, 1, 4))
     assert fields == {"ledger_id": 1, "entry_id": 2, "ack_set": [0b1100], "batch_size": 4}
-
-
-# ---------------------------------------------------------------------------------------------------- compression
 
 
 @pytest.mark.parametrize("kind", list(Compression), ids=lambda kind: kind.name)
@@ -270,9 +261,6 @@ def test_an_entry_that_claims_more_than_is_taken_is_refused_unread(kind):
 def test_garbage_is_unpacked_or_refused(kind, data):
     with suppress(wire.CorruptEntry, wire.MissingLibrary):
         decompress(kind, data, 100, 1 << 20)
-
-
-# ---------------------------------------------------------------------------------------------------- chunks
 
 
 def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: int) -> wire.ReceivedEntry:
@@ -410,9 +398,6 @@ def test_a_chunk_that_cannot_come_now_starts_no_message(numbers):
     assert not chunks.incomplete
 
 
-# ---------------------------------------------------------------------------------------------------- damaged
-
-
 def tail_of(content: Content) -> bytes:
     frame = send_command({"producer_id": 1, "sequence_id": 5}, encode("MessageMetadata", MINIMUM), content.body())
     return parse(frame[4:]).tail
@@ -459,9 +444,6 @@ def test_an_entry_without_a_checksum_is_read():
     tail = tail_of(wire.Single(b"x"))[6:]
     metadata, payload = split_entry(tail)
     assert (metadata["sequence_id"], payload) == (5, b"x")
-
-
-# ---------------------------------------------------------------------------------------------------- frames
 
 
 def feed(reader: FrameReader, data: bytes) -> list[bytes]:

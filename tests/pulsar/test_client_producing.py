@@ -29,9 +29,6 @@ def test_the_largest_message_is_stored_and_a_larger_one_not_sent(client, topic):
     assert [len(payload) for payload in everything(client, topic)] == [limit - 1024]
 
 
-# ---------------------------------------------------------------------------------------------------- sequence ids
-
-
 def test_a_producer_that_comes_back_goes_on_behind_its_last_id(client, topic):
     for expected in (-1, 2):
         producer = client.create_producer(topic, name="same", timeout=SOON)
@@ -64,9 +61,6 @@ def test_messages_on_their_way_when_the_topic_moved_are_sent_again_and_stored_on
     settle(producer)
     assert producer.unconfirmed == []
     assert everything(client, topic) == expected
-
-
-# ---------------------------------------------------------------------------------------------------- who may send
 
 
 def test_a_name_can_be_used_by_one_producer_at_a_time(client, topic):
@@ -119,9 +113,6 @@ def test_a_closed_producer_says_so(client, topic):
     for call in (lambda: producer.send(wire.Single(b"x"), timeout=SOON), lambda: producer.reopen(SOON)):
         with pytest.raises(wire.Closed):
             call()
-
-
-# ---------------------------------------------------------------------------------------------------- partitions
 
 
 def test_partitions_are_counted_also_when_they_become_more(client, topic, pulsar_broker):

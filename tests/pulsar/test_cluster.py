@@ -80,9 +80,6 @@ def official_sees(cluster: Cluster, node: int, topic: str) -> list[str]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# --- who serves what --------------------------------------------------------------------------------------------------
-
-
 @BOTH_NODES
 def test_a_client_that_knows_one_broker_is_sent_on_to_the_one_that_serves_a_topic(cluster: Cluster, node: int) -> None:
     other = 3 - node
@@ -108,9 +105,6 @@ def test_a_change_by_the_rest_interface_of_one_broker_reaches_the_other(cluster,
         assert str(flush(txn)) in [found.transaction for found in bridge.admin.transactions()]
     bridge.admin.delete_topic(topic)
     assert topic not in [found.name for found in bridge.admin.topics()]
-
-
-# --- transactions over both -------------------------------------------------------------------------------------------
 
 
 @BOTH_ENDS
@@ -164,9 +158,6 @@ def test_open_transactions_of_coordinators_on_both_brokers_are_listed_and_ended(
         assert end(transaction) is (Outcome.COMMITTED if number % 2 else Outcome.ABORTED)
     for topic in topics:
         assert values(seen(bridge, topic)) == [b"1", b"3"]
-
-
-# --- a broker that dies -----------------------------------------------------------------------------------------------
 
 
 def prepare_and_die(url: str, admin_url: str, id: str, topics: list[str]) -> None:
@@ -302,9 +293,6 @@ def test_an_owner_keeps_its_id_when_the_broker_of_its_fence_topic_dies_and_loses
     with pytest.raises(errors.Fenced):
         send(owner, topic, b"never")
     assert values(seen(bridge, topic)) == [b"before", b"without", b"back", b"newer"]
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 def test_reading_processing_and_publishing_go_on_while_topics_move_and_brokers_die(cluster, open_bridge, bridge):

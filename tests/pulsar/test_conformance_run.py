@@ -11,7 +11,7 @@ from tests.conformance_run import assert_kept
 
 
 def test_a_run_with_faults_of_clients_finds_nothing(pulsar_broker: brokers.Broker, tmp_path: Path) -> None:
-    assert_kept(pulsar_broker, tmp_path, 15, ("client",), pulsar={"admin_url": pulsar_broker.admin_url})
+    assert_kept(pulsar_broker, tmp_path, 30, ("client",), pulsar={"admin_url": pulsar_broker.admin_url})
 
 
 def test_a_run_through_the_plain_client_finds_nothing(pulsar_broker: brokers.Broker, tmp_path: Path) -> None:

@@ -90,9 +90,6 @@ class TestNames(AnyName):
     endings = (" b", "/b", "ü", "=20b", "-partition-0", "%2Fb")
 
 
-# --- its topic ------------------------------------------------------------------------------------------------------
-
-
 def test_the_topic_has_a_durable_subscription_before_its_first_record(pulsar_broker, log, path):
     (subscription,) = admin(pulsar_broker, "GET", f"{path}/stats")["subscriptions"].items()
     assert subscription[0] == "txnbridge"
@@ -208,9 +205,6 @@ def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(forgetfu
     assert len(seen) < 25
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_log_outlives_kill_9_of_its_broker(start_pulsar, opened):
     broker = start_pulsar()
     outlive_kill_9(broker, opened(broker.url, "kept"))
@@ -239,18 +233,12 @@ def test_a_log_outlives_a_broker_that_deletes_what_nobody_uses(start_pulsar, ope
     assert [record for _, record in read(again)] == [b"0", b"1", b"2"]
 
 
-# --- a topic that is not the same any more --------------------------------------------------------------------------
-
-
 def test_a_log_whose_topic_is_deleted_says_so_or_is_empty(pulsar_broker, log, path):
     append(log, b"0")
     read(log)
     admin(pulsar_broker, "DELETE", f"{path}?force=true")
     (first,) = append(log, b"1")  # the broker makes it anew for whoever writes
     assert bounds(log) == (first, first)
-
-
-# --- the cluster's own name -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -93,9 +93,6 @@ def forgetting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = 
         yield
 
 
-# --- one after the other ----------------------------------------------------------------------------------------------
-
-
 def test_a_topic_unloaded_during_a_commit_is_told_of_the_commit(bridge, unload, monkeypatch):
     inputs, results = movable(bridge), movable(bridge)
     send(bridge, inputs, b"1", b"2")
@@ -333,9 +330,6 @@ def test_the_proof_topic_of_a_prepared_transaction_is_used_again_once_it_tells_t
     assert values(seen(bridge, topic)) == [b"1", b"3"]
 
 
-# --- a race with the real thing -------------------------------------------------------------------------------------
-
-
 def race(bridge: Bridge, unload: Callable[[str], None], beside: Bridge | None = None) -> tuple[set[Any], set[Any]]:
     """Process messages while the topics of inputs and results are let go of in turn, each time some milliseconds before
     a commit: which results were lost, and which came twice. `beside` sends to the results all the time.
@@ -427,9 +421,6 @@ def test_a_coordinator_forgets_topics_that_are_being_unloaded(bridge, unload, mo
                 txn_id, writing_kit.concrete(topic, 0), True, SOON
             )
         assert len(found) + len(consumer.poll(timeout=2)) < COMMITS  # of the others some are lost for good
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_token_tells_what_its_transaction_touched() -> None:

@@ -67,9 +67,6 @@ def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
     return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
 
 
-# --- a commit whose answer was lost -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ready() -> PulsarWriter:
     """A writer that has sent all of its transaction."""
@@ -134,9 +131,6 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(monkeyp
     has_sent(ready, committing=True)
     with pytest.raises(errors.OutcomeUnknown) if refused else nullcontext():
         ready.abort(Deadline(SOON))
-
-
-# --- entries that are acknowledged in parts --------------------------------------------------------------------------
 
 
 def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all_its_parts(monkeypatch, ready):
@@ -224,9 +218,6 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(monk
     assert resolved == ([TXN] if is_free else [])
 
 
-# --- what a coordinator forgot ----------------------------------------------------------------------------------------
-
-
 def test_no_late_write_is_refused_on_a_topic_with_a_transaction_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     def left(number: int, topic: str) -> AnnouncedTransaction:
         txn = wire.TxnId(0, number)
@@ -280,9 +271,6 @@ def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
     assert ProofRecord.unpack(text) is None
     with pytest.raises(errors.EvidenceLost):
         FenceRecord.unpack(text)
-
-
-# --- announcing -------------------------------------------------------------------------------------------------------
 
 
 def announcing() -> tuple[PulsarOwner, list[FenceRecord]]:
@@ -373,9 +361,6 @@ def test_a_writer_that_hangs_up_leaves_the_room_of_its_lost_entries_to_others() 
             client.create_producer("u", timeout=SOON).send(wire.Single(bytes(900)), timeout=1)
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_wait_of_a_transaction_for_its_coordinator_is_taken_from_its_time() -> None:
     anchor = wire.TxnId(TXN.most, TXN.least - 1)
     begin, send_abort = Mock(side_effect=[anchor, wire.RequestTimedOut("no answer"), TXN]), Mock()
@@ -416,9 +401,6 @@ def test_closing_the_late_write_guard_waits_no_longer_than_its_deadline(hanging:
     started = time.monotonic()
     hanging.close(Deadline(0.5))
     assert time.monotonic() - started < 8  # its thread would take 10 seconds
-
-
-# --- sequences --------------------------------------------------------------------------------------------------------
 
 
 def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tuple[PulsarPublisher, list[int]]:
@@ -496,9 +478,6 @@ def test_a_publisher_that_may_not_note_its_sequence_publishes_all_the_same(caplo
     assert sent == [5] and "it will not be noticed if the broker forgets" in caplog.text
 
 
-# --- what a publisher had on its way ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("again", ["flush", "send"])
 def test_messages_on_their_way_are_sent_again_also_after_a_call_that_failed_meanwhile(again: str) -> None:
     came: list[int] = []
@@ -553,9 +532,6 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
             publisher.flush(Deadline(SOON))
 
 
-# --- the doctor -------------------------------------------------------------------------------------------------------
-
-
 def test_the_doctor_tells_of_brokers_that_evict_what_is_not_acknowledged() -> None:
     told = {"backlogQuotaDefaultRetentionPolicy": "consumer_backlog_eviction", "backlogQuotaDefaultLimitGB": "10"}
     rest: Any = SimpleNamespace(get=lambda *_: told)
@@ -595,9 +571,6 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
     assert [(each.level, each.subject) for each in found] == (
         [("problem", "group billing/eu")] if len(states) == 1 and states != ["Ready"] else []
     )
-
-
-# --- redeliveries -----------------------------------------------------------------------------------------------------
 
 
 def entry_at(number: int, batch: int = 1) -> Any:

@@ -46,9 +46,6 @@ def short(topic):
     return topic.rpartition("/")[2]
 
 
-# --- what a message looks like -----------------------------------------------------------------------------------
-
-
 def test_a_message_comes_with_all_that_its_sender_gave(client, topic, member):
     batch = wire.MessageBatch()
     batch.append(b"plain")
@@ -66,9 +63,6 @@ def test_a_message_comes_with_all_that_its_sender_gave(client, topic, member):
     assert before <= found[0].timestamp <= time.time() * 1000
     assert {(m.topic, m.partition, m.deliveries) for m in found} == {(topic, 0, 1)}
     assert [m.position for m in found] == sorted(m.position for m in found)
-
-
-# --- alone -------------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_without_a_group_waits_on_in_an_empty_topic_that_moves(pulsar_broker, client, topic, member):
@@ -170,9 +164,6 @@ def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_
     assert values(reader.take(1)) == [b"2"]
 
 
-# --- partitions ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
 def test_added_partitions_are_read_from_their_beginning(pulsar_broker, client, topic, member, partitioned, group):
     write(client, partitioned(1)[0], b"old")
@@ -227,9 +218,6 @@ def test_no_more_waits_in_memory_than_is_allowed(client, topic, member):
         on_the_way = sum(len(item[3]) for item in waiting(reader.reader._inbox))
         most = max(most, here + on_the_way)
     assert most < 2 * 2_000_000 + 16 * 100_000
-
-
-# --- groups --------------------------------------------------------------------------------------------------------
 
 
 @ALL_SHARINGS
@@ -504,9 +492,6 @@ def test_reading_goes_on_when_the_broker_comes_back(start_pulsar, topic):
         assert values(alone.take(2, 120)) == [b"1", b"2"]
         grouped.until(lambda: ("lost", (topic, 0)) in grouped.listener.told)
         assert values(grouped.take(2, 120)) == [b"1", b"2"]
-
-
-# --- lag -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, member):

@@ -63,9 +63,6 @@ def unblock(client: wire.PulsarClient, txn: wire.TxnId, *topics: str) -> None:
         client.transactions.end_on_partition(txn, name, False, SOON)
 
 
-# --- a message that comes after the commit takes it back --------------------------------------------------------
-
-
 def test_naive_a_late_message_takes_the_committed_ones_away(client: wire.PulsarClient, topic: str) -> None:
     name = writing_kit.concrete(topic)
     txn = begin(client, name)
@@ -94,9 +91,6 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(open_br
         send(open_bridge(), topic, b"next")
         assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"next"]
         bridge.close()
-
-
-# --- the broker drops what it takes for a repetition ------------------------------------------------------------
 
 
 def test_naive_numbers_used_again_after_an_abort_have_the_messages_dropped(client: wire.PulsarClient, topic: str):
@@ -131,9 +125,6 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: wi
     assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"1"]
 
 
-# --- nothing is checked -----------------------------------------------------------------------------------------
-
-
 def test_naive_a_message_on_an_unregistered_topic_is_unseen_and_blocks_the_topic(client: wire.PulsarClient, topic: str):
     name = writing_kit.concrete(topic)
     txn = client.transactions.begin(60_000, SOON)
@@ -141,9 +132,6 @@ def test_naive_a_message_on_an_unregistered_topic_is_unseen_and_blocks_the_topic
     client.transactions.end(txn, True, SOON)
     assert writing_kit.read_all(client, name, patience=1) is None
     unblock(client, txn, name)
-
-
-# --- the first message on a topic comes after the abort ---------------------------------------------------------
 
 
 def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: wire.PulsarClient, topic: str) -> None:
@@ -223,9 +211,6 @@ def test_a_late_write_blocks_after_an_unload_only_until_the_next_transaction_end
     assert writing_kit.read_all(client, name) == [b"next"]
 
 
-# --- a takeover is told that the name is in use, although it has taken place -------------------------------------
-
-
 class NamedFence(Fence):
     """A naive one: whoever owns the id has the id as its name, too."""
 
@@ -264,9 +249,6 @@ def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) ->
         owners[-2].write(lambda: FenceRecord("older", "here", 0), Deadline(SOON))
 
 
-# --- the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
-
-
 def test_naive_a_fenced_producer_takes_all_that_shares_its_connection_down(client: wire.PulsarClient, topic: str):
     fence = f"persistent://public/default/{writing_kit.unique('fence')}"
     bystander = client.create_producer(writing_kit.concrete(topic), connection_key="older", timeout=SOON)
@@ -291,9 +273,6 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: writing_kit.
         send(older, topic, b"late")
     bystander.send(batch_of(b"1"), timeout=SOON).result(SOON)
     assert bystander.generation == 0 and bystander.lost is None
-
-
-# --- open transactions: what they hide, for how long, and what their ends look like -----------------------------------
 
 
 def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(bridge, client, topic):
@@ -322,8 +301,6 @@ def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit
             )
             assert most - 2_000 < told["timeoutAt"] <= most
 
-
-# --- what was committed is cleared away as if it had been aborted ----------------------------------------------
 
 HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
 
@@ -377,9 +354,6 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     assert (lost.state, lost.permanent) == (TokenState.UNKNOWN, True)
 
 
-# --- after a restart nobody's time runs -------------------------------------------------------------------------
-
-
 # Of the transaction that somebody leaves open, and how long is waited beyond it for what must not happen.
 LEFT_OPEN_SECONDS = 6
 MUCH_LATER_SECONDS = 20
@@ -422,9 +396,6 @@ def test_after_a_restart_the_time_of_dead_processes_runs_because_an_idle_bridge_
             assert writing_kit.read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) == []
 
 
-# --- a broker that is killed ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartPulsar) -> None:
     broker = start_pulsar()
@@ -444,9 +415,6 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
         with wire.PulsarClient(service(broker)) as client:
             assert writing_kit.read_all(client, writing_kit.concrete(topic)) == [b"prepared", *values]
-
-
-# --- a broker as it comes drops what no subscription needs --------------------------------------------------------
 
 
 @pytest.mark.full
@@ -496,9 +464,6 @@ def test_committed_messages_that_no_subscription_needs_are_lost_and_the_doctor_w
             assert writing_kit.read_all(client, writing_kit.concrete(grouped)) == values
         (warned,) = [each for each in bridge.admin.doctor() if "retention is 0" in each.text]
         assert unread in warned.text and grouped not in warned.text
-
-
-# --- no answer at all ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

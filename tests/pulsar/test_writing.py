@@ -146,9 +146,6 @@ def test_the_partitions_of_the_last_transaction_are_named_together_with_the_next
     assert named == [2, 1, 1, 1, 5]
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
-
-
 def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(open_bridge, client, proxy):
     with recorded() as events:
         bridge = open_bridge(proxied(proxy))
@@ -245,9 +242,6 @@ def test_an_acknowledgement_after_the_end_does_not_hold_its_message_back(open_br
         assert values(take(consumer, 2)) == [b"1", b"2"]
 
 
-# --- connections that end ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lost", ["connection", "topic"])
 def test_a_producer_whose_connection_is_lost_or_topic_moves_goes_on(pulsar_broker, bridge, client, topic, lost):
     with bridge.transaction() as txn:
@@ -293,9 +287,6 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
     dropping.join()
     assert txn.outcome is Outcome.ABORTED
     assert read_all(client, concrete(topic)) == [b"1"]
-
-
-# --- what is left behind -------------------------------------------------------------------------------------------
 
 
 def test_a_bridge_without_an_id_leaves_no_topics_behind(open_bridge: Connect, client: PulsarClient) -> None:

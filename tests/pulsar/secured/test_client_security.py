@@ -86,8 +86,6 @@ def test_a_broker_under_another_name_is_not_talked_to(secured):
         client.create_producer(client_kit.fresh_topic(), timeout=client_kit.SOON).close(client_kit.SOON)
 
 
-# ---------------------------------------------------------------------------------------------------- chunks
-
 # Here, because this broker's bookie takes entries of the full size, which are what the official client cuts into.
 
 

@@ -63,9 +63,6 @@ def send(bridge: Bridge, topic: str, value: bytes = b"x") -> None:
         txn.send(topic, value)
 
 
-# --- who gets in ----------------------------------------------------------------------------------------------------
-
-
 def credentials(way: str, secured: Secured, folder: Path) -> dict[str, str]:
     if way == "token":
         return {"token": token("user")}
@@ -126,9 +123,6 @@ def test_a_secret_in_the_url_is_not_shown_either(secured: Secured, caplog: pytes
         txnbridge.connect(url + wrong)
     shown += f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r} {caplog.text}"
     assert wrong not in shown  # which is also how the right one begins
-
-
-# --- what is missing, and what grants it ----------------------------------------------------------------------------
 
 
 def test_a_user_who_may_not_look_for_coordinators_is_told_what_to_grant(connect: Connect) -> None:
@@ -197,9 +191,6 @@ def test_a_user_who_is_no_administrator_is_told_that_an_administrator_is_needed(
         with pytest.raises(AccessDenied, match="an administrator of the tenant"):
             call()
     assert {found.subject for found in user.admin.doctor() if "administrator" in found.remedy} == {"rights"}
-
-
-# --- transactions of others -----------------------------------------------------------------------------------------
 
 
 def test_a_prepared_transaction_is_for_the_user_who_began_it_and_for_superusers(user, superuser, connect, topic):
