@@ -12,7 +12,7 @@ from tests.conformance_run import assert_kept
 
 
 def test_a_run_with_faults_of_clients_finds_nothing(rocketmq_broker: brokers.Broker, tmp_path: Path) -> None:
-    assert_kept(rocketmq_broker, tmp_path, 15, ("client",))
+    assert_kept(rocketmq_broker, tmp_path, 30, ("client",))
 
 
 @pytest.mark.skipif(find_spec("rocketmq") is None, reason="RocketMQ's client for Python is not installed")

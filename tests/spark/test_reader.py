@@ -612,6 +612,6 @@ def test_a_query_reads_beyond_a_message_with_a_time_that_spark_cannot_hold(spark
         txn.send(topic, b"1", timestamp=1_700_000_000_000_000_000)
         txn.send(topic, b"2")
     rows = spark.read.format("txnbridge").options(url=url, topic=topic)
-    with pytest.raises(Exception, match=rf"{topic}\[0\] at 0 has the time"):
+    with pytest.raises(Exception, match=rf"{topic}\[0\] at .+ has the time"):
         rows.load().collect()
     assert rows.option("timestamps", option).load().count() == 2
