@@ -23,6 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from txnbridge_kafka import settings
 from txnbridge_kafka.settings import OPTIONS, REFUSED, KafkaSettings, java, names
+from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 
 import txnbridge
 from tests.java_kit import ask_java
@@ -110,6 +111,10 @@ def test_a_users_setting_wins_over_our_default():
     found = read({"client.id": "billing", "socket.timeout.ms": 2500})
     assert (found.client["client.id"], found.access.client_id) == ("billing", "billing")
     assert (found.client["socket.timeout.ms"], found.access.answer_seconds) == ("2500", 2.5)
+
+
+def test_a_transaction_may_be_shorter_than_the_wait_for_an_answer():
+    TransactionalProducer(read({"socket.timeout.ms": 60_000}), "shop.p0", LEAST_TIMEOUT_MS).drop()
 
 
 @pytest.mark.live

@@ -77,6 +77,8 @@ class TransactionalProducer:
             "transactional.id": id,
             "transaction.timeout.ms": timeout_ms,
             "message.timeout.ms": timeout_ms,
+            # The client refuses to wait longer for an answer than a transaction lasts. A prepared one may be short.
+            "socket.timeout.ms": min(int(settings.client["socket.timeout.ms"]), timeout_ms),
             # With a lower level the client would not log that a connection was lost (hazard H2).
             "log_level": 6,
             "log.connection.close": True,
