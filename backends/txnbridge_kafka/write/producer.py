@@ -20,7 +20,7 @@ from txnbridge_kafka.settings import KafkaSettings
 _log = logging.getLogger("txnbridge.kafka.client")
 _log.addHandler(logging.NullHandler())  # without it Python prints the lines if the program configures no logging
 
-# The shortest transaction time-out: librdkafka wants it as long as its patience for an answer, 1.5 seconds by default.
+# The shortest transaction time-out: in less, a lost answer would leave no time for another attempt.
 LEAST_TIMEOUT_MS = 2000
 # The log lines about connections that were never established: no request can be under way on them.
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
@@ -28,7 +28,6 @@ _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed 
 _LONGEST_CALL = 0.5
 # The error codes of calls after a failure of the transaction. They do not say what the failure was.
 _CONSEQUENCES = {KafkaError._STATE, KafkaError._FATAL, KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
-
 
 # The levels of `logging` for the option log_level, which is a syslog level.
 _THRESHOLDS = {3: logging.ERROR, 4: logging.WARNING, 5: logging.INFO, 6: logging.INFO, 7: logging.DEBUG}
@@ -98,8 +97,7 @@ class TransactionalProducer:
     def open(self, deadline: Deadline) -> None:
         """Send InitProducerId: the coordinator fences the previous producer and aborts its open transaction."""
         warm_up(self._client, self._log_topic, deadline)
-        error = self._until_done(self._client.init_transactions, deadline)
-        if error is not None:
+        if (error := self._until_done(self._client.init_transactions, deadline)) is not None:
             what = f"opening the transactional id {self.id}"
             ours = translate(error, what)
             if error.retriable():  # a temporary error that lasted until the deadline
