@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import txnbridge
 from tests.failing import EACH, fail_call, on_call
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Admin, BrokerUnavailable, Fenced, TransactionAborted
-from txnbridge.testing import Child, recorded, tell
+from txnbridge.testing import Child, listening, tell
 
 ROWS = [0, 1, 2, 3, 4]
 
@@ -66,23 +68,28 @@ def test_another_task_of_a_batch_that_has_ended_leaves_nothing_open(sink, identi
     assert (left_open(sink, identity.query), published(sink)) == ([], ROWS if is_done else [])
 
 
-def write_and_tell_what_was_prepared(sink, identity):
-    with recorded() as events:
-        try:
-            write(sink, identity, [ROWS])
-        except Fenced:
-            tell([event.transaction for event in events if event.name == "prepare"])
+def write_and_die(sink, identity):
+    """Be a task whose process dies when it has prepared a transaction, or learns that its run was replaced."""
+
+    def die(event):
+        if event.data.get("error") == "Fenced" or (event.name, event.phase) == ("prepare", "after"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with listening(die):
+        write(sink, identity, [ROWS])
 
 
 @pytest.mark.parametrize("asleep", ["transaction.begin/before", "bridge.open/before/2"], ids=["opened", "leased"])
-def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink, identity, asleep):
-    """The task might die before it could end what it prepared. With only a lease it has not opened its id yet."""
-    with Child(write_and_tell_what_was_prepared, sink, identity, pause=asleep) as task:
+def test_a_task_of_an_older_run_that_dies_leaves_nothing_open_once_a_newer_run_has_looked(sink, identity, asleep):
+    """A dead task cannot end its transaction. With only a lease it has not opened its id yet."""
+    with Child(write_and_die, sink, identity, pause=asleep) as task:
         task.stopped()
-        written = write(sink, BatchId(identity.query, "sink", 0, new_run()), [ROWS])
+        (written,) = write(sink, BatchId(identity.query, "sink", 0, new_run()), [ROWS])
         task.resume()
-        assert task.told() == []
-    _driver.commit(sink, written)
+        with pytest.raises((Fenced, AssertionError), match=r"was opened|signal 9"):
+            task.result()
+    assert left_open(sink, identity.query) == [txnbridge.Token.parse(part.token).transaction for part in written.parts]
+    _driver.commit(sink, [written])
     assert (left_open(sink, identity.query), published(sink)) == ([], ROWS)
 
 
