@@ -77,9 +77,9 @@ class Connection:
     def capabilities(self) -> Capabilities:
         return self.broker.capabilities
 
-    def deadline(self) -> Deadline:
-        """Return the deadline of a call that begins now: the bridge's timeout from now."""
-        return Deadline(self.timeout)
+    def deadline(self, timeout: float | None = None) -> Deadline:
+        """Return the deadline of a call that begins now: `timeout`, by default the bridge's, from now."""
+        return Deadline(self.timeout if timeout is None else timeout)
 
     def require_topic(self, topic: str, use: str) -> None:
         """Raise `NotFound` for a missing topic that may not be created; `use` is the error's text about its use."""

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
@@ -83,7 +83,7 @@ class Spans:
 
     def open(self, database: str | None = None, timeout: float | None = None) -> None:
         """From now on end dead processes' transactions over several brokers: without database, or with `database`."""
-        with _alone(self._connection, self._opening, timeout):
+        with self._connection.deadline(timeout).holding(self._opening, "another thread opened spans"):
             if self._records is None:
                 self._records = HalfMessages(self._connection, self._group, self._execute, self._check)
         if database is not None:
@@ -202,10 +202,6 @@ def _tokens_of(record: bytes | None) -> list[Token]:
     return [Token.parse(token) for token in json.loads(record or b"{}")["tokens"]]
 
 
-def _alone(keeper: Connection, opening: threading.Lock, timeout: float | None) -> AbstractContextManager[None]:
-    return (keeper.deadline() if timeout is None else Deadline(timeout)).holding(opening, "another thread opened spans")
-
-
 def spans_over(bridges: Sequence[SpannedBridge], least: int, timeout: float | None = None) -> Spans:
     """Return the `Spans` of these clusters: all processes choose the same broker for records of transactions."""
     known = [bridge for bridge in bridges if hasattr(bridge, "_connection")]
@@ -221,7 +217,7 @@ def spans_over(bridges: Sequence[SpannedBridge], least: int, timeout: float | No
     keepers = [bridge._connection for bridge in bridges if bridge.capabilities[Capability.HALF_MESSAGES]]
     lanes = lambda each: (each.broker.half_store() is None, each.backend, each.broker.cluster)  # noqa: E731
     keeper = min(keepers or [bridge._connection for bridge in bridges], key=lanes)
-    with _alone(keeper, keeper.opening_spans, timeout):
+    with keeper.deadline(timeout).holding(keeper.opening_spans, "another thread opened spans"):
         opened = keeper.spans
         if clusters not in opened:
             opened[clusters] = Spans(keeper, bridges)

@@ -57,9 +57,8 @@ class Outcomes:
             )
         connection.capabilities.require(Capability.RESOLVE_ANYWHERE)
         decision = "commit" if commit else "abort"
-        deadline = connection.deadline() if timeout is None else Deadline(timeout)
         with connection.call(), connection.events.step("resolve", parsed.transaction, decision=decision) as found:
-            outcome = self._ask_to_end(parsed, commit, deadline)
+            outcome = self._ask_to_end(parsed, commit, connection.deadline(timeout))
             found["outcome"] = outcome.value
         return outcome
 
