@@ -318,13 +318,15 @@ class Consumer(ConnectionUser):
     def nack(self, messages: Message | Iterable[Message]) -> None:
         """Give back delivered messages for redelivery to this or another member of the group.
 
-        They are redelivered also if this call raises an error of the broker.
+        They are redelivered also if this call raises an error. Messages that come again anyway, by an abort or because
+        their partition was taken away, are passed over. Raise `InvalidState` for others, such as acknowledged ones.
         """
         self._connection.capabilities.require(Capability.REDELIVERY)
-        chosen = as_messages("nack", messages)
-        back = self._deliveries.give_back(chosen)
+        back, others = self._deliveries.give_back(as_messages("nack", messages))
         self._reader.nack({assignment.partition: positions for assignment, positions in back.items()})
         self._deliveries.gone_back(back)
+        if others:
+            raise InvalidState(f"{len(others)} messages are acknowledged, given back or not its own: {others[:3]}")
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group: other members take over at once, and get the unacknowledged messages.
@@ -333,7 +335,7 @@ class Consumer(ConnectionUser):
         """
         if self._closed or self._connection.forked:
             return
-        self._close_now(self._connection.deadline() if timeout is None else Deadline(timeout))
+        self._close_now(self._connection.deadline(timeout))
 
     @one_call("close")
     def _close_now(self, deadline: Deadline) -> None:

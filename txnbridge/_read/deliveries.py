@@ -349,24 +349,25 @@ class Deliveries:
                 assignment.take_back(list(assignment.out))
             return [assignment for assignment in self.assignments.values() if assignment.back]
 
-    def give_back(self, messages: Iterable[Message]) -> dict[Assignment, list[Position]]:
+    def give_back(self, messages: Iterable[Message]) -> tuple[dict[Assignment, list[Position]], list[Message]]:
         """Mark the messages of a `nack` for redelivery; return the positions that the reader has to deliver again.
 
-        Raise `InvalidState` unless this consumer has delivered all of them and none is acknowledged or given back.
+        Also return those that do not come again: acknowledged, given back before, or delivered by another consumer.
         """
         given: dict[Assignment, list[Position]] = {}
+        others = list[Message]()
         with self.lock:
-            for message in messages:
-                assignment = message.source
-                if not isinstance(assignment, Assignment) or assignment.deliveries is not self or assignment.ended:
-                    raise InvalidState(f"{message!r} is not with this consumer, so it cannot be given back")
-                positions = given.setdefault(assignment, [])
-                if message.position not in assignment.out or message.position in positions:
-                    raise InvalidState(f"{message!r} is acknowledged or given back already")
-                positions.append(message.position)
             self._any_back = True
+            for message in messages:
+                assignment, position = message.source, message.position
+                mine = isinstance(assignment, Assignment) and assignment.deliveries is self
+                if mine and not assignment.ended and position in assignment.out:
+                    assignment.take_back([position])
+                    given.setdefault(assignment, []).append(position)
+                elif not mine or not (assignment.ended or position in assignment.back):
+                    others.append(message)
             if not self.individual:  # the broker knows only positions, so all later messages are delivered again, too
-                given = {a: list(filter(min(positions).__le__, a.out)) for a, positions in given.items()}
+                given = {a: [*positions, *filter(min(positions).__lt__, a.out)] for a, positions in given.items()}
             elif self._ordered:
                 for message in self._fetched + self._set_aside:  # later messages, redelivered after the given ones
                     if message.source in given:
@@ -375,7 +376,7 @@ class Deliveries:
                 self._drop({assignment.partition for assignment in given})
             for assignment, positions in given.items():
                 assignment.take_back(positions)
-            return given
+            return given, others
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
         """Have the reader go back to `positions`, its positions before a seek that failed and may have moved it."""

@@ -260,6 +260,21 @@ def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(roo
         room.consumer.nack(batch[1])
 
 
+def test_a_nack_gives_back_what_is_left_and_tells_what_does_not_come_again(room: Room) -> None:
+    batch = room.consumer.poll()
+    room.ack(batch[0])
+    room.ack(batch[1], abort=True)
+    with pytest.raises(errors.InvalidState, match=r"^1 messages are ack.*t\[0\] at \(0,\)"):
+        room.consumer.nack([*batch[:4], batch[3]])
+    assert room.reader.nacked == [{P: [(2,), (3,)]}]
+    room.reader.leaving = [("revoke", [P])]
+    room.consumer.poll()
+    room.consumer.nack(batch[1:])
+    assert room.reader.nacked[1:] == [{}]
+    with room.bridge.consumer("t", "other") as other, pytest.raises(errors.InvalidState):
+        other.nack(batch[4])
+
+
 def test_a_program_that_never_acknowledges_is_told_so(room: Room, with_timing: Callable[..., None]) -> None:
     with_timing(unacked_messages=5)
     room.reader.feed(*(b"%d" % number for number in range(5, 12)))

@@ -323,7 +323,7 @@ class Program(RuleBasedStateMachine):
 
     @rule(data=st.data(), how=st.sampled_from(["ack", "ack", "ack_up_to", "nack"]))
     def use(self, data: st.DataObject, how: str) -> None:
-        """Acknowledge or give back what was delivered at some time. What is refused changes nothing."""
+        """Acknowledge or give back what was delivered at some time. A refused acknowledgement changes nothing."""
         if not self.delivered:
             return
         latest = len(self.delivered) - 1
