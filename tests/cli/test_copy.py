@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from tests.cli.conftest import Invoke, started
 from tests.conformance.broken import Broken, around
 from tests.core.half.ends import EndedBridge, Ends, failing
 from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import raising
+from tests.failing import raising, replace_method
 from tests.in_time import wait_until
+from txnbridge._process.processor import Processor
 from txnbridge.cli import main
 from txnbridge.testing import Child
 
@@ -156,6 +158,27 @@ def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(
         copied = invoke(*copy, "--until-idle", "--url", url)
         assert copied.exit_code == 0 and source.admin.transactions() == [] == target.admin.transactions()
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
+
+
+def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_behind_its_last_poll(invoke, urls, monkeypatch):
+    copy, left = ("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]), list[object]()
+
+    def run(call: Callable[..., None], *given: Any) -> None:
+        if not left:
+            die(*copy, at="half.store/before")
+        call(*given)
+        for bridge in (target, source):
+            for part in bridge.admin.transactions():
+                left.append(part)
+                bridge.admin.abort(part.transaction, reason="a test says so")
+
+    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
+        source.ensure_topics("orders")
+        with source.transaction() as txn:
+            txn.send("orders", b"1")
+        replace_method(monkeypatch, Processor, "run", run)
+        assert invoke(*copy).exit_code == 0
+        assert len(left) == 2 and [message.value for message in target.read("orders", 9)] == [b"1"]
 
 
 def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls):

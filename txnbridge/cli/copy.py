@@ -84,8 +84,8 @@ def command(
 
         batch = batch if rate is None else min(batch, max(1, rate // 2))  # a stop waits half a second
         settings: dict[str, Any] = {"max_messages": batch, "max_attempts": _ATTEMPTS, "dead_letter": dead_letter}
-        copied, goes_on = 0, True
-        while goes_on:
+        copied, looks = 0, 0
+        while looks < 2:  # an abort before the first look may have given messages back that were hidden in this run
             processor = source.processor(list(alike), group=group, batch=move, to=other, **settings)
             with _told(cli, processor):
                 try:
@@ -94,7 +94,7 @@ def command(
                     text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
                     raise txnbridge.DeliveryFailed(text) from error
             copied += processor.stats.messages - processor.stats.dead_letters
-            goes_on = until_idle and not processor._stop.asked and _has_waited([source, other])
+            looks = 2 if not until_idle or processor._stop.asked else 1 if _has_waited([source, other]) else looks + 1
     cli.answer({"copied": copied}, f"copied: {copied} messages")
 
 
