@@ -5,9 +5,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from tests.failing import raising, replace_method
 from tests.in_time import wait_until
 from txnbridge._process.processor import Processor
 from txnbridge.cli import main
+from txnbridge.spi import OpenTransaction
 from txnbridge.testing import Child
 
 
@@ -179,6 +182,20 @@ def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_behind_its_last
         replace_method(monkeypatch, Processor, "run", run)
         assert invoke(*copy).exit_code == 0
         assert len(left) == 2 and [message.value for message in target.read("orders", 9)] == [b"1"]
+
+
+def test_a_copy_until_idle_waits_for_open_parts_without_a_name_that_are_there_at_its_end(invoke, urls, broken_broker):
+    until, looks = int(time.time() + 60) * 1000, count()
+
+    def transactions(*_: object) -> list[OpenTransaction]:
+        return [OpenTransaction(f"anonymous-{next(looks) // 3}", "open", prepares_until=until)]
+
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders")
+    target = urls[1].replace("embedded", broken_broker(Administering=around(transactions=transactions)))
+    copied = invoke("copy", target, "--topics", "orders", "--until-idle", "--url", urls[0])
+    assert copied.exit_code == 0 and "waiting for the end of" in copied.stderr
+    assert next(looks) > 3
 
 
 def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls):

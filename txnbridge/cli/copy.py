@@ -14,7 +14,7 @@ import click
 import txnbridge
 import txnbridge.metrics
 from txnbridge._half.span import sweep_of
-from txnbridge._half.span_sweep import digest
+from txnbridge._half.span_sweep import Part, digest
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
 from txnbridge.cli._object_loading import telling
@@ -119,15 +119,21 @@ def _made_ready(
 def _has_waited(bridges: Sequence[txnbridge.Bridge]) -> bool:
     """Wait until no copy of the group has a transaction, alive or dead; return whether one had: it may be aborted.
 
-    Some brokers' lag omits the messages of such a transaction, and their readers wait.
+    Some brokers' lag omits the messages of such a transaction, and their readers wait. Of an open part whose name the
+    broker does not know nobody can tell whose it is: only those of the first look are waited for.
     """
-    ours, waited = f"-{digest(bridges[0]._connection.identity.application)}", False
-    while left := [part for part in sweep_of(bridges).parts() if part.place >= 0 and ours in part.key]:
-        if not waited:
-            click.echo(f"waiting for the end of another copy's transactions: {len(left)}", err=True)
-        waited = True
+    ours, waited, told = f"-{digest(bridges[0]._connection.identity.application)}", False, False
+    nameless: list[Part] | None = None
+    while True:
+        parts = sweep_of(bridges).parts()
+        left = [part for part in parts if part.place >= 0 and ours in part.key]
+        nameless = [part for part in parts if part.place < 0 and (nameless is None or part in nameless)]
+        if not left and not nameless:
+            return waited
+        if not told:
+            click.echo(f"waiting for the end of another copy's transactions: {len(left) or len(nameless)}", err=True)
+        waited, told = waited or bool(left), True
         time.sleep(0.5)
-    return waited
 
 
 @contextmanager
