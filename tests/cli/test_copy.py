@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -23,9 +23,9 @@ from tests.cli.conftest import Invoke, started
 from tests.conformance.broken import Broken, around
 from tests.core.half.ends import EndedBridge, Ends, failing
 from tests.core.half.span_programs import Pair, copy_all
-from tests.failing import raising, replace_method
 from tests.in_time import wait_until
-from txnbridge._process.processor import Processor
+from txnbridge._half.span import sweep_of
+from txnbridge._half.span_sweep import SpanSweep
 from txnbridge.cli import main
 from txnbridge.spi import OpenTransaction
 from txnbridge.testing import Child
@@ -163,23 +163,21 @@ def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(
         assert [message.value for message in target.read("orders", 9)] == [b"1"]
 
 
-def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_behind_its_last_poll(invoke, urls, monkeypatch):
-    copy, left = ("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]), list[object]()
+def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_before_it_looks_for_one(invoke, urls, monkeypatch):
+    copy, left = ("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]), list[str]()
 
-    def run(call: Callable[..., None], *given: Any) -> None:
-        if not left:
-            die(*copy, at="half.store/before")
-        call(*given)
-        for bridge in (target, source):
-            for part in bridge.admin.transactions():
-                left.append(part)
-                bridge.admin.abort(part.transaction, reason="a test says so")
+    def abort(bridges: Sequence[txnbridge.Bridge]) -> SpanSweep:
+        for bridge in reversed(bridges if not left else ()):
+            left.extend(part.transaction for part in bridge.admin.transactions())
+            bridge.admin.abort(left[-1], reason="a test says so")
+        return sweep_of(bridges)
 
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
         source.ensure_topics("orders")
         with source.transaction() as txn:
             txn.send("orders", b"1")
-        replace_method(monkeypatch, Processor, "run", run)
+        die(*copy, at="half.store/before")
+        monkeypatch.setattr("txnbridge.cli.copy.sweep_of", abort)
         assert invoke(*copy).exit_code == 0
         assert len(left) == 2 and [message.value for message in target.read("orders", 9)] == [b"1"]
 
@@ -268,16 +266,16 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
         assert sorted(int(message.value) for message in target.read("orders", 10_000)) == list(range(2000))
 
 
-@pytest.mark.parametrize("command", ["spans list", "copy --topics orders --until-idle"])
-def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(
-    invoke, urls, broken_broker, command
-):
+def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(invoke, urls, broken_broker):
     for url in urls:
         with txnbridge.connect(url) as bridge:
             bridge.ensure_topics("orders")
-    away = raising(txnbridge.BrokerUnavailable("a test says so"))
-    source = urls[0].replace("embedded", broken_broker(Administering=around(transactions=away)))
-    assert invoke(*command.split(), urls[1], "--url", source).exit_code == 3
+    looks, fails = count(), failing(txnbridge.BrokerUnavailable("a test says so"), *range(3))
+    transactions = lambda inner, *given: fails(next(looks), partial(inner.transactions, *given))  # noqa: E731
+    source = urls[0].replace("embedded", broken_broker(Administering=around(transactions=transactions)))
+    assert invoke("spans", "list", urls[1], "--url", source).exit_code == 3
+    assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", source).exit_code == 0
+    assert next(looks) > 4  # a copy has asked again
 
 
 def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):

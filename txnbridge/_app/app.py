@@ -364,8 +364,7 @@ class App(Router):
         handlers = list(self._collect())
         self._check(handlers)
         with ExitStack() as stack:
-            stack.callback(self._raise_failure)
-            stack.callback(self._forget)
+            stack.callback(self._end)
             for router in self._routers():
                 router._runs += 1
             self._finished = []
@@ -447,15 +446,13 @@ class App(Router):
             return stack.enter_context(loop.opened(lifespan.open(self))), loop
         return states[lifespan], loop
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _forget(self) -> None:
+    def _end(self) -> None:
         for router in self._routers():
             router._runs -= 1
         self._stop = self._bridge = None
         self._running = False
+        if self._failure is not None:
+            raise self._failure
 
 
 def _sum(first: ProcessorStats, second: ProcessorStats) -> ProcessorStats:

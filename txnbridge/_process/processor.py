@@ -260,6 +260,7 @@ class Processor(ConnectionUser):
         self._called_at: float | None = None  # when the handler was called; None between two calls
         self._asked_at: float | None = None  # when the broker was asked for the lag; None once it has answered
         self._since: float | None = None  # begin of the attempts since the last success; None while it does not run
+        self._is_over: Callable[[bool], bool] = bool  # by whether a pass was idle and all is read: ends the loop
 
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # the error that ended the loop in its thread
@@ -550,7 +551,7 @@ class Processor(ConnectionUser):
             if not self._is_handled(error, progress):
                 raise
             return self._stop.asked
-        return idle and inputs.is_all_read(self._lag, self._timeout)
+        return self._is_over(idle and inputs.is_all_read(self._lag, self._timeout))
 
     def _follow_topics(self, failed: bool = False) -> bool:
         """Join the group again if other topics fit the patterns by now; return whether it has joined.

@@ -62,7 +62,7 @@ class Span:
         if self._entered:
             raise InvalidState("a span is for one block: begin another one with aio.spanning(…)")
         self._entered = True
-        self._sync = sync = await self._calls.run(Call(self._open, undo=_abort_opened))
+        self._sync = sync = await self._calls.run(Call(self._open, undo=lambda span: span.abort() if span else None))
         self._parts = {each: Transaction(sync.on(each.sync), each._waiting) for each in self._bridges}
         return self
 
@@ -103,11 +103,6 @@ class Span:
                     await part._run_end(part._last_call(part._sync.abort))
             await self._calls.run(Call(partial(sync.__exit__, type(error), error, None), must_run=True))
         return isinstance(error, Abort)
-
-
-def _abort_opened(span: txnbridge.Span | None) -> None:
-    if span is not None:
-        span.abort()
 
 
 def spanning(*bridges: Bridge, timeout: float | None = None, hold: float | None = None) -> Span:

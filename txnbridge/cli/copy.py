@@ -84,17 +84,16 @@ def command(
 
         batch = batch if rate is None else min(batch, max(1, rate // 2))  # a stop waits half a second
         settings: dict[str, Any] = {"max_messages": batch, "max_attempts": _ATTEMPTS, "dead_letter": dead_letter}
-        copied, looks = 0, 0
-        while looks < 2:  # an abort before the first look may have given messages back that were hidden in this run
-            processor = source.processor(list(alike), group=group, batch=move, to=other, **settings)
-            with _told(cli, processor):
-                try:
-                    processor.run(until_idle)
-                except txnbridge.Poison as error:
-                    text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
-                    raise txnbridge.DeliveryFailed(text) from error
-            copied += processor.stats.messages - processor.stats.dead_letters
-            looks = 2 if not until_idle or processor._stop.asked else 1 if _has_waited([source, other]) else looks + 1
+        processor = source.processor(list(alike), group=group, batch=move, to=other, **settings)
+        if until_idle:
+            processor._is_over = _Looks(source, other)
+        with _told(cli, processor):
+            try:
+                processor.run(until_idle)
+            except txnbridge.Poison as error:
+                text = f"{error}. For a copy: name a --dead-letter TOPIC, or let the target take the message"
+                raise txnbridge.DeliveryFailed(text) from error
+        copied = processor.stats.messages - processor.stats.dead_letters
     cli.answer({"copied": copied}, f"copied: {copied} messages")
 
 
@@ -116,24 +115,31 @@ def _made_ready(
     return {t.name: t.partitions if there.get(t.name, t.partitions) == t.partitions else 0 for t in chosen}
 
 
-def _has_waited(bridges: Sequence[txnbridge.Bridge]) -> bool:
-    """Wait until no copy of the group has a transaction, alive or dead; return whether one had: it may be aborted.
+class _Looks:
+    """Ends a copy when two passes in a row found all read, and looks behind them no transaction of another copy.
 
-    Some brokers' lag omits the messages of such a transaction, and their readers wait. Of an open part whose name the
-    broker does not know nobody can tell whose it is: only those of the first look are waited for.
+    Some brokers' lag omits the messages of such a transaction, alive or dead, and their readers wait. It may be aborted
+    between a pass and its look. Of an open part whose name the broker does not know nobody can tell whose it is: only
+    those of the first look are waited for.
     """
-    ours, waited, told = f"-{digest(bridges[0]._connection.identity.application)}", False, False
-    nameless: list[Part] | None = None
-    while True:
-        parts = sweep_of(bridges).parts()
-        left = [part for part in parts if part.place >= 0 and ours in part.key]
-        nameless = [part for part in parts if part.place < 0 and (nameless is None or part in nameless)]
-        if not left and not nameless:
-            return waited
-        if not told:
-            click.echo(f"waiting for the end of another copy's transactions: {len(left) or len(nameless)}", err=True)
-        waited, told = waited or bool(left), True
-        time.sleep(0.5)
+
+    def __init__(self, *bridges: txnbridge.Bridge) -> None:
+        self._bridges = bridges
+        self._ours = f"-{digest(bridges[0]._connection.identity.application)}"
+        self._left: list[Part] | None = None
+        self._quiet = False
+
+    def __call__(self, idle: bool) -> bool:
+        before, self._quiet = self._quiet, False  # also if the brokers do not answer
+        self._quiet = idle and not self._look()
+        return before and self._quiet
+
+    def _look(self) -> list[Part]:
+        before, parts = self._left, sweep_of(self._bridges).parts()
+        self._left = [p for p in parts if (self._ours in p.key if p.place >= 0 else before is None or p in before)]
+        if self._left and not before:
+            click.echo(f"waiting for the end of another copy's transactions: {len(self._left)}", err=True)
+        return self._left
 
 
 @contextmanager
