@@ -11,11 +11,12 @@ from txnbridge import OutcomeUnknown, TransactionAborted
 
 
 class Shop(NamedTuple):
-    """The addresses of two brokers and a database."""
+    """The addresses of two brokers and a database, and the `hold` of a span of `sell_one`."""
 
     first: str
     second: str
     database: str
+    hold: float | None = None
 
 
 def rows(engine: sa.Engine) -> list[int]:
@@ -44,7 +45,7 @@ def sell_one(shop: Shop) -> None:
     """Write the row 0 with a message on both brokers."""
     engine = sa.create_engine(shop.database)
     with txnbridge.connect(shop.first) as first, txnbridge.connect(shop.second) as second:
-        with txnbridge.spanning(first, second, db=engine, timeout=1) as span:
+        with txnbridge.spanning(first, second, db=engine, timeout=1, hold=shop.hold) as span:
             span.db.exec_driver_sql("INSERT INTO sales VALUES (0)")
             for bridge in (first, second):
                 span.on(bridge).send("sales", b"0")

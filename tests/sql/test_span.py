@@ -131,10 +131,10 @@ def waiting(pair: Pair) -> int:
     return sum(len(bridge.admin.transactions()) for bridge in pair)
 
 
-def die(pair: Pair, engine: sa.Engine, at: str, left: int) -> None:
+def die(pair: Pair, engine: sa.Engine, at: str, left: int, hold: float | None = None) -> None:
     """Kill a process that sells one thing at this event, behind which it leaves so many prepared parts."""
     first, second = addresses(pair)
-    shop = Shop(first, second, engine.url.render_as_string(hide_password=False))
+    shop = Shop(first, second, engine.url.render_as_string(hide_password=False), hold)
     with Child(sell_one, shop, kill=at) as dead:
         dead.stopped()
     assert waiting(pair) == left
@@ -150,6 +150,15 @@ def test_a_sweep_ends_parts_of_a_dead_process_as_the_row_says(pair, engine, ends
         pass
     wait_until(lambda: waiting(pair) == 0)
     assert found(pair, engine) == [sold] * 3
+
+
+def test_a_decision_of_the_database_leaves_time_for_all_parts_as_that_of_a_part_does_for_the_others(pair, engine):
+    die(pair, engine, "database.commit/after", 2, hold=0)
+    time.sleep(2)  # the span's timeout is over
+    with spanning(*pair, db=engine):
+        pass
+    wait_until(lambda: waiting(pair) == 0)
+    assert found(pair, engine) == [[0]] * 3
 
 
 def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_know(pair, engine, tmp_path, quick_sweep):

@@ -254,7 +254,7 @@ class Span:
             # A sweep that knew no rows would take no key with a dot for one of its own.
             self._key = f"{self._spans.clusters}.{self._database.row}"
         self._deadline = Deadline(timeout)
-        self._holds = _holds(bridges, timeout, hold, in_order)
+        self._holds = _holds(bridges, timeout, hold, in_order, db is not None)
         self._until = time.time() + timeout
         self._parts: dict[SpannedBridge, Transaction] = {}
         self._ending = threading.Lock()  # acquired by the thread that ends it, for ever
@@ -370,11 +370,12 @@ class Span:
 
 
 def _holds(
-    bridges: Sequence[SpannedBridge], timeout: float, hold: float | None, in_order: bool
+    bridges: Sequence[SpannedBridge], timeout: float, hold: float | None, in_order: bool, by_database: bool
 ) -> dict[SpannedBridge, float]:
     """Return for how many seconds after `timeout` each bridge's transaction stays prepared before its broker aborts it.
 
-    With `in_order` they expire in the order of the bridges, else first where the broker's limit is lowest.
+    With `in_order` they expire in the order of the bridges, else first where the broker's limit is lowest. If a
+    database decides, all of them stay a minute longer, as else those that do not decide.
     """
 
     def most(bridge: SpannedBridge) -> float:
@@ -384,14 +385,15 @@ def _holds(
     if hold is not None:
         check_seconds("hold", hold)
     ordered = bridges if in_order else sorted(bridges, key=most)
-    allowed = min((most(bridge) - _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)))
+    later = {bridge: _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered, start=by_database)}
+    allowed = min(most(bridge) - seconds for bridge, seconds in later.items())
     wanted = min(_HOLD_SECONDS, allowed) if hold is None else hold
     if not 0 <= wanted <= allowed:
         raise errors.InvalidOption(
             f"these brokers keep a span for at most {timeout + allowed:g} s, its timeout of {timeout:g} s included: set"
             " hold= or timeout= lower"
         )
-    return {bridge: wanted + _SECONDS_BETWEEN * place for place, bridge in enumerate(ordered)}
+    return {bridge: wanted + seconds for bridge, seconds in later.items()}
 
 
 def spanning(
@@ -408,8 +410,8 @@ def spanning(
     part that can wait least.
     It is all or none, not simultaneous: a reader of one broker may see its part before another's. If this process dies,
     another one of the same application that has called `spanning` with bridges to the same clusters ends what is left.
-    The first part stays prepared for `hold` seconds after `timeout`, each further one a minute longer; if nobody ends
-    them in that time, each broker aborts its.
+    The first part stays prepared for `hold` seconds after `timeout`, each further one, with `db` also the first, a
+    minute longer; if nobody ends them in that time, each broker aborts its.
 
     Raise `InvalidOption` if a broker cannot keep them so long, `OutcomeUnknown` at the end of the block if the answer
     to the decision was lost: the token is one for the `status` of the bridge whose part decides.
