@@ -14,7 +14,7 @@ from sqlalchemy import orm
 import txnbridge
 from tests.core.half.ends import Ends, addresses, failing, no_checks, span_pair
 from tests.core.test_fork import in_child
-from tests.failing import answer_calls, on_call
+from tests.failing import answer_calls, note_calls, on_call
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
@@ -159,6 +159,16 @@ def test_a_decision_of_the_database_leaves_time_for_all_parts_as_that_of_a_part_
         pass
     wait_until(lambda: waiting(pair) == 0)
     assert found(pair, engine) == [[0]] * 3
+
+
+def test_the_database_takes_no_commit_behind_the_time_of_the_span(pair, engine, monkeypatch):
+    told = note_calls(monkeypatch, BarrierTable, "commit_row", lambda table, name, deadline_at: deadline_at)
+    span = spanning(*pair, db=engine, timeout=20, hold=0)
+    time.sleep(1)  # as for a connection of a busy pool
+    with span:
+        span.on(pair[0]).send("sales", b"1")
+    (token,) = span.tokens
+    assert token.expires_at is not None and token.expires_at - told[0] > 60_000 - 500
 
 
 def test_a_sweep_leaves_parts_alone_whose_database_or_application_it_does_not_know(pair, engine, tmp_path, quick_sweep):

@@ -384,7 +384,7 @@ class BarrierTransaction(HalfTransaction):
             self._pooled = sql.connection
             begin_guarded(sql)
             now = int(sql.scalar(sa.select(self._barrier.clock)))
-            self._deadline_at = now + int(self._deadline.seconds * 1000)
+            self._deadline_at = now + int(self._deadline.left() * 1000)
             sa.event.listen(sql, "commit", self._refuse_commit)
             if self._session is not None:
                 sa.event.listen(self._session, "after_begin", self._refuse_second)
