@@ -43,7 +43,7 @@ def anchors(coordinators: Coordinators) -> Anchors:
 
 def test_an_anchor_is_older_and_ends_after_all_transactions_behind_it(anchors, coordinators, monkeypatch):
     first, second = (anchors.begin(lambda: 30, 1) for _ in range(2))
-    (anchor,) = anchors.open
+    (anchor,) = anchors.open()
     assert anchor < first < second and anchor.most == first.most == second.most
     assert coordinators.begun[anchor] > coordinators.begun[first]
     monkeypatch.setattr(module, "_USE_SECONDS", 0)
@@ -56,12 +56,12 @@ def test_an_anchor_is_older_and_ends_after_all_transactions_behind_it(anchors, c
     later = anchors.begin(lambda: 30, 1)
     anchors.drop_unused(())
     assert coordinators.aborted == [anchor]
-    assert anchors.open == [TxnId(later.most, later.least - 1)]
+    assert anchors.open() == [TxnId(later.most, later.least - 1)]
 
 
 def test_a_transaction_that_an_anchor_would_not_outlast_gets_another_one(anchors, coordinators):
     short, long = anchors.begin(lambda: 1, 1), anchors.begin(lambda: 100, 1)
-    assert [txn.least for txn in anchors.open] == [short.least - 1, long.least - 1]
+    assert [txn.least for txn in anchors.open()] == [short.least - 1, long.least - 1]
 
 
 def test_the_anchor_of_a_prepared_transaction_is_left_to_those_who_end_it(anchors, coordinators):
@@ -71,3 +71,10 @@ def test_the_anchor_of_a_prepared_transaction_is_left_to_those_who_end_it(anchor
     anchors.ended(shared)
     anchors.drop_unused((), young=True)
     assert [txn.least for txn in coordinators.aborted] == [shared.least - 1]
+
+
+def test_an_anchor_that_has_timed_out_is_handed_over_like_another_one(anchors, monkeypatch):
+    monkeypatch.setattr(module, "_MARGIN_SECONDS", -40)
+    prepared = anchors.begin(lambda: 30, 1, alone=True)
+    anchors.drop_unused(())
+    assert not anchors.open() and anchors.hand_over(prepared) < prepared

@@ -290,7 +290,7 @@ def test_no_anchor_stays_open(open_bridge, pulsar_broker, monkeypatch, end):
     else:
         monkeypatch.setattr(Anchors, "drop_unused", lambda *_: None) if end == "death" else None
         send(bridge, topic, b"1")
-        assert empty() - before == set(writing_kit.owner_of(bridge).anchors.open) != set()
+        assert empty() - before == set(writing_kit.owner_of(bridge).anchors.open()) != set()
     if end == "death":
         open_bridge(transactional_id=name)
     eventually(lambda: not empty() - before, "all are ended")

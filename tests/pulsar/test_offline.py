@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -273,10 +274,10 @@ def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
         FenceRecord.unpack(text)
 
 
-def announcing() -> tuple[PulsarOwner, list[FenceRecord]]:
+def announcing(**parts: Any) -> tuple[PulsarOwner, list[FenceRecord]]:
     """An owner whose records have room for a few topics, and what it writes."""
     written: list[FenceRecord] = []
-    cluster = cluster_with(Timing(max_fence_record_bytes=1000))
+    cluster = cluster_with(Timing(max_fence_record_bytes=1000), **parts)
     owner = PulsarOwner(cluster, Identity("id", owned=True, application="app", host="h"), NO_LEDGER)
     fence: Any = SimpleNamespace(write=lambda make, _: written.append(make()))
     owner._fence = fence
@@ -299,6 +300,17 @@ def test_a_transaction_too_large_for_one_record_is_not_announced_and_disturbs_no
             owner.announce(too_much, Deadline(SOON))
     owner.announce(second, Deadline(SOON))
     assert [list(record.under_way) for record in written] == [[first], [first, second]]
+
+
+def test_a_fence_record_names_no_anchor_of_a_prepared_transaction_for_the_next_owner_to_end() -> None:
+    """Who ends the transaction by its token needs the anchor until then, also after the death of this owner."""
+    announced, anchor = over(8, "t"), wire.TxnId(0, 7)
+    begin = Mock(side_effect=[anchor, announced.txn])
+    owner, written = announcing(client=SimpleNamespace(transactions=SimpleNamespace(begin=begin)))
+    owner.new_transaction(lambda: 30, Deadline(SOON), alone=True)
+    for prepared_now in (False, True):
+        owner.announce(replace(announced, prepared=prepared_now), Deadline(SOON))
+    assert [list(record.anchors) for record in written] == [[anchor], []]
 
 
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:

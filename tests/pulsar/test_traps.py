@@ -340,7 +340,7 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     token = str(caught.value.token)
     its_own, proof = writing_kit.evidence_of(token)
     ended = {commit: begin(client, name) for commit in (True, False)}
-    for anchor in writing_kit.owner_of(bridge).anchors.open:
+    for anchor in writing_kit.owner_of(bridge).anchors.open():
         client.transactions.end(anchor, False, SOON)
     for commit, number in ended.items():
         send_in(client, name, number, b"another")

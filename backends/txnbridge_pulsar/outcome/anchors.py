@@ -117,15 +117,14 @@ class Anchors:
         """Return the anchor of a transaction that is alone with it. Whoever ends the transaction ends the anchor."""
         with self._lock:
             anchor = self._of.pop(txn, None)
-            if anchor is None:
-                return None
-            self._open.remove(anchor)
-            return anchor.txn
+            self._open = [each for each in self._open if each is not anchor]
+            return None if anchor is None else anchor.txn
 
-    @property
-    def open(self) -> Sequence[TxnId]:
+    def open(self, prepared: Iterable[TxnId] = ()) -> Sequence[TxnId]:
+        """Return the open anchors, without those of `prepared` transactions."""
         with self._lock:
-            return [anchor.txn for anchor in self._open]
+            theirs = [self._of.get(txn) for txn in prepared]
+            return [anchor.txn for anchor in self._open if anchor not in theirs]
 
     @property
     def has_unused(self) -> bool:

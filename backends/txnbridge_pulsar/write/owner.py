@@ -293,7 +293,8 @@ class PulsarOwner:
             under_way = tuple(self._under_way.values())
         now = int(time.time() * 1000)
         at_risk = (*at_risk, *self.late_write_guard.at_risk)
-        return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id, self.anchors.open)
+        anchors = self.anchors.open(each.txn for each in under_way if each.prepared)  # those are ended by their tokens
+        return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id, anchors)
 
     def mark_not_prepared(self, announced: AnnouncedTransaction) -> None:
         """List a transaction as not prepared in the next record on the fence topic, before its writer aborts it.
