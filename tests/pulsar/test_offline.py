@@ -19,6 +19,7 @@ from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.decision_log import PulsarLog
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
+from txnbridge_pulsar.outcome.anchors import Anchors
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant, Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
@@ -265,6 +266,19 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypat
     end_delivery.ended(TXN, True, used, Deadline(SOON))
     assert "txnbridge-pulsar-confirm" in [thread.name for thread in threading.enumerate()]
     end_delivery.close(Deadline(SOON))
+
+
+def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers() -> None:
+    begin, send_abort = Mock(side_effect=[wire.TxnId(0, 6), TXN]), Mock()
+    hold = Hold(raising(wire.BrokerConnectionLost("it is still away")))
+    transactions = SimpleNamespace(begin=begin, send_abort=send_abort, end_on_partition=hold)
+    cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
+    anchors, moved = Anchors(cluster), Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    end_delivery, used = EndDelivery(cluster, anchors), [Participant("t", None, moved, 0)]
+    anchors.ended(anchors.begin(lambda: 30, 1))
+    with hold.asked_by(lambda: end_delivery.ended(TXN, True, used, Deadline(SOON))):
+        end_delivery.close(Deadline(0))
+    assert not send_abort.called
 
 
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])

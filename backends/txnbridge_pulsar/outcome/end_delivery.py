@@ -16,7 +16,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -154,7 +154,7 @@ class EndDelivery:
         self._anchors = anchors or Anchors(cluster)
         self._changed = threading.Condition()
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
-        self._delivering: Counter[str] = Counter()  # topics
+        self._delivering: list[tuple[Participant, deque[_EndedTransaction]]] = []  # what threads take out of `_recent`
         self._last_at = self._moved_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -186,7 +186,7 @@ class EndDelivery:
         for each in self._moved(topics):
             self._deliver_again(each, deadline)
         with self._changed:
-            self._changed.wait_for(lambda: self._delivering.keys().isdisjoint(topics), max(0.0, deadline.left()))
+            self._changed.wait_for(lambda: topics.isdisjoint(one.topic for one, _ in self._delivering), deadline.left())
 
     def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
         with self._changed:
@@ -198,7 +198,7 @@ class EndDelivery:
             ended = self._recent.pop(missed, None)
             if ended is None:
                 return  # another thread delivers these ends
-            self._delivering[missed.topic] += 1
+            self._delivering.append(delivering := (missed, ended))
             self._moved_at = time.monotonic()
         try:
             while ended:
@@ -215,9 +215,7 @@ class EndDelivery:
             with self._changed:
                 if ended:
                     self._recent.setdefault(missed, deque()).extendleft(reversed(ended))
-                self._delivering[missed.topic] -= 1
-                if not self._delivering[missed.topic]:
-                    del self._delivering[missed.topic]
+                self._delivering.remove(delivering)
                 self._changed.notify_all()
 
     def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.PulsarError) -> None:
@@ -244,7 +242,8 @@ class EndDelivery:
 
     def _undelivered(self) -> set[TxnId]:
         with self._changed:
-            return {ended.txn for each, kept in self._recent.items() if each.has_moved for ended in kept}
+            all_kept = [*self._recent.items(), *self._delivering]
+            return {ended.txn for each, kept in all_kept if each.has_moved for ended in list(kept)}
 
     def _drop_old(self) -> None:
         oldest = time.monotonic() - _KEEP_SECONDS
