@@ -9,6 +9,8 @@ from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.outcome import anchors as module
 from txnbridge_pulsar.outcome.anchors import Anchors
 
+from tests.interrupts import interrupted_everywhere
+
 pytestmark = pytest.mark.offline
 
 
@@ -71,6 +73,13 @@ def test_the_anchor_of_a_prepared_transaction_is_left_to_those_who_end_it(anchor
     anchors.ended(shared)
     anchors.drop_unused((), young=True)
     assert [txn.least for txn in coordinators.aborted] == [shared.least - 1]
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_transaction_from_its_anchor(anchors):
+    def begin() -> None:
+        anchors.begin(lambda: 30, 1)
+
+    assert interrupted_everywhere(begin, begin, ["anchors.py", "deadline.py"])
 
 
 def test_an_anchor_that_has_timed_out_is_handed_over_like_another_one(anchors, monkeypatch):

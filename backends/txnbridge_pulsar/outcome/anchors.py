@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
@@ -57,61 +58,57 @@ class Anchors:
         Raise the errors of `Transactions.begin`; then the next call asks another coordinator. An anchor that was begun
         for this is ended, because a coordinator at its limit of open transactions does not answer.
         """
-        until = time.monotonic() + timeout
-        anchor = (self._begin_anchor if alone else self._take)(seconds(), until)
+        deadline = Deadline(timeout)
+        anchor = (self._begin_anchor if alone else self._take)(seconds(), deadline)
         try:
-            left = until - time.monotonic()
-            txn = self._cluster.client.transactions.begin(_milliseconds(seconds()), left, anchor.txn.most)
+            ttl_ms = _milliseconds(seconds())
+            txn = self._cluster.client.transactions.begin(ttl_ms, deadline.left(), anchor.txn.most)
         except BaseException:
-            self._newest = None
-            if not self._give_back(anchor):
-                with self._lock:
-                    self._open = [each for each in self._open if each is not anchor]
+            with self._lock:
+                self._newest = None
+                anchor.used -= 1
+                is_needed = anchor.used or anchor.unused_since  # by others, or by what may not have arrived everywhere
+                self._open = [each for each in self._open if each is not anchor or is_needed]
+            if not is_needed:
                 end_anchors(self._cluster, [anchor.txn])
             raise
         with self._lock:
             self._of[txn] = anchor
         return txn
 
-    def _take(self, seconds: float, until: float) -> _Anchor:
+    def _take(self, seconds: float, deadline: Deadline) -> _Anchor:
         """Return the newest anchor, or a new one if it is too old, or would not outlast a transaction of `seconds`."""
-        if not self._beginning.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise wire.RequestTimedOut("another thread still begins an anchor")
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._beginning, held):
+                raise wire.RequestTimedOut("another thread still begins an anchor")
             now = time.monotonic()
             with self._lock:
                 newest = self._newest
                 if newest and now < min(newest.begun_at + _USE_SECONDS, newest.expires_at - seconds - _KEEP_SECONDS):
                     newest.used += 1
                     return newest
-            self._newest = anchor = self._begin_anchor(seconds, until)
+            self._newest = anchor = self._begin_anchor(seconds, deadline)
             return anchor
         finally:
-            self._beginning.release()
+            if held:
+                self._beginning.release()
 
-    def _begin_anchor(self, seconds: float, until: float) -> _Anchor:
+    def _begin_anchor(self, seconds: float, deadline: Deadline) -> _Anchor:
         now = time.monotonic()
         lasts = _USE_SECONDS + seconds + _MARGIN_SECONDS
-        txn = self._cluster.client.transactions.begin(_milliseconds(lasts), until - now)
+        txn = self._cluster.client.transactions.begin(_milliseconds(lasts), deadline.left())
         anchor = _Anchor(txn, now, now + lasts, used=1)
         with self._lock:
             self._open.append(anchor)
         return anchor
 
-    def _give_back(self, anchor: _Anchor, used: bool = False) -> bool:
-        """Note that a transaction no longer needs an anchor; return whether any has `used` it or is about to."""
-        with self._lock:
-            anchor.used -= 1
-            if used:
-                anchor.unused_since = time.monotonic()
-            return bool(anchor.used or anchor.unused_since)
-
     def ended(self, txn: TxnId) -> None:
         """Note that a transaction has ended, though perhaps not yet on all of its topics."""
         with self._lock:
-            anchor = self._of.pop(txn, None)
-        if anchor is not None:
-            self._give_back(anchor, used=True)
+            if (anchor := self._of.pop(txn, None)) is not None:
+                anchor.used -= 1
+                anchor.unused_since = time.monotonic()
 
     def hand_over(self, txn: TxnId) -> TxnId | None:
         """Return the anchor of a transaction that is alone with it. Whoever ends the transaction ends the anchor."""
