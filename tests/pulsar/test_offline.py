@@ -268,6 +268,18 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypat
     end_delivery.close(Deadline(SOON))
 
 
+def test_the_thread_that_sends_ends_again_goes_on_after_a_moment_in_which_no_thread_can_be_started(monkeypatch) -> None:
+    away = repeat(wire.BrokerConnectionLost("it is still away"), 2)
+    end = Mock(side_effect=chain(away, repeat(None)))
+    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
+    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    failed = fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), 1)
+    end_delivery.ended(TXN, True, [Participant(topic, None, moved, 0) for topic in "tu"], Deadline(SOON))
+    wait_until(lambda: end.call_count == 4)
+    assert failed
+    end_delivery.close(Deadline(SOON))
+
+
 def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers() -> None:
     begin, send_abort = Mock(side_effect=[wire.TxnId(0, 6), TXN]), Mock()
     hold = Hold(raising(wire.BrokerConnectionLost("it is still away")))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -230,7 +231,8 @@ class EndDelivery:
 
     def _watch(self) -> None:
         while not self._stop.wait(_UNLOAD_CHECK_SECONDS):
-            in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
+            with suppress(RuntimeError):  # if this machine starts no more threads now
+                in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
             # While one topic is unloaded, other ones of its bundle may have missed ends, too.
             if not self._delivering and time.monotonic() > self._moved_at + _KEEP_SECONDS:
                 self._anchors.drop_unused(self._undelivered())
