@@ -280,6 +280,18 @@ def test_the_thread_that_sends_ends_again_goes_on_after_a_moment_in_which_no_thr
     end_delivery.close(Deadline(SOON))
 
 
+def test_an_anchor_that_was_used_before_ends_also_after_a_begin_that_failed() -> None:
+    begin, send_abort = Mock(side_effect=[wire.TxnId(0, 6), TXN]), Mock()
+    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(begin=begin, send_abort=send_abort)))
+    owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
+    owner.forget(owner.new_transaction(lambda: 30, Deadline(SOON)))
+    hold = Hold(raising(wire.NotAllowed(22, "no")))
+    begin.side_effect = hold
+    with pytest.raises(errors.NotSupported), hold.asked_by(lambda: owner.new_transaction(lambda: 30, Deadline(SOON))):
+        wait_until(lambda: "txnbridge-pulsar-confirm" not in [thread.name for thread in threading.enumerate()])
+    wait_until(lambda: send_abort.called)
+
+
 def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers() -> None:
     begin, send_abort = Mock(side_effect=[wire.TxnId(0, 6), TXN]), Mock()
     hold = Hold(raising(wire.BrokerConnectionLost("it is still away")))

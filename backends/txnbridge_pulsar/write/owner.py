@@ -244,6 +244,7 @@ class PulsarOwner:
                         return self.anchors.begin(seconds, patience, alone)
                     return self._cluster.client.transactions.begin(max(1, int(seconds() * 1000)), patience)
                 except wire.PulsarError as error:
+                    self.end_delivery.watch()  # the anchor may have no user left
                     anchored = not isinstance(error, wire.RequestTimedOut)  # there may be room for one only
                     # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
                     may_succeed = error.retriable or isinstance(error, wire.RequestTimedOut)
