@@ -144,7 +144,6 @@ class Transactions:
         action = _COMMIT if commit else _ABORT
         # A broker hangs up without a low water mark; 0 says that no older transaction is known to have ended.
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
-
         retry(deadline, lambda: self._lookup.connection(topic, _CONNECTION_KEY, deadline).ask(name, deadline, **fields))
 
     def _ask_repeatedly(

@@ -119,8 +119,9 @@ class PulsarPartition:
         self._unread: tuple[_EntryId, wire.MessageId | None, int] | None = None
         self.is_behind = False
         self._count = 0  # of entries put here
-        self._heard: tuple[int, int] | None = None  # the consumer's generation and `_count` at the last entry
-        self._silence, self._silent_at = 0.0, 0.0  # seconds until a partition is silent, and the time
+        self._heard = (0, 0)  # the consumer's generation and `_count` at the last entry
+        # Seconds until a partition is silent, the time, and how many entries, with chunks of messages, had come before.
+        self._silence, self._silent_at, self._seen = 0.0, 0.0, 0
         self._delivery_counts: dict[Position, int] = {}
         self._max_delivery_counts = max_delivery_counts
 
@@ -168,12 +169,13 @@ class PulsarPartition:
 
     def is_silent(self) -> bool:
         """Return whether nothing has come for some seconds; then not before twice as many have passed again."""
-        now, heard = time.monotonic(), (self.consumer.generation, self._count)
-        if heard == self._heard and now < self._silent_at:
+        now, heard, arrived = time.monotonic(), (self.consumer.generation, self._count), self.consumer.arrived
+        is_same = heard == self._heard
+        if is_same and now < self._silent_at:
             return False
-        is_silent = heard == self._heard
-        self._heard = heard
-        self._silence = min(2 * self._silence, _LONGEST_SILENCE_SECONDS) if is_silent else _SILENCE_SECONDS
+        is_silent = is_same and arrived == self._seen
+        self._heard, self._seen = heard, arrived
+        self._silence = min(self._silence * (1 + is_silent), _LONGEST_SILENCE_SECONDS) if is_same else _SILENCE_SECONDS
         self._silent_at = now + self._silence
         return is_silent
 
