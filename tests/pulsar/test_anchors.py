@@ -10,6 +10,7 @@ from txnbridge_pulsar.outcome import anchors as module
 from txnbridge_pulsar.outcome.anchors import Anchors
 
 from tests.interrupts import interrupted_everywhere
+from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
 
@@ -20,6 +21,7 @@ class Coordinators:
     def __init__(self) -> None:
         self.begun: dict[TxnId, int] = {}  # milliseconds until the time-out
         self.aborted: list[TxnId] = []
+        self.patience = -1.0  # the seconds that the last abort might have taken
         self._numbers = count()
 
     def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
@@ -30,6 +32,7 @@ class Coordinators:
 
     def send_abort(self, txn: TxnId, timeout: float) -> None:
         self.aborted.append(txn)
+        self.patience = timeout
 
 
 @pytest.fixture
@@ -71,8 +74,9 @@ def test_the_anchor_of_a_prepared_transaction_is_left_to_those_who_end_it(anchor
     prepared = anchors.begin(lambda: 30, 1, alone=True)
     assert anchors.hand_over(prepared) == (prepared.most, prepared.least - 1)
     anchors.ended(shared)
-    anchors.drop_unused((), young=True)
+    anchors.drop_unused((), Deadline(0))
     assert [txn.least for txn in coordinators.aborted] == [shared.least - 1]
+    assert coordinators.patience == 0  # as long as its caller has time
 
 
 def test_an_exception_of_a_signal_handler_keeps_no_later_transaction_from_its_anchor(anchors):

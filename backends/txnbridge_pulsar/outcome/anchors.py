@@ -70,7 +70,7 @@ class Anchors:
                 is_needed = anchor.used or anchor.unused_since  # by others, or by what may not have arrived everywhere
                 self._open = [each for each in self._open if each is not anchor or is_needed]
             if not is_needed:
-                end_anchors(self._cluster, [anchor.txn])
+                end_anchors(self._cluster, [anchor.txn], Deadline(_SEND_SECONDS))
             raise
         with self._lock:
             self._of[txn] = anchor
@@ -129,8 +129,8 @@ class Anchors:
         with self._lock:
             return any(not anchor.used for anchor in self._open)
 
-    def drop_unused(self, undelivered: Collection[TxnId], young: bool = False) -> None:
-        """End the anchors that no transaction needs, also `young` ones if no transaction will be begun any more.
+    def drop_unused(self, undelivered: Collection[TxnId], closing: Deadline | None = None) -> None:
+        """End the anchors that no transaction needs; when `closing`, by then, also young ones.
 
         Transactions that are `undelivered` have ended, but not on all of their topics.
         """
@@ -140,18 +140,18 @@ class Anchors:
                 anchor
                 for anchor in self._open
                 if not anchor.used
-                and (young or now > max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + _KEEP_SECONDS))
+                and (closing or now > max(anchor.begun_at + _USE_SECONDS, anchor.unused_since + _KEEP_SECONDS))
                 and not any(txn.most == anchor.txn.most and txn > anchor.txn for txn in undelivered)
             ]
             self._open = [each for each in self._open if each not in unused and now < each.expires_at]
-        end_anchors(self._cluster, [anchor.txn for anchor in unused])
+        end_anchors(self._cluster, [each.txn for each in unused], closing or Deadline(len(unused) * _SEND_SECONDS))
 
 
-def end_anchors(cluster: ClusterAccess, anchors: Iterable[TxnId]) -> None:
+def end_anchors(cluster: ClusterAccess, anchors: Iterable[TxnId], deadline: Deadline) -> None:
     """Have anchors ended, without waiting for it. An anchor that is not ended times out."""
     for anchor in anchors:
         with suppress(wire.PulsarError):
-            cluster.client.transactions.send_abort(anchor, _SEND_SECONDS)
+            cluster.client.transactions.send_abort(anchor, min(_SEND_SECONDS, deadline.left()))
 
 
 def _milliseconds(seconds: float) -> int:

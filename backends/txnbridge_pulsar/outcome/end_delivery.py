@@ -268,4 +268,4 @@ class EndDelivery:
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)
-        self._anchors.drop_unused(self._undelivered(), young=True)
+        self._anchors.drop_unused(self._undelivered(), deadline)

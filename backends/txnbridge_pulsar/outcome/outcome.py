@@ -191,7 +191,7 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, deadline: D
                 " may be missing, so that a later transaction would take it back there. Commit it again"
             )
     if evidence.anchor is not None:
-        end_anchors(cluster, [TxnId(evidence.txn.most, evidence.anchor)])
+        end_anchors(cluster, [TxnId(evidence.txn.most, evidence.anchor)], deadline)
     return outcome
 
 

@@ -159,7 +159,7 @@ class PulsarOwner:
         host = "" if before is None else before.host
         ended = [announced for announced in in_order if self._end_left_open(announced, host, deadline)]
         if before is not None and not self.in_doubt.is_any:
-            end_anchors(self._cluster, before.anchors)
+            end_anchors(self._cluster, before.anchors, deadline)
         self._refuse_late_writes(ended, deadline)
         for announced in at_risk:
             self.late_write_guard.add(announced, deadline)
