@@ -22,7 +22,8 @@ _NO_USER = "a URL holds no user or password; give them as options, for example p
 def parse_url(text: object) -> tuple[Url, dict[str, str]]:
     """Split a URL into the address and the options of its query. Raise `InvalidOption` for an invalid URL."""
     if not isinstance(text, str) or ":" not in text:
-        raise InvalidOption(f"a broker's URL looks like kafka://host:9092 or embedded:orders.db, not {_shown(text)}")
+        given = repr(text.partition("?")[0]) if isinstance(text, str) else type(text).__name__
+        raise InvalidOption(f"a broker's URL looks like kafka://host:9092 or embedded:orders.db, not {given}")
     scheme, _, rest = text.partition(":")
     rest, _, query = rest.partition("?")
     hosts: tuple[tuple[str, int | None], ...] = ()
@@ -39,10 +40,6 @@ def parse_url(text: object) -> tuple[Url, dict[str, str]]:
     options = dict(_query(query))
     shown = scheme + ":" + ("//" + ",".join(_host_text(h) for h in hosts) if rest.startswith("//") else "") + path
     return Url(scheme.lower(), hosts, path, shown), options
-
-
-def _shown(text: object) -> str:
-    return repr(text.partition("?")[0]) if isinstance(text, str) else type(text).__name__
 
 
 def _host(part: str) -> tuple[str, int | None]:

@@ -124,8 +124,9 @@ class WorkerSupervisor:
         elif self._is_final(code):
             self._fail(code)
         else:
-            wait = worker.start_later()
-            _log.warning("%s died (%s); it is started again in %.1f s", worker, _cause(code), wait)
+            wait, ended_by = worker.start_later(), next((s.name for s in signal.Signals if s == -code), -code)
+            cause = f"exit code {code}" if code >= 0 else f"signal {ended_by}"
+            _log.warning("%s died (%s); it is started again in %.1f s", worker, cause, wait)
 
     def _kill_if_late(self, worker: Worker) -> None:
         if worker.kill_at is None or time.monotonic() < worker.kill_at:
@@ -288,10 +289,6 @@ def _pipe(opened: ExitStack) -> tuple[int, int]:
     for end in ends:
         opened.callback(os.close, end)
     return ends
-
-
-def _cause(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {next((s.name for s in signal.Signals if s == -code), -code)}"
 
 
 def _mtimes() -> dict[str, int]:

@@ -262,17 +262,14 @@ def _check_transaction(listed: OpenTransaction, named: _HalfGroup) -> Iterator[A
             "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
         )
     elif listed.state == "ending" or now > (listed.expires_at or now) + _STUCK_SECONDS * 1000:
+        who = "bridge of that application" if named is None else f"resolver of the half messages of {named[1]}"
         yield Advice(
             "warning",
             f"transaction {listed.transaction}",
-            f"of {listed.owner} is {listed.state}, and does not end: {_missing_process(named)} seems to run. Each round"
+            f"of {listed.owner} is {listed.state}, and does not end: no {who} seems to run. Each round"
             " of check-backs writes its halves again",
             f"{_command_to_end(listed.owner, named)}, or end it with txnbridge transactions",
         )
-
-
-def _missing_process(named: _HalfGroup) -> str:
-    return "no bridge of that application" if named is None else f"no resolver of the half messages of {named[1]}"
 
 
 def _command_to_end(owner: str, named: _HalfGroup) -> str:
