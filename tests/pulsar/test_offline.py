@@ -351,6 +351,20 @@ def test_a_fence_record_names_no_anchor_of_a_prepared_transaction_for_the_next_o
     assert [list(record.anchors) for record in written] == [[anchor], []]
 
 
+def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner_to_deliver() -> None:
+    end = raising(wire.BrokerConnectionLost("it is still away"))
+    owner, written = announcing(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end)))
+    missed, told = over(1, "t"), over(2, "t")
+    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    for ended, topic in (missed, "t"), (told, PROOF_LOCATION.topic):
+        used = [Participant(topic, None, moved, 0)]
+        owner.end_delivery.ended(ended.txn, True, used, Deadline(SOON), ended)
+        owner.forget(ended.txn)
+    owner.announce(over(3, "u"), Deadline(SOON))
+    assert [set(record.under_way) for record in written] == [{missed, over(3, "u")}]
+    owner.end_delivery.close(Deadline(0))
+
+
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing()
     answer_calls(monkeypatch, TransactionProducer, "ready")

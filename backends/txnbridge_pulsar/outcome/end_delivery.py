@@ -28,6 +28,7 @@ from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess, in_parallel
 from txnbridge_pulsar.outcome.anchors import Anchors
 from txnbridge_pulsar.settings.topic_names import whole_topic
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 _log = logging.getLogger("txnbridge")
 
@@ -89,6 +90,7 @@ class Participants:
 
 
 NO_PARTICIPANTS = Participants()
+Named = AnnouncedTransaction | None  # a transaction as the fence topic names it
 
 
 def _packed(topics: Iterable[str]) -> dict[str, str]:
@@ -145,6 +147,7 @@ class _EndedTransaction(NamedTuple):
     at: float
     txn: TxnId
     commit: bool
+    named: Named
 
 
 class EndDelivery:
@@ -160,9 +163,11 @@ class EndDelivery:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
+    def ended(
+        self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline, named: Named = None
+    ) -> None:
         """Remember a transaction's commit or abort. Send it again to participants that are unloaded already."""
-        ended = _EndedTransaction(time.monotonic(), txn, commit)
+        ended = _EndedTransaction(time.monotonic(), txn, commit, named)
         with self._changed:
             for each in participants:
                 self._recent.setdefault(each, deque()).append(ended)
@@ -235,17 +240,22 @@ class EndDelivery:
                 in_parallel(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), self._moved())
             # While one topic is unloaded, other ones of its bundle may have missed ends, too.
             if not self._delivering and time.monotonic() > self._moved_at + _KEEP_SECONDS:
-                self._anchors.drop_unused(self._undelivered())
+                self._anchors.drop_unused({ended.txn for _, ended in self._undelivered()})
             with self._changed:
                 self._drop_old()
                 if not (self._recent or self._anchors.has_unused):
                     self._thread = None
                     return
 
-    def _undelivered(self) -> set[TxnId]:
+    def _undelivered(self) -> list[tuple[Participant, _EndedTransaction]]:
         with self._changed:
             all_kept = [*self._recent.items(), *self._delivering]
-            return {ended.txn for each, kept in all_kept if each.has_moved for ended in list(kept)}
+            return [(each, ended) for each, kept in all_kept if each.has_moved for ended in list(kept)]
+
+    def missed_commits(self) -> set[AnnouncedTransaction]:
+        """Return the commits that users' topics or groups have missed, for the next owner, which finds their proofs."""
+        missed = {(each.topic, ended.named) for each, ended in self._undelivered() if ended.commit}
+        return {named for topic, named in missed if named is not None and topic != named.proof.topic}
 
     def _drop_old(self) -> None:
         oldest = time.monotonic() - _KEEP_SECONDS
@@ -268,4 +278,4 @@ class EndDelivery:
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)
-        self._anchors.drop_unused(self._undelivered(), deadline)
+        self._anchors.drop_unused({ended.txn for _, ended in self._undelivered()}, deadline)

@@ -290,8 +290,9 @@ class PulsarOwner:
             )
 
     def _fence_record(self, at_risk: Sequence[AnnouncedTransaction] = ()) -> FenceRecord:
+        missed = {each.txn: each for each in self.end_delivery.missed_commits()}
         with self._lock:
-            under_way = tuple(self._under_way.values())
+            under_way = tuple({**missed, **self._under_way}.values())
         now = int(time.time() * 1000)
         at_risk = (*at_risk, *self.late_write_guard.at_risk)
         anchors = self.anchors.open(each.txn for each in under_way if each.prepared)  # those are ended by their tokens

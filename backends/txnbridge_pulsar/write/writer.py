@@ -356,7 +356,7 @@ class PulsarWriter(Writer):
             earlier = ended is not EndResult.COMMITTED
             if earlier and (ended is not EndResult.UNCLEAR or self._by_proof(deadline) is Outcome.ABORTED):
                 raise self._clean_up_after_foreign_end(deadline)
-            self._owner.end_delivery.ended(self._txn, True, participants, deadline)
+            self._owner.end_delivery.ended(self._txn, True, participants, deadline, self._announcement())
         except (errors.TransactionAborted, errors.Fenced):
             raise
         except BaseException:  # also KeyboardInterrupt: the caller gets a token in any case
