@@ -19,7 +19,8 @@ _TLS_POLL_SECONDS = 0.05
 # The limit of one attempt to connect, as in the Java client: the broker may have moved, and its old host may be gone.
 CONNECT_SECONDS = 3.0
 # A connection ends if its peer's kernel acknowledges neither data nor, while none is sent, probes for five seconds: the
-# host, or the way to it, is gone. Linux would wait a quarter of an hour. Each platform has some of these options.
+# host, or the way to it, is gone. Linux would wait a quarter of an hour. It ends, too, if the process reads nothing
+# for so long and more was sent than both kernels hold. Each platform has some of these options.
 TCP_OPTIONS = {"TCP_NODELAY": 1, "TCP_USER_TIMEOUT": 5000, "TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1}
 
 
