@@ -12,7 +12,7 @@ from typing import Any
 
 from txnbridge import errors
 from txnbridge.spi import Begin, Deadline, Decision, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer
-from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
+from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, now_ms
 from txnbridge_embedded.outcome import ending
 from txnbridge_embedded.write import acks, retention
 from txnbridge_embedded.write.owner import Owner, WriterRow
@@ -34,7 +34,9 @@ class EmbeddedWriter(Writer):
         self._owner = owner
         self._connection = store.connect()
         self._outgoing = StagedMessages(
-            self._find_topic, lambda: self._store_part(self._begin.deadline), store.settings
+            lambda name: store.ensure_topic(self._connection, name, self._begin.deadline),
+            lambda: self._store_part(self._begin.deadline),
+            store.settings,
         )
         self._begun: Begin | None = None
         self._begun_at = 0
@@ -90,9 +92,6 @@ class EmbeddedWriter(Writer):
         if self._begun is None:
             raise errors.InvalidState("this writer has no transaction")
         return self._begun
-
-    def _find_topic(self, name: str) -> StoredTopic:
-        return self._store.ensure_topic(self._connection, name, self._begin.deadline)
 
     def _store_part(self, deadline: Deadline) -> None:
         """Move the messages from memory into the file, undecided: no reader sees them before the commit."""
