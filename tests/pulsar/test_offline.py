@@ -305,6 +305,17 @@ def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers()
     assert not send_abort.called
 
 
+def test_closing_tells_administrators_of_commits_that_topics_have_missed(caplog: pytest.LogCaptureFixture) -> None:
+    end = raising(wire.BrokerConnectionLost("it is still away"))
+    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
+    moved = Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    for txn, commit in (wire.TxnId(0, 6), False), (TXN, True):
+        end_delivery.ended(txn, commit, [Participant("t", None, moved, 0)], Deadline(SOON))
+    end_delivery.close(Deadline(0))
+    (told,) = [each.message for each in caplog.records if each.levelname == "ERROR"]
+    assert f"committed: {TXN}" in told and "repair" in told
+
+
 @pytest.mark.parametrize("text", [b'{"v": 1, "k": "here", "e": Infinity}', b"[" * 100_000], ids=["infinite", "deep"])
 def test_a_record_of_a_stranger_is_no_record(text: bytes) -> None:
     assert ProofRecord.unpack(text) is None

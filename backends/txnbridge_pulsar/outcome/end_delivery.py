@@ -224,9 +224,8 @@ class EndDelivery:
                 self._delivering.remove(delivering)
                 self._changed.notify_all()
 
-    def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.PulsarError) -> None:
-        committed = [str(each.txn) for each in ended if each.commit]
-        if committed:
+    def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: object) -> None:
+        if committed := [str(each.txn) for each in ended if each.commit]:
             _log.error(
                 "%s was unloaded while these transactions were committed: %s. The commits may not have reached the"
                 " topic, and a later transaction would turn them into aborts there: %s. An administrator should run"
@@ -278,4 +277,6 @@ class EndDelivery:
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)
+        for each, ended in self._undelivered():
+            self._give_up(each, [ended], "the bridge was closed before they were sent again")
         self._anchors.drop_unused({ended.txn for _, ended in self._undelivered()}, deadline)
