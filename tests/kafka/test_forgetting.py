@@ -31,7 +31,8 @@ def test_a_transaction_begins_when_the_last_one_is_complete(connect: Connect, ow
                 txn.abort()
         with bridge.transaction():
             (told,) = describe(bridge, f"{owner}.0").values()
-            assert told.state == ("CompleteAbort" if number % 2 else "CompleteCommit")
+            # Empty: the id was opened anew, because messages were still waiting to be sent when they were aborted.
+            assert told.state in ("Empty", "CompleteAbort" if number % 2 else "CompleteCommit")
 
 
 def test_a_writer_that_lost_its_coordinator_opens_its_id_anew(connect, owner, topic, kill_broker):
