@@ -42,6 +42,7 @@ from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.failing import EACH, answer_calls, fail_call, raising
 from tests.in_time import Hold, wait_until
+from tests.interrupts import interrupted_everywhere
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
@@ -303,6 +304,21 @@ def test_closing_ends_no_anchor_of_a_commit_that_another_thread_still_delivers()
     with hold.asked_by(lambda: end_delivery.ended(TXN, True, used, Deadline(SOON))):
         end_delivery.close(Deadline(0))
     assert not send_abort.called
+
+
+def test_an_exception_of_a_signal_handler_lets_no_later_transaction_wait_for_an_end_that_nobody_sends(monkeypatch):
+    monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
+    end, moved = Mock(), Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0)
+    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
+
+    def end_one() -> None:
+        end_delivery.ended(TXN, True, [Participant("t", None, moved, 0)], Deadline(SOON))
+
+    def settle() -> None:
+        end_delivery.settle({"t"}, deadline := Deadline(5))
+        assert not deadline.expired
+
+    assert interrupted_everywhere(end_one, settle, ["end_delivery.py"])
 
 
 def test_closing_tells_administrators_of_commits_that_topics_have_missed(caplog: pytest.LogCaptureFixture) -> None:

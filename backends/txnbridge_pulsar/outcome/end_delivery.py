@@ -158,7 +158,7 @@ class EndDelivery:
         self._anchors = anchors or Anchors(cluster)
         self._changed = threading.Condition()
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
-        self._delivering: list[tuple[Participant, deque[_EndedTransaction]]] = []  # what threads take out of `_recent`
+        self._delivering: dict[Participant, object] = {}  # and a mark of the call that sends its ends again
         self._last_at = self._moved_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -192,7 +192,7 @@ class EndDelivery:
         for each in self._moved(topics):
             self._deliver_again(each, deadline)
         with self._changed:
-            self._changed.wait_for(lambda: topics.isdisjoint(one.topic for one, _ in self._delivering), deadline.left())
+            self._changed.wait_for(lambda: topics.isdisjoint(each.topic for each in self._delivering), deadline.left())
 
     def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
         with self._changed:
@@ -200,29 +200,30 @@ class EndDelivery:
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
         """Send remembered commits and aborts again to an unloaded topic or subscription; keep failed ones for later."""
-        with self._changed:
-            ended = self._recent.pop(missed, None)
-            if ended is None:
-                return  # another thread delivers these ends
-            self._delivering.append(delivering := (missed, ended))
-            self._moved_at = time.monotonic()
+        mark = object()
         try:
+            with self._changed:
+                if missed not in self._recent or missed in self._delivering:
+                    return  # another thread delivers these ends
+                self._delivering[missed] = mark
+                ended = self._recent[missed]
+                self._moved_at = time.monotonic()
             while ended:
                 first = ended[0]
                 _end_on(self._cluster, first.txn, first.commit, missed.topic, missed.subscription, deadline)
                 ended.popleft()
         except wire.PulsarError as error:
             if _is_final(error):
-                self._give_up(missed, ended, error)
-                ended.clear()
+                self._give_up(missed, lost := list(ended), error)
+                for _ in lost:
+                    ended.popleft()
             else:
                 _log.debug("ending transaction %s again on %s: %s", ended[0].txn, missed.topic, error)
         finally:
             with self._changed:
-                if ended:
-                    self._recent.setdefault(missed, deque()).extendleft(reversed(ended))
-                self._delivering.remove(delivering)
-                self._changed.notify_all()
+                if missed in self._delivering and self._delivering[missed] is mark:
+                    del self._delivering[missed]
+                    self._changed.notify_all()
 
     def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: object) -> None:
         if committed := [str(each.txn) for each in ended if each.commit]:
@@ -248,8 +249,7 @@ class EndDelivery:
 
     def _undelivered(self) -> list[tuple[Participant, _EndedTransaction]]:
         with self._changed:
-            all_kept = [*self._recent.items(), *self._delivering]
-            return [(each, ended) for each, kept in all_kept if each.has_moved for ended in list(kept)]
+            return [(each, ended) for each, kept in self._recent.items() if each.has_moved for ended in list(kept)]
 
     def missed_commits(self) -> set[AnnouncedTransaction]:
         """Return the commits that users' topics or groups have missed, for the next owner, which finds their proofs."""
@@ -275,8 +275,7 @@ class EndDelivery:
     def close(self, deadline: Deadline) -> None:
         """Stop the thread that sends ends again, after a last attempt for the unloaded participants."""
         self._stop.set()
-        for each in self._moved():
-            self._deliver_again(each, deadline)
+        self.settle({each.topic for each in self._moved()}, deadline)
         for each, ended in self._undelivered():
             self._give_up(each, [ended], "the bridge was closed before they were sent again")
         self._anchors.drop_unused({ended.txn for _, ended in self._undelivered()}, deadline)
