@@ -30,6 +30,7 @@ from txnbridge_kafka.settings.security import OAuthTokens
 import txnbridge
 from tests.failing import answer_calls
 from tests.in_time import Hold, within
+from tests.interrupts import interrupted_everywhere
 from tests.kafka.certificates import Authority
 from tests.kafka.test_settings import OAUTH, PLAIN, SCRAM, SECRET, read
 from txnbridge.errors import AccessDenied, BrokerUnavailable
@@ -445,6 +446,16 @@ def test_a_thread_that_waits_for_anothers_token_keeps_its_deadline(endpoint, mon
     provider = tokens(endpoint)
     with hold.asked_by(lambda: provider.token(LATE)), pytest.raises(TimeoutError):
         provider.token(time.monotonic() + 0.1)
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_login_from_its_token(endpoint, monkeypatch):
+    answer_calls(monkeypatch, OAuthTokens, "_fetch", {"access_token": "token"})
+    provider = tokens(endpoint)
+
+    def ask() -> None:
+        provider.token(time.monotonic() + 5)
+
+    assert interrupted_everywhere(ask, ask, ["security.py", "deadline.py"])
 
 
 def test_an_endpoint_that_refuses_says_what_to_check_and_shows_no_secret(endpoint):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, InvalidOption
+from txnbridge.spi import Deadline
 from txnbridge_kafka.settings.names import COMMON
 
 _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
@@ -214,9 +215,10 @@ class OAuthTokens:
 
         Raise `TimeoutError` if another thread is fetching one at the time `until` of time.monotonic().
         """
-        if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TimeoutError("another thread fetches an OAuth token")
+        held: list[bool] = []
         try:
+            if not Deadline(max(0.0, until - time.monotonic())).acquire(self._lock, held):
+                raise TimeoutError("another thread fetches an OAuth token")
             now = time.monotonic()
             if now >= self._renew_at:
                 try:
@@ -230,7 +232,8 @@ class OAuthTokens:
                     self._renew_at, self._expires_at = now + _RENEWED_SHARE * life, now + life
             return self._token
         finally:
-            self._lock.release()
+            if held:
+                self._lock.release()
 
     def extensions(self) -> dict[str, str]:
         """Return the SASL extensions, which are sent to the broker with the token."""

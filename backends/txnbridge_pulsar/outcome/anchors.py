@@ -61,8 +61,7 @@ class Anchors:
         deadline = Deadline(timeout)
         anchor = (self._begin_anchor if alone else self._take)(seconds(), deadline)
         try:
-            ttl_ms = _milliseconds(seconds())
-            txn = self._cluster.client.transactions.begin(ttl_ms, deadline.left(), anchor.txn.most)
+            txn = self._cluster.client.transactions.begin(_milliseconds(seconds()), deadline.left(), anchor.txn.most)
         except BaseException:
             with self._lock:
                 self._newest = None

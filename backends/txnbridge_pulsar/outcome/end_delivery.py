@@ -209,8 +209,7 @@ class EndDelivery:
                 ended = self._recent[missed]
                 self._moved_at = time.monotonic()
             while ended:
-                first = ended[0]
-                _end_on(self._cluster, first.txn, first.commit, missed.topic, missed.subscription, deadline)
+                _end_on(self._cluster, ended[0].txn, ended[0].commit, missed.topic, missed.subscription, deadline)
                 ended.popleft()
         except wire.PulsarError as error:
             if _is_final(error):
