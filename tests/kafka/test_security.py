@@ -28,7 +28,7 @@ from txnbridge_kafka.settings import KafkaSettings, security
 from txnbridge_kafka.settings.security import OAuthTokens
 
 import txnbridge
-from tests.failing import answer_calls
+from tests.failing import EACH, answer_calls, fail_call
 from tests.in_time import Hold, within
 from tests.interrupts import interrupted_everywhere
 from tests.kafka.certificates import Authority
@@ -420,6 +420,15 @@ def test_while_the_endpoint_is_away_a_token_is_used_until_it_dies(endpoint, cloc
     clock[0] += 1
     with pytest.raises(BrokerUnavailable, match="HTTP 503"):
         provider.token(LATE)
+
+
+def test_a_silent_endpoint_leaves_time_to_log_in_by_the_last_token_and_delays_no_other(endpoint, clock, monkeypatch):
+    provider = tokens(endpoint)
+    first = provider.token(LATE)
+    clock[0] += 48
+    failed = fail_call(monkeypatch, OAuthTokens, "_fetch", BrokerUnavailable("no answer"), EACH)
+    assert [provider.token(clock[0] + 1) for _ in range(2)] == [first, first]
+    assert failed == [(provider, 0.5)]
 
 
 @pytest.mark.parametrize("lives", [None, "soon", math.nan, [], 10**400], ids=lambda told: str(told)[:4])

@@ -222,13 +222,13 @@ class OAuthTokens:
             now = time.monotonic()
             if now >= self._renew_at:
                 try:
-                    answer = self._fetch()
+                    answer = self._fetch(min(self._timeout, max(0.001, until - now) / (1 + (now < self._expires_at))))
                 except BrokerUnavailable:
                     if now >= self._expires_at:
                         raise
+                    self._renew_at = min(now + self._timeout, self._expires_at)  # half of the time is left to log in
                 else:
-                    life = _lifetime(answer.get("expires_in"))
-                    self._token = str(answer["access_token"])
+                    self._token, life = str(answer["access_token"]), _lifetime(answer.get("expires_in"))
                     self._renew_at, self._expires_at = now + _RENEWED_SHARE * life, now + life
             return self._token
         finally:
@@ -239,14 +239,14 @@ class OAuthTokens:
         """Return the SASL extensions, which are sent to the broker with the token."""
         return dict(pair.split("=", 1) for pair in self._extensions.split(",") if "=" in pair)
 
-    def _fetch(self) -> dict[str, Any]:
+    def _fetch(self, timeout: float) -> dict[str, Any]:
         form = {"grant_type": "client_credentials", **({"scope": self._scope} if self._scope else {})}
         basic = base64.b64encode(self._credentials.encode()).decode()
         headers = {"Authorization": f"Basic {basic}", "Accept": "application/json"}
         request = urllib.request.Request(self._url, urllib.parse.urlencode(form).encode(), headers)
         where = f"the token endpoint {self._url.partition('?')[0]}"
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout, context=self._tls) as response:
+            with urllib.request.urlopen(request, timeout=timeout, context=self._tls) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             error.close()
