@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain, repeat
@@ -319,6 +320,20 @@ def test_an_exception_of_a_signal_handler_lets_no_later_transaction_wait_for_an_
         assert not deadline.expired
 
     assert interrupted_everywhere(end_one, settle, ["end_delivery.py"])
+
+
+def test_an_end_that_comes_while_another_thread_gives_earlier_ones_up_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
+    monkeypatch.setattr(EndDelivery, "_give_up", hold := Hold(Mock()))
+    end = Mock(side_effect=[wire.NotAllowed(22, "no"), None])
+    end_delivery = EndDelivery(cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end))))
+    used = [Participant("t", None, Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0), 0)]
+    with ThreadPoolExecutor(1) as pool:
+        with hold.asked_by(lambda: end_delivery.ended(TXN, True, used, Deadline(SOON))):
+            later = pool.submit(end_delivery.ended, wire.TxnId(0, 9), True, used, Deadline(SOON))
+            time.sleep(0.3)  # until it waits for the other thread
+        later.result(SOON)
+    assert end.call_count == 2
 
 
 def test_closing_tells_administrators_of_commits_that_topics_have_missed(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,8 +124,7 @@ def deliver_everywhere(cluster: ClusterAccess, txn: TxnId, participants: Partici
             return _is_final(error)
         return True
 
-    topics: list[tuple[str, str | None]] = [(topic, None) for topic in participants.topics]
-    return all(in_parallel(tell, [*topics, *participants.subscriptions]))
+    return all(in_parallel(tell, [*((topic, None) for topic in participants.topics), *participants.subscriptions]))
 
 
 def _is_final(error: wire.PulsarError) -> bool:
@@ -189,24 +188,24 @@ class EndDelivery:
         Call this before another transaction ends on these topics, because its end would drop messages whose commit has
         not arrived.
         """
-        for each in self._moved(topics):
-            self._deliver_again(each, deadline)
+        busy = [each for each in self._moved(topics) if not self._deliver_again(each, deadline)]
         with self._changed:
             self._changed.wait_for(lambda: topics.isdisjoint(each.topic for each in self._delivering), deadline.left())
+        for each in busy:  # the other thread may have looked for ends right before the last one came
+            self._deliver_again(each, deadline)
 
     def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
         with self._changed:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
-    def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """Send remembered commits and aborts again to an unloaded topic or subscription; keep failed ones for later."""
+    def _deliver_again(self, missed: Participant, deadline: Deadline) -> bool:
+        """Send ends again to an unloaded participant; keep failed ones for later. Return False if a thread does so."""
         mark = object()
         try:
             with self._changed:
                 if missed not in self._recent or missed in self._delivering:
-                    return  # another thread delivers these ends
-                self._delivering[missed] = mark
-                ended = self._recent[missed]
+                    return missed not in self._delivering
+                self._delivering[missed], ended = mark, self._recent[missed]
                 self._moved_at = time.monotonic()
             while ended:
                 _end_on(self._cluster, ended[0].txn, ended[0].commit, missed.topic, missed.subscription, deadline)
@@ -223,6 +222,7 @@ class EndDelivery:
                 if missed in self._delivering and self._delivering[missed] is mark:
                     del self._delivering[missed]
                     self._changed.notify_all()
+        return True
 
     def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: object) -> None:
         if committed := [str(each.txn) for each in ended if each.commit]:
