@@ -10,7 +10,7 @@ from txnbridge_kafka.client.requests import Requests
 
 import txnbridge
 from tests.failing import EACH, fail_call
-from txnbridge import Bridge, InvalidState, NotFound
+from txnbridge import Bridge, NotFound
 
 
 @pytest.fixture
@@ -74,16 +74,6 @@ def test_a_topic_that_is_deleted_meanwhile_takes_no_other_topics_groups_from_the
     there_is_none = NotFound(f"there is no topic {gone!r}")
     fail_call(monkeypatch, Requests, "ends", there_is_none, EACH, when=lambda *asked: (gone, 0) in asked[1])
     assert list(bridge.admin.describe_groups([kept, gone])) == [kept]
-
-
-def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge: Bridge, read: tuple[str, str]) -> None:
-    topic, group = read
-    with bridge.consumer(topic, group) as consumer, bridge.transaction(prepare=True) as txn:
-        txn.ack(next(iter(consumer)))
-    with pytest.raises(InvalidState, match="an open transaction has acknowledged"):
-        bridge.admin.reset_group(group)
-    bridge.abort(str(txn.token))
-    assert bridge.admin.reset_group(group) == {(topic, 0): (0,)}
 
 
 def test_a_member_tells_what_it_waits_for_and_what_it_gets(bridge, read, caplog):

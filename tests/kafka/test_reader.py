@@ -12,21 +12,18 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.read.assignment import KafkaAssignment
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings, Timing
 from txnbridge_kafka.settings.security import Access
 
 from tests.core import reading_kit
 from tests.core.reading_kit import rows, values
-from tests.failing import note_calls
 from tests.in_time import wait_until, within
 from tests.kafka.kit import topics_of
 from tests.kafka.mock_kit import produce
 from tests.keeping import keeping
 from txnbridge import errors
 from txnbridge.spi import Context, Deadline, Emitter, Subscription
-from txnbridge.testing import Child, tell
 
 ADMIN: Any = confluent_kafka.admin  # its list of names has gaps
 COOPERATIVE = {"assignment": "cooperative-sticky"}
@@ -293,18 +290,6 @@ def test_a_header_name_that_is_not_utf_8_is_delivered_with_replaced_bytes(cluste
     assert caplog.text.count(f"{topic}[0]: the message at offset 1 has a header name that is not UTF-8") == 1
 
 
-def test_without_a_group_reading_starts_where_it_is_told(cluster, join):
-    topic = cluster.topic()
-    for number in (1, 2, 3):
-        cluster.write(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
-    latest = join(topic, None, start="latest")
-    assert values(join(topic, None, start=1_600_000_000_002).take(2)) == [b"2", b"3"]
-    # Nothing is stamped so late: it begins at the end, whatever the next one is stamped.
-    late = join(topic, None, start=1_600_000_000_004)
-    cluster.write(topic, b"4", timestamp=1_600_000_000_001)
-    assert values(latest.take(1)) == values(late.take(1)) == [b"4"]
-
-
 def test_a_partition_added_to_a_topic_is_read_from_its_beginning(cluster, join):
     topic = cluster.topic()
     member = join(topic, None, start="latest")
@@ -402,16 +387,11 @@ def test_a_group_that_starts_behind_the_latest_loses_nothing_when_its_first_batc
     assert values(join(topic, group, kind, start="latest").take(2)) == [b"new", b"newer"]
 
 
-def test_a_member_looks_for_its_first_partitions_at_short_intervals(cluster, join, group, monkeypatch):
-    waits = note_calls(monkeypatch, KafkaAssignment, "fetch", lambda assignment, limit, wait: wait)
-    join(cluster.topic(), group).reader.poll(1, Deadline(1))
-    assert waits[0] < 0.1
-
-
-def test_latest_is_when_the_reader_was_opened(cluster, join, group):
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+def test_latest_is_when_the_reader_was_opened(cluster, join, group, alone):
     topic = cluster.topic()
     cluster.write(topic, b"old")
-    member = join(topic, group, start="latest")
+    member = join(topic, None if alone else group, start="latest")
     cluster.write(topic, b"new")
     assert values(member.take(1)) == [b"new"]
 
@@ -816,23 +796,6 @@ def test_a_member_that_was_thrown_out_cannot_acknowledge(cluster, join, group, k
     assert set(sleeper.listener.here) == set(sleeper.positions())
 
 
-def test_acknowledgements_work_after_the_group_was_shared_out_anew(cluster, join, group):
-    topic = cluster.topic(2)
-    for partition in range(2):
-        cluster.write(topic, *numbered(3), partition=partition)
-    first = join(topic, group)
-    messages = first.take(6)
-    context = first.ack_context()
-    second = join(topic, group)
-    share(first, second, topic, 2)
-    ((_, stayed),) = first.positions()
-    cluster.write(topic, b"3", partition=stayed)
-    (more,) = first.take(1)
-    assert first.ack_context() is context
-    cluster.ack(first, *[m for m in messages if m.partition == stayed], more)
-    wait_until(lambda: cluster.group(group)[topic, stayed] == 5)
-
-
 def test_a_new_owner_waits_until_the_acknowledgements_of_the_old_one_are_decided(cluster, join, group):
     topic = cluster.topic(2)
     for partition in range(2):
@@ -906,33 +869,3 @@ def test_reading_goes_on_when_the_broker_was_killed_and_is_back(start_kafka, gro
 def bounded(call, *args):
     with within(0.5):
         return call(*args)
-
-
-def read_and_wait(bootstrap, topic, group, kind, client):
-    member = Member(Cluster(bootstrap), topic, group, kind, **client)
-    tell(values(member.take(3)))
-    while True:
-        member.poll(timeout=1)
-
-
-@KINDS
-def test_messages_that_a_killed_member_did_not_acknowledge_come_again_elsewhere(start_kafka, group, kind):
-    quick = {
-        "group.consumer.min.session.timeout.ms": "2000",
-        "group.consumer.session.timeout.ms": "3000",
-        "group.consumer.min.heartbeat.interval.ms": "500",
-        "group.consumer.heartbeat.interval.ms": "500",
-        "group.min.session.timeout.ms": "2000",
-    }
-    broker = start_kafka(settings=quick)
-    cluster = Cluster(broker)
-    topic = cluster.topic()
-    cluster.write(topic, *numbered(3))
-    client = {} if kind is CONSUMER else {"session.timeout.ms": 3000, "heartbeat.interval.ms": 500}
-    with Child(read_and_wait, cluster.bootstrap, topic, group, kind, client) as child:
-        assert child.told(60) == numbered(3)
-        survivor = Member(cluster, topic, group, kind, **client)
-        taken = survivor.poll(timeout=1)  # where all is shared out anew, it may be with the other one already
-        child.kill()
-        assert values(taken + survivor.take(3 - len(taken))) == numbered(3)
-        survivor.close()

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
@@ -352,24 +352,6 @@ def test_an_abort_that_need_not_shut_the_producer_out_never_denies_what_that_has
     assert world.completed().state == "CompleteCommit"
 
 
-def test_an_end_by_the_newer_version_shuts_the_producer_out(world):
-    world.begun()
-    (producer,) = world.producers
-    assert world.end(world.who(), COMMIT).code == 0
-    with pytest.raises(KafkaException) as told:
-        producer.commit_transaction(LONG)
-    assert told.value.args[0].code() == KafkaError._FENCED
-
-
-def test_a_commit_makes_the_message_visible_and_an_abort_does_not(world):
-    assert world.end(world.begun(), ABORT).code == 0
-    world.producers.clear()
-    world.completed()
-    assert world.visible() == []
-    assert world.end(world.begun(), COMMIT).code == 0
-    assert wait_until(lambda: world.visible() == [world.id.encode()], LONG)
-
-
 def check_states(world: World) -> None:
     """Every row of what a transaction's coordinator says, from before the first opening on."""
     assert world.requests.describe([world.id, "nobody's"], Deadline(LONG)) == {}
@@ -485,17 +467,6 @@ def test_a_group_is_added_to_an_empty_transaction_which_makes_it_open(world):
     with pytest.raises(errors.Fenced):
         world.requests.add_offsets(world.id, who[0], who[1] + 7, "some-group", Deadline(LONG))
     del producer
-
-
-def test_opening_an_id_ends_what_is_open_and_shuts_the_owner_out(world):
-    pid, epoch = world.begun()
-    new_pid, new_epoch = world.requests.fence(world.id, 60_000, Deadline(LONG))
-    assert (new_pid, new_epoch > epoch) == (pid, True)
-    assert world.described().state == "Empty"
-    (producer,) = world.producers
-    with pytest.raises(KafkaException) as told:
-        producer.commit_transaction(LONG)
-    assert told.value.args[0].code() == KafkaError._FENCED
 
 
 def test_a_time_out_above_the_brokers_limit_is_refused_with_its_name(world):
