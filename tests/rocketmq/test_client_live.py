@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import administration, groups, routes
+from txnbridge_rocketmq.client import administration, groups
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.protocol import read_requests, send_requests
 from txnbridge_rocketmq.client.protocol.codes import HALF_TOPIC, Property, ResponseCode
@@ -18,7 +18,6 @@ from txnbridge_rocketmq.client.protocol.read_requests import PullStatus
 from txnbridge_rocketmq.client.protocol.records import unwrap
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack, HalfAddress, HalfEnd, WireMessage, end, send
 
-from tests.in_time import within
 from tests.rocketmq.kit import BROKER, batched, becomes_true, bodies, pairs, read_all
 
 LONG = 30.0
@@ -55,17 +54,6 @@ def half(client, topic) -> Iterator[HalfAddress]:
     half = put_half(client, topic, b"half")
     yield half
     close(client, half)
-
-
-def test_a_message_comes_back_as_it_was_sent(client, topic):
-    message = WireMessage(topic, bytes(range(256)), {"own": "ä\n'\""}, ("k1", "k2"), "new", "AB12", 1234)
-    stored = client.call(BROKER, send(message, ALONE, 0), LONG)
-    (record,) = read_all(client, topic)
-    assert (record.topic, record.queue, record.queue_offset) == (topic, 0, stored.queue_offset)
-    assert record.offset_id == stored.offset_id
-    assert (record.payload(), record.born_time, record.unique_key) == (message.body, 1234, "AB12")
-    assert [record.properties[name] for name in ("KEYS", "TAGS", "own")] == ["k1 k2", "new", "ä\n'\""]
-    assert record.prepared_offset == 0
 
 
 def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
@@ -136,15 +124,6 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
     assert [record.body for record in pulled.records] == [b"x"]
 
 
-def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
-    """A message that is not found would count as missing, and would be published again."""
-    stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
-    behind = time.time() - 600
-    monkeypatch.setattr(time, "time", lambda: behind)
-    asked = read_requests.by_unique_key(topic, stored.unique_key)
-    assert becomes_true(lambda: [each.body for each in client.call(BROKER, asked, LONG)] == [b"x"])
-
-
 def test_a_message_is_found_by_its_key(client, topic):
     stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
 
@@ -175,15 +154,6 @@ def test_a_message_that_the_broker_does_not_take_is_refused_without_effect(clien
     assert caught.value.code == code
     assert not caught.value.may_have_had_effect
     assert bodies(client, topic) == []
-
-
-def test_a_half_is_seen_when_it_is_committed_and_not_before(client, topic):
-    half = put_half(client, topic, b"half")
-    assert bodies(client, topic) == []
-    client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
-    (record,) = read_all(client, topic)
-    assert (record.body, record.unique_key) == (b"half", half.unique_key)
-    assert record.prepared_offset == half.log_offset
 
 
 @pytest.mark.parametrize(
@@ -376,43 +346,6 @@ def test_a_queue_is_locked_for_one_member_at_a_time(client, topic, group):
     assert client.call(BROKER, groups.lock(group, "a", wanted), LONG) == set(wanted)
     client.call(BROKER, groups.unlock(group, "a", wanted), LONG)
     assert client.call(BROKER, groups.lock(group, "b", wanted), LONG) == set(wanted)
-
-
-def test_a_topic_is_made_described_and_deleted(rocketmq_broker, client):
-    name = f"made-{uuid.uuid4().hex}"
-    assert client.route(name, LONG) is None
-    client.call(BROKER, administration.create_topic(name, 3, "FIFO"), LONG)
-    assert becomes_true(lambda: client.route(name, LONG) is not None)
-    found = client.route(name, LONG)
-    assert found is not None
-    assert found.writable == found.readable == tuple(Queue(name, BROKER, number) for number in range(3))
-    assert found.masters == {BROKER: rocketmq_broker.broker_address()} == client.brokers(LONG)
-    assert client.call(BROKER, administration.topic_attributes(name), LONG) == {"message.type": "FIFO"}
-    assert name in client.ask_name_server(routes.topics(), LONG)
-    client.call(BROKER, administration.delete_topic(name), LONG)
-    client.ask_name_server(administration.forget_topic(name), LONG)
-    assert client.route(name, LONG, fresh=True) is None
-    assert client.call(BROKER, administration.topic_attributes(name), LONG) is None
-
-
-def test_settings_are_read_as_they_are_now(client, settings):
-    before = client.call(BROKER, administration.broker_settings(), LONG)
-    assert before["transactionOpMsgMaxSize"] == "1"
-    settings(transactionCheckMax=77)
-    assert client.call(BROKER, administration.broker_settings(), LONG) == {**before, "transactionCheckMax": "77"}
-
-
-def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on(rocketmq_broker, client, topic):
-    client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
-    rocketmq_broker.pause()
-    try:
-        with within(SHORT), pytest.raises(ResponseTimeout) as caught:
-            client.call(BROKER, send(WireMessage(topic, b"late"), ALONE, 0), SHORT)
-        assert caught.value.may_have_had_effect
-    finally:
-        rocketmq_broker.resume()
-    # The error was right: the request has had effect.
-    assert becomes_true(lambda: bodies(client, topic) == [b"late"])
 
 
 def test_calls_go_on_when_a_killed_broker_is_back_and_what_is_said_of_lost_ones_is_true(rocketmq_broker, client, topic):

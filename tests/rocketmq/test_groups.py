@@ -25,9 +25,8 @@ from txnbridge_rocketmq.read.rebalance import _SleepDetector, assign
 from tests.core.reading_kit import SOON, values
 from tests.failing import EACH, fail_call, raising
 from tests.in_time import paused, within
-from tests.inside import reader_of
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
-from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, rebalancer_of, take_all, unique
+from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, take_all, unique
 from txnbridge import Bridge, Outcome
 from txnbridge.errors import Conflict, EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline
@@ -247,32 +246,6 @@ def test_messages_of_a_partition_that_left_cannot_be_acknowledged(join: Join, cl
         one.acks(left)
     with pytest.raises(InvalidState, match="without a group"):
         join(topic).ack_context()
-
-
-def test_consume_transform_produce_of_two_members_at_once_happens_once(rocketmq_broker, join, client, group):
-    source, target = new_topic(client), new_topic(client)
-    publish(client, source, *(b"%d" % number for number in range(30)))
-    done: list[bytes] = []
-
-    def work(bridge: Bridge) -> None:
-        with bridge.consumer(source, group) as consumer:
-            take_all(rebalancer_of(reader_of(consumer)))
-            while len(done) < 30:
-                for message in consumer.poll(3, timeout=0.2):
-                    try:
-                        with bridge.transaction() as txn:
-                            txn.send(target, message.value)
-                            txn.ack(message)
-                    except Conflict:
-                        break
-                    done.append(message.value)
-
-    with ExitStack() as stack:
-        bridges = [stack.enter_context(connect_to(rocketmq_broker.url)) for _ in range(2)]
-        with ThreadPoolExecutor(len(bridges)) as pool:
-            list(pool.map(work, bridges))
-    publish(client, target, b"end")
-    assert join(target).up_to(b"end") == sorted(done, key=int) == [b"%d" % number for number in range(30)]
 
 
 def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(

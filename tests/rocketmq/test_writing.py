@@ -4,27 +4,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.errors import ResponseTimeout
 from txnbridge_rocketmq.client.protocol import read_requests
 from txnbridge_rocketmq.client.protocol.codes import DISCARDED_TOPIC
 from txnbridge_rocketmq.client.protocol.records import MessageExt
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, origin_of, unique_key
+from txnbridge_rocketmq.write.transaction_properties import TransactionPlace, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
-from tests.rocketmq.reading_kit import cluster_of, new_topic, unique
+from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import copies, flush, numbered, prepare, times_asked
 from txnbridge import Bridge, Capability, Outcome, TokenState, errors
-from txnbridge.spi import Deadline, Token
+from txnbridge.spi import Token
 from txnbridge.testing import Child
 
 Open = Callable[..., Bridge]
@@ -49,24 +46,6 @@ def two(client: RemotingClient) -> str:
 def proxy(rocketmq_broker: brokers.RocketMQ) -> Iterator[faults.Proxy]:
     with faults.proxy(rocketmq_broker) as found:
         yield found
-
-
-@contextmanager
-def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
-    """Let the next request or response of a kind never arrive, and cut all connections."""
-    held = proxy.hold(**what)
-
-    def lose() -> None:
-        held.wait()
-        held.drop()
-        proxy.cut()
-
-    with ThreadPoolExecutor(1) as other:
-        losing = other.submit(lose)
-        try:
-            yield
-        finally:
-            losing.result()
 
 
 def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(open_bridge, proxy, client, one):
@@ -199,56 +178,6 @@ def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(o
     assert sorted(bodies(client, one)) == numbered(8)
 
 
-def test_a_message_whose_answer_is_lost_aborts_all(open_bridge, proxy, bridge, client, one, two):
-    by_proxy = open_bridge(proxy.url)
-    with by_proxy.transaction() as txn:
-        txn.send(one, b"first")
-    with pytest.raises(errors.DeliveryFailed), by_proxy.transaction() as txn:
-        txn.send(one, b"never")
-        flush(txn)
-        txn.send(two, b"never")
-        with lost(proxy, answers="SEND_MESSAGE_V2"):
-            flush(txn)
-    assert txn.outcome is Outcome.ABORTED
-    # The half that was stored without a response gets a check-back, and is aborted by the decision log.
-    assert becomes_true(lambda: times_asked(client, two, txn.id) >= 1)
-    assert (bodies(client, one), bodies(client, two)) == ([b"first"], [])
-
-
-def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(rocketmq_broker, bridge, client, one):
-    with bridge.transaction() as txn:
-        txn.send(one, b"first")
-    try:
-        with pytest.raises(errors.DeliveryFailed, match="did not respond"), bridge.transaction(timeout=2) as txn:
-            txn.send(one, b"never")
-            rocketmq_broker.pause()
-            assert becomes_true(lambda: is_silent(client, one))  # its threads do not all stop at once
-    finally:
-        rocketmq_broker.resume()
-    assert txn.outcome is Outcome.ABORTED
-    # The broker stores the half when it wakes; after its check-back the half is aborted.
-    assert becomes_true(lambda: bool(copies(client, one, txn.id)))
-    assert becomes_true(lambda: decision(bridge, client, one, txn.id) == "abort")
-    assert bodies(client, one) == [b"first"]
-
-
-def is_silent(client: RemotingClient, topic: str) -> bool:
-    try:
-        client.call(BROKER, read_requests.max_offset(topic, 0), 0.2)
-    except ResponseTimeout:
-        return True
-    return False
-
-
-def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: str) -> str | None:
-    """Return the decision in the log about a transaction, found by its half's properties."""
-    origin = origin_of(copies(client, topic, transaction)[0])
-    assert origin is not None
-    ledger = cluster_of(bridge).context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
-    claim = ledger.decided(transaction, Deadline(30), log=origin.log)
-    return claim.decision.value if claim else None
-
-
 @pytest.mark.parametrize("ended", [0, 2], ids=["before it published anything", "when it had published some"])
 def test_unpublished_messages_of_a_dead_owners_commit_are_published_once_and_in_order(
     rocketmq_broker, proxy, bridge, client, one, two, ended
@@ -266,17 +195,6 @@ def test_unpublished_messages_of_a_dead_owners_commit_are_published_once_and_in_
         held.drop()
     assert becomes_true(lambda: len(bodies(client, one) + bodies(client, two)) >= 8)
     assert bodies(client, one) == bodies(client, two) == numbered(4)
-
-
-@pytest.mark.parametrize("what", ["requests", "answers"])
-def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(open_bridge, proxy, client, one, what):
-    by_proxy = open_bridge(proxy.url)
-    with by_proxy.transaction() as txn:
-        txn.send(one, b"0")
-    with lost(proxy, **{what: "END_TRANSACTION"}), by_proxy.transaction() as txn:
-        txn.send_many(one, [b"1", b"2"])
-    assert txn.outcome is Outcome.COMMITTED
-    assert bodies(client, one) == numbered(3)
 
 
 def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(rocketmq_broker, bridge, client, one):
