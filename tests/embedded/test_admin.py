@@ -7,7 +7,7 @@ from txnbridge_embedded.write import retention
 
 from tests.embedded.kit import NO_LEDGER, begin, busy, commit, execute, offsets, open_writer, prepare, rows, values
 from tests.embedded.test_writer import failing
-from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, TransactionTimedOut
+from txnbridge.errors import DeadlineExceeded, InvalidOption, NotFound, TransactionTimedOut
 from txnbridge.spi import Begin, Deadline, Decision
 
 
@@ -75,15 +75,6 @@ def test_a_deleted_topic_is_gone_with_its_messages_and_a_new_one_starts_empty(br
     assert values(broker, "audit") == [b"3"]
     with pytest.raises(NotFound):
         broker.admin.delete_topic("nowhere", Deadline(5))
-
-
-def test_a_topic_that_a_prepared_transaction_needs_is_not_deleted(broker):
-    token = prepare(broker, "orders", b"1")
-    with pytest.raises(InvalidState, match=token.transaction):
-        broker.admin.delete_topic("orders", Deadline(5))
-    broker.commit(token, NO_LEDGER, Deadline(5))
-    broker.admin.delete_topic("orders", Deadline(5))
-    assert broker.admin.topics(Deadline(5)) == []
 
 
 def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_doctor(opened):

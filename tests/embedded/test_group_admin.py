@@ -10,7 +10,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.in_time import wait_until
-from txnbridge import Conflict, InvalidState, NotFound
+from txnbridge import Conflict, NotFound
 from txnbridge.testing import Child, tell
 
 
@@ -42,16 +42,6 @@ def test_a_group_goes_on_at_a_time_and_in_one_topic_only(bridge):
     assert bridge.admin.group("shipping").lag == {("orders", 0): 0, ("orders", 1): 0, ("other", 0): 1}
     assert bridge.admin.reset_group("shipping", 1, "orders") == {("orders", 0): (0,), ("orders", 1): (0,)}
     assert bridge.admin.reset_group("shipping", 1 << 50)["other", 0] == (1,)
-
-
-def test_a_group_is_not_set_while_a_prepared_transaction_holds_its_acks(bridge):
-    with bridge.consumer("orders", "shipping") as consumer, bridge.transaction(prepare=True) as txn:
-        txn.ack(consumer.poll())
-    with pytest.raises(InvalidState, match=re.escape(txn.id)):
-        bridge.admin.reset_group("shipping")
-    bridge.abort(str(txn.token))
-    bridge.admin.reset_group("shipping")
-    read_all(bridge)
 
 
 @pytest.mark.parametrize("sharing", ["partition", "message"])

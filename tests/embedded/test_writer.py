@@ -180,20 +180,6 @@ def test_a_large_transaction_that_is_aborted_leaves_nothing_and_no_offset_is_use
     assert offsets(small, "orders")[0] >= 100
 
 
-def test_readers_stop_in_front_of_an_undecided_message_and_go_on_behind_it_in_order(small):
-    early, late = open_writer(small), open_writer(small)
-    commit(late, "orders", b"first")
-    begin(early, "orders", *LARGE)
-    commit(late, "orders", b"last")
-    assert values(small, "orders") == [b"first"]
-    early.commit(Deadline(5))
-    found = values(small, "orders")
-    assert [value for value in found if value in LARGE] == LARGE
-    assert found[0] == b"first"
-    assert sorted(found) == sorted([b"first", *LARGE, b"last"])
-    assert offsets(small, "orders") == list(range(202))
-
-
 def test_an_interleaved_abort_removes_its_own_messages_only(small):
     one, other = open_writer(small), open_writer(small)
     begin(one)
