@@ -13,6 +13,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._container import KafkaContainer, PulsarContainer, engine_answers
 
+from tests.brokers.kit import port_attempts
 from txnbridge.errors import BackendMissing
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("testcontainers"), reason="needs testcontainers")
@@ -157,11 +158,9 @@ def test_a_container_that_does_not_answer_is_removed(engine, start):
 
 
 def test_options_that_a_container_cannot_offer_start_processes(engine, monkeypatch):
-    started = object()
-    monkeypatch.setattr(brokers, "KafkaProcess", lambda **options: started)
-    assert brokers.kafka(nodes=3) is started
-    assert brokers.kafka(transaction_version=1) is started
-    assert brokers.kafka(container=False) is started
+    port_attempts(monkeypatch, brokers, "KafkaProcess", 0)
+    for options in ({"nodes": 3}, {"transaction_version": 1}, {"container": False}):
+        assert str(brokers.kafka(**options)) == "started"
 
 
 @pytest.mark.parametrize("engine", ["unix:///no/such/socket", "tcp://127.0.0.1:1"])

@@ -4,9 +4,9 @@ import time
 import pytest
 from txnbridge_conformance.observing import eventually
 
-from txnbridge import Poison
-from txnbridge._process import retry_overview as _retry_overview
+from txnbridge import Capability, Poison
 from txnbridge._process.retry_overview import waiting_topics
+from txnbridge.spi import absent
 
 
 def fail(message, txn):
@@ -65,8 +65,12 @@ def test_messages_that_are_due_and_not_processed_are_counted(bridge):
     assert (last.topic, last.waiting, last.due, last.attempts) == ("shipping-retry-2ms", 0, 1, 2)
 
 
-def test_retries_lists_only_messages_not_due_where_a_broker_tells_no_position(invoke, bridge, waits, monkeypatch):
-    monkeypatch.setattr(_retry_overview, "_group_positions", lambda bridge, group: None)
-    found = {each.topic: (each.waiting, each.due) for each in waiting_topics(bridge, "shipping")}
+def test_retries_lists_only_messages_not_due_where_a_broker_tells_no_position(
+    invoke, bridge, waits, monkeypatch, broken_broker
+):
+    told = property(lambda broker: broker.inner.capabilities.but({Capability.GROUP_ADMIN: absent("a test says so")}))
+    monkeypatch.setenv("TXNBRIDGE_URL", bridge.url.replace("embedded", broken_broker(capabilities=told)))
+    listed = json.loads(invoke("retries", "list", "--json").stdout)
+    found = {each["topic"]: (each["waiting"], each["due"]) for each in listed}
     assert found == {"shipping-retry-1ms": (0, None), "shipping-retry-3600s": (3, None)}
     assert invoke("retries", "list").stdout.endswith("this broker does not tell which of them are processed\n")

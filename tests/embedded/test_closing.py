@@ -21,7 +21,6 @@ from tests.in_time import Hold, wait_until
 from tests.inside import logs_of
 from txnbridge import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._bridge import open_bridges
-from txnbridge._write.writers import Writers
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, recorded
 
@@ -212,18 +211,17 @@ def test_no_thread_waits_beyond_its_deadline_while_another_thread_opens_a_log(tm
     bridge.close()
 
 
-def test_a_bridge_that_could_not_be_opened_leaves_no_log_behind_nor_what_keeps_it(tmp_path, monkeypatch):
+def test_a_bridge_that_could_not_be_opened_leaves_no_log_behind_nor_what_keeps_it(tmp_path, broken_broker):
     log, before = Kept(), set(open_bridges())
 
-    def find_it_busy(writers, deadline):
-        writers._ledger().newest_opening(deadline)
+    def find_it_busy(broker, identity, count, ledger, deadline):
+        ledger.newest_opening(deadline)
         raise BrokerUnavailable("not now")
 
-    monkeypatch.setattr(Writers, "open", find_it_busy)
-    monkeypatch.setattr(_bridge._OtherBroker, "decision_log", lambda *_: log)
+    url = f"{broken_broker(open_writers=find_it_busy)}:{tmp_path}/broker.db"
+    logs = f"{broken_broker(decision_log=lambda *_: log)}:{tmp_path}/logs.db"
     with pytest.raises(BrokerUnavailable):
-        url = f"embedded:{tmp_path}/broker.db"
-        txnbridge.connect(url, transactional_id="billing", decision_log=f"embedded:{tmp_path}/logs.db")
+        txnbridge.connect(url, transactional_id="billing", decision_log=logs)
     assert log.closed == 1
     assert set(open_bridges()) == before
 

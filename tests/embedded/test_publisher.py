@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from tests.embedded.kit import busy, values
-from tests.embedded.test_writer import failing, give_up
+from tests.embedded.test_writer import failing, failing_and_gone, give_up
 from tests.in_time import wait_until
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, Fenced, InvalidOption, NotFound, OutcomeUnknown
 from txnbridge.spi import Deadline
@@ -128,12 +128,9 @@ def test_the_first_store_that_failed_in_the_middle_is_looked_up_too(broker, happ
     assert values(broker, "orders") == ([b"1"] if happens else [])
 
 
-def test_a_flush_whose_store_cannot_be_looked_up_is_of_unknown_outcome(broker, monkeypatch, publisher):
-    failing(broker.store, happens=True)
-    answers = iter((True, False))
-    monkeypatch.setattr("txnbridge_embedded.client.files.in_place", lambda *_: next(answers))
-    publish(publisher, "orders", b"1")
-    with pytest.raises(OutcomeUnknown):
+def test_a_flush_whose_store_cannot_be_looked_up_is_of_unknown_outcome(broker, publisher):
+    with failing_and_gone(broker.store, happens=True), pytest.raises(OutcomeUnknown):
+        publish(publisher, "orders", b"1")
         publisher.flush(Deadline(5))
 
 

@@ -3,9 +3,10 @@
 import itertools
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
+from txnbridge_embedded.client import files
 from txnbridge_embedded.client.schema import MAX_OFFSET
 from txnbridge_embedded.client.store import CommitUnclear
 from txnbridge_embedded.settings import Timing
@@ -376,7 +377,7 @@ def test_the_record_of_a_writer_that_gave_out_no_token_is_deleted_with_the_write
     assert rows(opened(), "SELECT * FROM writers") == []
 
 
-def failing(store, *, happens: bool, error: BaseException | None = None, number: int = 0):
+def failing(store, *, happens: bool, error: BaseException | None = None, number: int = 0, then=lambda: None):
     """Let the commit of a store with this number, from now on, fail, as if SQLite failed while it commits."""
     real, numbers = store._commit, itertools.count()
 
@@ -388,9 +389,18 @@ def failing(store, *, happens: bool, error: BaseException | None = None, number:
             real(connection, what)
         else:
             connection.execute("ROLLBACK")
+        then()
         raise error or CommitUnclear("the disk refuses")
 
     store._commit = commit
+
+
+@contextmanager
+def failing_and_gone(store, happens):
+    """Let the next commit of a store fail, behind which its file is away until the block ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        failing(store, happens=happens, then=lambda: patch.setattr(files, "in_place", lambda *_: False))
+        yield
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -411,33 +421,17 @@ def test_a_commit_that_failed_counts_as_committed_if_it_happened_and_as_aborted_
 
 
 @pytest.mark.parametrize("happens", [True, False])
-def test_an_outcome_is_unknown_until_the_file_can_tell_it(broker, monkeypatch, happens):
+def test_an_outcome_is_unknown_until_the_file_can_tell_it(broker, happens):
     writer = open_writer(broker)
     transaction = begin(writer, "orders", b"1")
-    failing(broker.store, happens=happens)
-    with monkeypatch.context() as patch:
-        patch.setattr("txnbridge_embedded.client.files.in_place", answers := Answers(True, False, False))
-        with pytest.raises(errors.OutcomeUnknown):
-            writer.commit(Deadline(5))
-    assert answers.given
+    with failing_and_gone(broker.store, happens), pytest.raises(errors.OutcomeUnknown):
+        writer.commit(Deadline(5))
     token = token_of(broker, writer, transaction)
     assert status(broker, token).state is (TokenState.COMMITTED if happens else TokenState.UNKNOWN)
     writer.reopen(Deadline(5))
     assert status(broker, token).state is (TokenState.COMMITTED if happens else TokenState.ABORTED)
     commit(writer, "orders", b"marker")
     assert values(broker, "orders") == ([b"1", b"marker"] if happens else [b"marker"])
-
-
-class Answers:
-    """A function that gives these answers, one a call, and then the last one for ever."""
-
-    def __init__(self, *answers):
-        self._answers = list(answers)
-        self.given = 0
-
-    def __call__(self, *_):
-        self.given += 1
-        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
 def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome_to_be_asked(broker, monkeypatch):

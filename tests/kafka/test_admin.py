@@ -31,7 +31,7 @@ from txnbridge_kafka.settings.security import Access
 from txnbridge_kafka.topics import KEEP_ALL
 
 import txnbridge
-from tests.failing import answer_calls, on_call, raising
+from tests.failing import answer_calls, on_call
 from tests.in_time import takes, within
 from tests.kafka.kit import stand_still, topics_of, without_epoch_bumps
 from tests.keeping import keeping
@@ -162,12 +162,6 @@ def visible(broker: brokers.Broker, topic: str) -> list[bytes | None]:
 
 def listed(bridge: Bridge, id: str) -> list[OpenTransaction]:
     return [one for one in bridge.admin.transactions() if one.transactional_id == id]
-
-
-def test_administering_makes_no_connections_beside_the_bridges_own(bridge, monkeypatch):
-    monkeypatch.setattr("txnbridge_kafka.topics.ConfluentAdminClient", raising(AssertionError("another client")))
-    for _ in range(2):
-        assert bridge.admin.topics(internal=True)
 
 
 def test_a_topic_is_created_with_its_retention(bridge, unique):

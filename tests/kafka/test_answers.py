@@ -30,7 +30,7 @@ from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import answer_calls, fail_call, raising
+from tests.failing import answer_calls, raising
 from tests.in_time import wait_until
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
@@ -277,8 +277,8 @@ def test_a_monitor_that_may_not_end_anothers_transaction_says_so_once_and_goes_o
     assert "txnbridge transactions repair first" in told
 
 
-def test_a_monitor_whose_thread_could_not_be_started_is_started_by_the_next_use(monkeypatch):
-    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+def test_a_monitor_whose_thread_could_not_be_started_is_started_by_the_next_use(no_threads):
+    no_threads(0)
     cluster: Any = Fields(settings=read())
     monitor = hanging_transactions.HangingTransactionMonitor(cluster)
     with pytest.raises(RuntimeError):

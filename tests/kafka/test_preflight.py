@@ -9,7 +9,7 @@ from txnbridge_kafka.admin.doctor import check_replicas
 from txnbridge_kafka.topics import KafkaTopics
 
 import txnbridge
-from tests.failing import EACH, fail_call, note_calls
+from tests.failing import EACH, fail_call
 from tests.kafka.kit import describe
 from txnbridge import DeadlineExceeded, NotSupported
 
@@ -96,11 +96,3 @@ def test_connecting_does_not_wait_long_for_topic_settings_that_the_broker_does_n
         asked = fail_call(broken, KafkaTopics, "configs", DeadlineExceeded("no answer"), EACH)
         connect()
     assert [deadline.seconds < 3 for *_, deadline in asked] == [True]
-
-
-def test_a_connection_asks_one_question_more(connect, owner, monkeypatch):
-    """The request that lists the brokers lists the topics' replicas too; only the topics' settings need another."""
-    connect(transactional_id=owner)
-    overviews, settings = (note_calls(monkeypatch, KafkaTopics, name) for name in ("overview", "_settings_of"))
-    connect()
-    assert (len(overviews), len(settings)) == (1, 2)  # those of the brokers, and those of the topics

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -22,7 +22,7 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.observing import take
-from txnbridge_kafka.client import request_retry, wire
+from txnbridge_kafka.client import request_retry
 from txnbridge_kafka.client.protocol_types import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.settings import KafkaSettings
@@ -745,13 +745,6 @@ main(["demo", "kafka"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert re.fullmatch(r"txnbridge: [\w-]+ is not installed: .* pip install -e '\.\[kafka\]'\n", done.stderr)
-
-
-def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
-    newer = replace(wire.DESCRIBE_TRANSACTIONS, forms={})
-    monkeypatch.setattr(wire, "DESCRIBE_TRANSACTIONS", newer)
-    with pytest.raises(errors.NotSupported, match=r"does not have DescribeTransactions, which Kafka has since 3\.0"):
-        world.described()
 
 
 def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_flow(kafka_broker, monkeypatch):

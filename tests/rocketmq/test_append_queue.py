@@ -79,13 +79,12 @@ def test_waiting_messages_are_stored_together_and_in_order(log, pool):
     assert log.store(b"later") == b"LATER"
 
 
-def test_a_request_has_bounds(log, pool, monkeypatch):
-    monkeypatch.setattr(decision_log, "_MOST_TOGETHER", 3)
-    monkeypatch.setattr(decision_log, "_MOST_BYTES", 10)
-    found = stored(log, pool, b"a", b"b", b"c", b"d", b"e" * 8, b"f" * 20)
+def test_a_request_has_bounds(log, pool):
+    small, large, larger = [b"a"] * 64, b"b" * 1_000_000, b"c" * 2_000_000
+    found = stored(log, pool, *small, b"a", large, larger)
     log.allowed.release(999)
-    assert [each.result()[:1] for each in found] == [b"F", b"A", b"B", b"C", b"D", b"E", b"F"]
-    assert log.together[1:] == [[b"a", b"b", b"c"], [b"d", b"e" * 8], [b"f" * 20]]
+    assert [each.result()[:1] for each in found] == [b"F", *[b"A"] * 65, b"B", b"C"]
+    assert log.together[1:] == [small, [b"a", large], [larger]]
 
 
 def test_an_error_hits_all_records_that_were_sent_together_and_no_others(log, pool):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from txnbridge_rocketmq.client import errors, transport
+from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
 from txnbridge_rocketmq.client.groups import Membership, members
 from txnbridge_rocketmq.client.protocol.codes import RequestCode, ResponseCode
@@ -16,7 +16,6 @@ from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
 from txnbridge_rocketmq.client.protocol.send_requests import CheckBack
 from txnbridge_rocketmq.client.retry import retry_call
 
-from tests.failing import fail_call
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
 from txnbridge.spi import Deadline
@@ -124,8 +123,7 @@ def test_a_broker_that_moved_is_found_again(cluster, client):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels queue more connections")
-def test_a_broker_that_moved_is_found_although_its_old_host_answers_nothing(cluster, client, monkeypatch):
-    monkeypatch.setattr(transport, "CONNECT_SECONDS", SHORT)
+def test_a_broker_that_moved_is_found_although_its_old_host_answers_nothing(cluster, client):
     with socket.create_server(("127.0.0.1", 0), backlog=0) as old, socket.create_connection(old.getsockname()):
         new, cluster.broker.address = cluster.broker.address, f"127.0.0.1:{old.getsockname()[1]}"
         client.brokers(LONG)
@@ -257,17 +255,16 @@ def test_heartbeats_go_on(cluster):
         assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) >= 3)
 
 
-def test_a_silent_broker_keeps_no_other_one_from_being_told(cluster, client, monkeypatch):
-    monkeypatch.setattr("txnbridge_rocketmq.client.client._HEARTBEAT_TIMEOUT_SECONDS", SHORT)
+def test_a_silent_broker_keeps_no_other_one_from_being_told(cluster, client):
     with FakeBroker(reads=False) as silent:
         cluster.others["silent"] = {"0": silent.address}
         client.join(SHOP, LONG)
     assert cluster.requests(RequestCode.HEART_BEAT)
 
 
-def test_a_thread_that_could_not_be_started_is_started_by_the_next_call_that_joins(cluster, client, monkeypatch):
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_call_that_joins(cluster, client, no_threads):
     before, is_own = our_threads(), lambda thread: thread.name == "rocketmq client"
-    fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"), 1, when=is_own)
+    no_threads(1, when=is_own)
     with pytest.raises(RuntimeError):
         client.join(SHOP, LONG)
     client.join(SHOP, LONG)

@@ -124,9 +124,9 @@ def test_an_idle_connection_on_which_something_came_is_not_used_again(pool, brok
     assert answered(pool, broker) is not peer
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used_again(pool, broker, monkeypatch):
+def test_a_connection_that_was_idle_for_long_is_not_used_again(pool, broker):
     silent = answered(pool, broker)  # behind the first response nothing on this connection is answered
-    monkeypatch.setattr("txnbridge_rocketmq.client.pool.IDLE_SECONDS", 0.0)
+    idle_connection(pool).idle_since -= 3600
     assert answered(pool, broker) is not silent
 
 

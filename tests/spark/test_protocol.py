@@ -16,10 +16,9 @@ from pyspark_txnbridge._write.driver import with_session
 from pyspark_txnbridge._write.recovery import recover
 from pyspark_txnbridge._write.rows import Columns
 from pyspark_txnbridge._write.task import write_partition
-from pyspark_txnbridge._write.transaction_cleanup import is_done
 
 import txnbridge
-from tests.failing import EACH, answer_calls, fail_call
+from tests.failing import EACH, answer_calls, fail_call, replace_method
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
 from txnbridge import Admin, Decision, errors
 from txnbridge.testing import Child, crash_everywhere
@@ -258,11 +257,12 @@ def test_a_batch_that_an_operator_finishes_while_its_next_driver_looks_is_done(s
     identity = BatchId(query, "sink", 0, new_run())
     written = write(sink, identity, FIRST)
 
-    def look_before_the_operator(session, identity):
-        monkeypatch.setattr(_driver, "is_done", is_done)
-        return is_done(session, identity) or bool(recover(session, identity.path).skipped)
+    def look_before_the_operator(is_done, session, identity):
+        looks.append(identity)
+        return is_done(session, identity) or (len(looks) == 1 and bool(recover(session, identity.path).skipped))
 
-    monkeypatch.setattr(_driver, "is_done", look_before_the_operator)
+    looks = []
+    replace_method(monkeypatch, _driver, "is_done", look_before_the_operator)
     _driver.commit(sink, written)
     assert (published(sink), left_open(sink, query)) == ([0, 1, 2, 3, 4], [])
 

@@ -19,7 +19,7 @@ class Ends:
     """What each call was given, by its name, and in `by` what answers it in the broker's stead.
 
     "commit" and "abort" end parts by token; "prepare", "store" and "drop" (an abort) are those of their writers, and
-    "put" stores a span's record, and "checks" asks for those of dead processes.
+    "put" stores a span's record, "checks" asks for those of dead processes, and "rewind" takes a reader back.
     """
 
     def __init__(self) -> None:
@@ -39,6 +39,7 @@ class Ends:
                 store=lambda inner, *given: self.end("store", inner.store, *given),
                 abort=lambda inner, *given: self.end("drop", inner.abort, *given),
             ),
+            "Reading": around(rewind=lambda inner, *given: self.end("rewind", inner.rewind, *given)),
             "Halving": around(
                 put=lambda inner, *given: self.end("put", inner.put, *given),
                 checks=lambda inner, *given: self.end("checks", inner.checks, *given),

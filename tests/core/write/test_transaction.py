@@ -4,6 +4,7 @@ import gc
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
-from tests.failing import note_calls, raising
+from tests.failing import raising
 from tests.in_time import Hold, wait_until, within
 from tests.inside import connection_of, queued, writers_of
 from txnbridge import Bridge, Decision, Event, Outcome, State, Status, TokenState, Topic, Transaction, codecs, errors
@@ -229,12 +230,11 @@ def test_a_second_call_while_one_runs_is_refused(bridge: Bridge, writer: ToyWrit
     assert writer.sent == [("orders", b"1")]
 
 
-def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(monkeypatch, with_timing):
+def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(with_timing):
     with_timing(writer_checks=0.01)
     bridge, _ = connect_toy(writers=1)
     writers = writers_of(bridge)
     order: list[int] = []
-    looks = note_calls(monkeypatch, writers, "clear_abandoned", lambda _: threading.get_ident())
 
     def wait_for_a_writer(number: int) -> None:
         with bridge.transaction(timeout=60):
@@ -245,7 +245,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
     for number, thread in enumerate(threads, 1):
         thread.start()
         wait_until(lambda number=number: queued(writers._turns) == number)  # type: ignore[misc]
-    wait_until(lambda: min(looks.count(thread.ident) for thread in threads) >= 5)  # so each waited for several turns
+    time.sleep(0.3)  # so each has waited for many turns
     held.commit()
     for thread in threads:
         thread.join()
