@@ -105,22 +105,6 @@ async def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(br
     assert writers_of(bridge.sync).open_transactions == set()
 
 
-async def test_a_commit_that_is_cancelled_before_its_batch_begins_is_no_commit(url, held, bridge):
-    held.hold()
-    done = []
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(one, bridge, b"first")
-        await until(lambda: held.came)  # so the next one waits for the next batch
-        with anyio.CancelScope() as scope:
-            async with bridge.transaction() as txn:
-                await txn.send("a", b"second")
-                done.append(txn)
-                scope.deadline = anyio.current_time() + 0.05
-        assert scope.cancelled_caught and done[0].outcome is Outcome.ABORTED
-        held.go.set()
-    assert values(url, "a") == [b"0", b"0", b"first"]
-
-
 async def test_a_withdrawn_commit_may_be_repeated(url, held, bridge):
     held.hold()
     async with anyio.create_task_group() as tasks:

@@ -1,6 +1,5 @@
 """Transactions of tasks: what their blocks do, what a cancelled one tells, and who waits for whom."""
 
-import asyncio
 import contextvars
 import threading
 import time
@@ -349,16 +348,3 @@ async def test_a_bridge_whose_opening_was_cancelled_is_closed(url, held):
         await cancelled_while_held(held, connect)
         held.go.set()
         await until(lambda: "bridge.close" in seen)
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_timeout_of_asyncio_leaves_a_commit_to_its_thread(url, held, bridge):
-    held.at = "commit", "before"
-    txn = await bridge.transaction()
-    await txn.send("a", b"1")
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(txn.commit(), 0.1)
-    assert txn.outcome is Outcome.UNKNOWN
-    held.go.set()
-    assert await txn.settle() is Outcome.COMMITTED
-    assert values(url, "a") == [b"1"]

@@ -11,8 +11,7 @@ from txnbridge_conformance.brokers._kafka import TRANSACTION_VERSIONS, VERSIONS,
 from txnbridge_kafka.client.connection import api_versions
 
 from tests.brokers import programs
-from tests.brokers.kit import answering, create_topic, port_attempts, port_of, state, topic_appears
-from txnbridge.errors import InvalidOption
+from tests.brokers.kit import answering, create_topic, port_of, state, topic_appears
 from txnbridge.testing import Child
 
 # The first start of a version fetches it.
@@ -127,35 +126,6 @@ def test_three_nodes_do_without_any_one_of_them(start_kafka, version):
         broker.start(node)
         assert wait_until(partial(sees, ports[node - 1], 3), 60)
     assert all(topic_appears(ports[0], f"without-{node}") for node in broker.nodes)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nodes": 2}, "nodes is 2; known: 1, 3"),
-        ({"version": "1.0"}, r"version is '1\.0'; known: 4\.4\.0, 4\.3\.1, 3\.9\.2"),
-        ({"transaction_version": 3}, "transaction_version is 3; known: 2, 1"),
-        ({"version": "3.9.2", "transaction_version": 1}, "none for this version"),
-        ({"nodes": 3, "container": True}, "a container runs one node"),
-    ],
-)
-def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(options, message):
-    with pytest.raises(InvalidOption, match=message):
-        brokers.kafka(**options)
-
-
-@pytest.mark.parametrize("failures", [1, 2, 3])
-def test_other_ports_are_tried_when_one_is_taken(monkeypatch, failures):
-    attempts = port_attempts(monkeypatch, brokers, "KafkaProcess", failures)
-    if failures < 3:
-        assert str(brokers.kafka(container=False)) == "started"
-    else:
-        with pytest.raises(brokers.PortTaken):
-            brokers.kafka(container=False)
-    attempts.clear()
-    with pytest.raises(brokers.PortTaken):
-        brokers.kafka(container=False, port=9092)
-    assert attempts == [9092]
 
 
 def test_an_answer_that_is_not_kafkas_is_an_error():

@@ -3,13 +3,16 @@
 import os
 import signal
 import socket
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers._broker import HOST, free_ports, wait_until
 
 from tests.brokers import programs
-from tests.brokers.kit import TOY, Toy, answers, state
+from tests.brokers.kit import TOY, Toy, answers, port_attempts, state
 from txnbridge import BrokerUnavailable
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
@@ -174,3 +177,45 @@ def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
     monkeypatch.setattr("random.randint", lambda *_: next(chosen))
     with socket.create_server((HOST, taken)):
         assert free_ports(1) == [free]
+
+
+@pytest.mark.parametrize(
+    ("start", "options", "message"),
+    [
+        (brokers.kafka, {"nodes": 2}, "nodes is 2; known: 1, 3"),
+        (brokers.kafka, {"version": "1.0"}, r"version is '1\.0'; known: 4\.4\.0, 4\.3\.1, 3\.9\.2"),
+        (brokers.kafka, {"transaction_version": 3}, "transaction_version is 3; known: 2, 1"),
+        (brokers.kafka, {"version": "3.9.2", "transaction_version": 1}, "none for this version"),
+        (brokers.kafka, {"nodes": 3, "container": True}, "a container runs one node"),
+        (brokers.pulsar, {"version": "1.0"}, r"version is '1\.0'; known: 4\.2\.4, 4\.0\.8"),
+        (brokers.pulsar, {"store": "etcd"}, "store is 'etcd'; known: zookeeper, rocksdb"),
+        (brokers.pulsar, {"nodes": 3}, "nodes is 3; known: 1, 2"),
+        (brokers.pulsar, {"nodes": 2, "store": "rocksdb"}, "several nodes of Pulsar share a store: it is zookeeper"),
+        (brokers.pulsar, {"nodes": 2, "container": True}, "a container runs one node of Pulsar"),
+        (brokers.rocketmq, {"nodes": 3}, "nodes is 3; known: 1, 2"),
+        (brokers.rocketmq, {"version": "4.9"}, r"version is '4\.9'; known: 5\.5\.0"),
+    ],
+)
+def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(start, options, message):
+    with pytest.raises(InvalidOption, match=message):
+        start(**options)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("start", "module", "name"),
+    [
+        (partial(brokers.kafka, container=False), brokers, "KafkaProcess"),
+        (partial(brokers.pulsar, container=False), _pulsar, "PulsarProcess"),
+        (brokers.rocketmq, brokers, "RocketMQ"),
+    ],
+)
+def test_other_ports_are_tried_when_one_is_taken(monkeypatch, start, module, name, failures):
+    attempts = port_attempts(monkeypatch, module, name, failures)
+    with pytest.raises(brokers.PortTaken) if failures == 3 else nullcontext():
+        assert str(start()) == "started"
+    assert attempts == [None] * min(failures + 1, 3)
+    attempts.clear()
+    with pytest.raises(brokers.PortTaken):
+        start(port=9092)
+    assert attempts == [9092]

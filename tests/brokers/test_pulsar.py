@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering, load_coordinator, rest
 
 from tests.brokers import kit, programs
-from tests.brokers.kit import LISTENERS, answers, listening, port_attempts, state
+from tests.brokers.kit import LISTENERS, answers, listening, state
 from tests.brokers.pulsar_kit import PING, PONG, Client, PulsarConnection, commit_one, first_message, new_topic, port_of
-from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 
 # The first start of a version fetches it.
@@ -193,31 +191,6 @@ def test_with_zookeeper_ten_kills_in_a_row_lose_nothing(start_pulsar, version):
         commit_one(port, topic, b"%d" % number)
         broker.restart()
         assert first_message(port, topic) == b"%d" % number
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"version": "1.0"}, r"version is '1\.0'; known: 4\.2\.4, 4\.0\.8"),
-        ({"store": "etcd"}, "store is 'etcd'; known: zookeeper, rocksdb"),
-        ({"nodes": 3}, "nodes is 3; known: 1, 2"),
-        ({"nodes": 2, "store": "rocksdb"}, "several nodes of Pulsar share a store: it is zookeeper, not 'rocksdb'"),
-        ({"nodes": 2, "container": True}, "a container runs one node of Pulsar"),
-    ],
-)
-def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(options, message):
-    with pytest.raises(InvalidOption, match=message):
-        brokers.pulsar(**options)
-
-
-def test_other_ports_are_tried_when_one_is_taken(monkeypatch):
-    attempts = port_attempts(monkeypatch, _pulsar, "PulsarProcess", 1)
-    assert str(brokers.pulsar(container=False)) == "started"
-    assert attempts == [None, None]
-    attempts.clear()
-    with pytest.raises(brokers.PortTaken):
-        brokers.pulsar(container=False, port=6650)
-    assert attempts == [6650]
 
 
 def test_another_broker_on_a_brokers_ports_is_not_taken_for_that_broker(process_broker, monkeypatch):

@@ -21,8 +21,7 @@ from txnbridge_rocketmq.client.protocol.read_requests import pull
 from txnbridge_rocketmq.client.protocol.send_requests import HalfEnd, SendResult, WireMessage, end, send, send_half
 
 from tests.brokers import kit, programs
-from tests.brokers.kit import LISTENERS, listening, name_server_pid, port_attempts, state
-from txnbridge.errors import InvalidOption
+from tests.brokers.kit import LISTENERS, listening, name_server_pid, state
 from txnbridge.testing import Child
 
 # The first start of a version fetches it.
@@ -190,24 +189,6 @@ def test_a_topic_is_on_both_nodes_and_one_node_may_be_away(start_rocketmq):
     assert answering(broker.url) == 1
     broker.start(1)
     assert answering(broker.url) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"nodes": 3}, "nodes is 3; known: 1, 2"), ({"version": "4.9"}, r"version is '4\.9'; known: 5\.5\.0")],
-)
-def test_a_broker_that_cannot_be_started_is_refused_with_the_possible_options(options, message):
-    with pytest.raises(InvalidOption, match=message):
-        brokers.rocketmq(**options)
-
-
-def test_other_ports_are_tried_when_one_is_taken(monkeypatch):
-    attempts = port_attempts(monkeypatch, brokers, "RocketMQ", 2)
-    assert str(brokers.rocketmq()) == "started"
-    attempts.clear()
-    with pytest.raises(brokers.PortTaken):
-        brokers.rocketmq(port=9876)
-    assert attempts == [9876]
 
 
 GARBAGE = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08\0\0\0\x02[]xx", b"\0\0\0\x06\0\0\0\x02{}", b"\0\0\0\x04"]

@@ -33,8 +33,3 @@ def test_a_group_is_set_only_with_yes(invoke, bridge, read):
     assert invoke("groups", "reset", "shipping", "--yes").stdout == "orders[0] goes on at 0\n"
     told = invoke("groups", "reset", "shipping", "--to", "latest", "--topic", "orders", "--yes", "--json")
     assert json.loads(told.stdout) == {"group": "shipping", "positions": {"orders[0]": [3]}}
-
-
-def test_a_group_with_a_member_is_not_set(refused, bridge, read):
-    with bridge.consumer("orders", "shipping"):
-        assert "has a member at" in refused("groups", "reset", "shipping", "--yes")

@@ -17,11 +17,6 @@ def test_topics_are_told_as_json_and_their_retention_in_words(invoke, url):
     assert "60 s, 1000 bytes" in invoke("topics", "list").stdout
 
 
-def test_a_topic_that_is_there_with_other_partitions_is_refused(invoke, refused, url):
-    invoke("topics", "create", "orders")
-    assert "1 partition" in refused("topics", "create", "orders", "--partitions", "3")
-
-
 def test_a_topic_grows_and_does_not_shrink(invoke, url, bridge):
     invoke("topics", "create", "orders")
     assert invoke("topics", "grow", "orders", "3").exit_code == 0

@@ -50,12 +50,6 @@ def test_a_text_that_is_no_token_is_a_wrong_call(refused, url):
         assert "token" in refused("status", token)
 
 
-def test_a_token_of_another_broker_is_refused(refused, prepared, tmp_path):
-    other = f"embedded:{tmp_path}/other.db"
-    txnbridge.connect(other).close()
-    assert "belongs to cluster" in refused("status", str(prepared.token), "--url", other)
-
-
 def test_open_transactions_are_listed(invoke, prepared):
     header, line = invoke("transactions", "list").stdout.splitlines()
     assert header.split() == ["transaction", "state", "owner", "since", "expires", "messages"]

@@ -87,21 +87,6 @@ def test_no_more_halves_are_lent_than_asked_for(broker):
     assert [half.transaction for half in halves.checks("g", 9, Deadline(5))] == ["t2", "t3", "t4"]
 
 
-def test_a_half_that_nobody_answers_for_is_asked_about_again_and_parked_in_the_end(opened):
-    broker = opened(half_check_seconds=0.001, half_checks=3)
-    halves = put(broker)
-    seen = []
-    deadline = Deadline(10)
-    while not (parked := halves.parked("g", Deadline(5))):
-        deadline.check("waiting until it is parked")
-        seen += [half.checks for half in halves.checks("g", 10, Deadline(0.1))]
-    assert seen == [1, 2, 3]
-    assert [(half.transaction, half.checks) for half in parked] == [("t", 3)]
-    halves.resume(half_of(), Deadline(5))
-    assert halves.parked("g", Deadline(5)) == []
-    assert [half.checks for half in halves.checks("g", 10, Deadline(5))] == [1]
-
-
 def test_a_half_message_that_is_absent_or_not_parked_is_not_found(broker):
     halves = put(broker)
     with pytest.raises(NotFound):

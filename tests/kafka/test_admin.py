@@ -178,16 +178,6 @@ def test_a_name_that_kafka_does_not_take_is_refused(make_admin):
         make_admin().create_topic("no spaces", 1, Deadline(LONG))
 
 
-def test_a_new_topic_takes_messages_at_once(connect, unique):
-    bridge = connect(create_topics=0)
-    for _ in range(5):
-        name = unique("at-once")
-        bridge.admin.create_topic(name, 4)
-        with bridge.transaction() as txn:
-            txn.send(name, b"first", partition=3)
-        assert txn.outcome is Outcome.COMMITTED
-
-
 def test_topics_of_ours_and_of_kafka_are_internal(bridge, topic, owner):
     with bridge.transaction() as txn:
         txn.send(topic, b"makes the internal ones")

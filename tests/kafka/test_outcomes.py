@@ -200,28 +200,6 @@ def test_a_commit_whose_coordinator_dies_and_stays_away_is_unknown_until_it_is_a
     assert values(seen(bridge, topic)) == [b"0", *([b"1"] if happened else []), b"2"]
 
 
-def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_broker, connect, bridge, topic):
-    through = connect(writers=1, timeout=SECONDS)
-    send(through, topic, b"0")
-    txn = through.transaction()
-    txn.send(topic, b"1")
-    kafka_broker.pause()
-    try:
-        with within(SECONDS):
-            with pytest.raises(errors.TxnBridgeError):
-                txn.commit()
-            if txn.outcome is None:
-                with pytest.raises(errors.TxnBridgeError):
-                    txn.abort()
-        assert txn.outcome is Outcome.UNKNOWN
-    finally:
-        kafka_broker.resume()
-    token = str(txn.token)
-    eventually(lambda: bridge.status(token).state is not TokenState.UNKNOWN, "it is known")
-    happened = bridge.status(token).state is TokenState.COMMITTED
-    assert values(seen(bridge, topic)) == [b"0", *([b"1"] if happened else [])]
-
-
 def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_so(connect, bridge, topic):
     slow = connect(writers=1, timeout=1.5)
     send(slow, topic, b"0")

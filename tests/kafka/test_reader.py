@@ -845,27 +845,6 @@ def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_
     assert capfd.readouterr().err == ""
 
 
-@KINDS
-def test_reading_goes_on_when_the_broker_was_killed_and_is_back(start_kafka, group, kind):
-    broker = start_kafka()
-    cluster = Cluster(broker)
-    topic = cluster.topic(2)
-    member = Member(cluster, topic, group, kind)
-    read: dict[int, list[Any]] = {0: [], 1: []}
-    for turn in range(3):
-        for partition in range(2):
-            cluster.write(topic, *numbered(10 * turn, 10 * turn + 10), partition=partition)
-        messages = member.take(20, timeout=90)
-        for message in messages:
-            read[message.partition].append(message.value)
-        cluster.ack(member, *messages)
-        if turn < 2:
-            broker.restart()
-            cluster = Cluster(broker)  # producers of before are of no use
-    assert read == {0: numbered(30), 1: numbered(30)}
-    member.close()
-
-
 def bounded(call, *args):
     with within(0.5):
         return call(*args)
