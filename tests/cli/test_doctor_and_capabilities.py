@@ -8,7 +8,6 @@ import pytest
 from tests.core.toy import ToyBackend, ToyBroker
 from txnbridge import Capability, Level, hookimpl, plugins
 from txnbridge.capabilities import absent, emulated
-from txnbridge.cli import doctor
 from txnbridge.errors import AccessDenied, BrokerUnavailable
 from txnbridge.spi import Advice
 
@@ -97,10 +96,8 @@ def test_a_plug_in_that_fails_is_a_problem_by_its_name(invoke):
 
 
 def test_our_own_plug_in_whose_extra_is_missing_is_no_problem(invoke, monkeypatch):
-    missing = {
-        "txnbridge_conformance._commands": ModuleNotFoundError("it needs numpy: pip install -e '.[conformance]'")
-    }
-    monkeypatch.setattr(doctor, "failed_plugins", lambda: missing)
+    missing = ModuleNotFoundError("it needs numpy: pip install -e '.[conformance]'")
+    monkeypatch.setitem(plugins.failed, "txnbridge_conformance._commands", missing)
     result = examine(invoke, Patient(OK))
     assert result.exit_code == 0
     assert "is not used, because an extra is not installed: it needs numpy" in result.stdout

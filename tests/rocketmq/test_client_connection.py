@@ -6,20 +6,17 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client import connection as connection_module
 from txnbridge_rocketmq.client import errors
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
 from txnbridge_rocketmq.client.protocol.codes import ResponseCode
 from txnbridge_rocketmq.client.protocol.frames import RemotingCommand
-from txnbridge_rocketmq.client.transport import TCP_OPTIONS, connect
+from txnbridge_rocketmq.client.transport import TCP_OPTIONS
 
 from tests.failing import answer_calls
 from tests.in_time import GRACE, within
@@ -58,17 +55,12 @@ def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(broker, monke
         RemotingConnection(broker.address, LONG)
 
 
-def test_a_connection_without_a_thread_is_closed_and_counts_as_unreachable(broker, monkeypatch):
-    class Refused(threading.Thread):
-        def start(self):
-            raise RuntimeError("can't start new thread")
-
-    opened = connect(broker.address, time.monotonic() + LONG, None)
-    answer_calls(monkeypatch, connection_module, "connect", opened)
-    monkeypatch.setattr(connection_module, "threading", SimpleNamespace(**{**vars(threading), "Thread": Refused}))
+def test_a_connection_without_a_thread_is_closed_and_counts_as_unreachable(broker, no_threads):
+    no_threads(0, when=lambda thread: thread.name.startswith("rocketmq"))
     with pytest.raises(errors.Unreachable, match="can't start new thread"):
         RemotingConnection(broker.address, LONG)
-    assert opened.fileno() == -1
+    with pytest.raises(EOFError):
+        broker.peer().next()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not drop packets like this")

@@ -14,7 +14,7 @@ from sqlalchemy import orm
 import txnbridge
 from tests.core.half.ends import Ends, addresses, failing, no_checks, span_pair
 from tests.core.test_fork import in_child
-from tests.failing import answer_calls, note_calls, on_call
+from tests.failing import answer_calls, note_calls, on_call, replace_method
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
@@ -99,12 +99,13 @@ def test_a_lost_answer_of_the_database_and_a_broker_that_is_away_make_an_unknown
 ):
     fail_commits(LOST, ITS_OWN, times=2)
     ends.by["abort"] = failing(errors.BrokerUnavailable("a test says so"))
-    answer_calls(monkeypatch, BarrierTable, "settle", Decision.ABORT)
+    settled = [Decision.ABORT]
+    replace_method(monkeypatch, BarrierTable, "settle", lambda *_: settled[-1])
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine) as span:
         span.on(pair[0]).send("sales", b"1")
     assert span.outcome is Outcome.UNKNOWN
     assert caught.value.token == str(span.token)
-    answer_calls(monkeypatch, BarrierTable, "settle", Decision.UNDECIDED)
+    settled.append(Decision.UNDECIDED)
     with pytest.raises(errors.OutcomeUnknown) as caught, spanning(*pair, db=engine):
         pass  # without a message there is no token
     assert caught.value.token is None
