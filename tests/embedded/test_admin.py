@@ -186,12 +186,6 @@ def findings(broker, level):
     return {(advice.subject, advice.text) for advice in broker.admin.check(Deadline(30)) if advice.level == level}
 
 
-def test_a_sound_file_has_no_problems(broker, path):
-    commit(open_writer(broker), "orders", b"1")
-    assert findings(broker, "ok") == {("file", f"{path} is sound")}
-    assert findings(broker, "problem") == findings(broker, "warning") == set()
-
-
 def test_the_doctor_lists_transactions_that_hold_readers_back_and_how_to_end_them(broker):
     token = prepare(broker, "orders", b"1")
     [advice] = [a for a in broker.admin.check(Deadline(5)) if a.level == "warning"]

@@ -90,17 +90,6 @@ def test_a_reader_wakes_for_what_its_own_process_commits(broker, told):
     reader.close(Deadline(10))
 
 
-def test_a_wait_ends_when_its_time_is_over(broker, told, path):
-    with broker.session(Deadline(10)) as connection:
-        watch = change_notification.ChangeNotification(connection, path)
-        watch.remember_version()
-        deadline = Deadline(0.1)
-        with within(0.1):
-            watch.wait(0.1)
-        assert deadline.expired
-        watch.close()
-
-
 def test_a_commit_that_takes_long_is_still_noticed(broker, opened, told, path):
     """The write that is told of comes long before its commit, with nothing in between."""
     other = opened()

@@ -64,13 +64,6 @@ def test_a_transaction_without_its_marker_is_finished_before_our_next_message_in
     assert wait_until(lambda: held.visible() == wanted, LONG)
 
 
-def test_an_aborted_message_stays_invisible(hold: Hold) -> None:
-    held = hold(False)
-    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
-        send(bridge, held.topic, b"again")
-    assert wait_until(lambda: held.visible() == [b"again"], LONG)
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_the_outcome_of_a_later_transaction_elsewhere_decides_no_missing_marker(hold: Hold, commit: bool, again: bool):
