@@ -20,6 +20,7 @@ from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls, note_calls
+from tests.interrupts import interrupted_everywhere
 from tests.rocketmq.half_broker import HOME, HalfBroker, Killed, Process, choose, same_hash, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge import errors
@@ -482,6 +483,14 @@ def test_the_lock_of_a_dead_process_holds_no_process_up_for_long(owner, broker, 
         assert turn is end_transaction.LockHolder.CALLER
         assert finish(other, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_call_from_publishing(owner):
+    def publish() -> None:
+        with owner.ender.exclusively("billing/x/1", Deadline(60)) as turn:
+            assert turn is end_transaction.LockHolder.CALLER
+
+    assert interrupted_everywhere(publish, publish, ["end_transaction.py"])
 
 
 def test_a_call_past_its_deadline_does_not_wait_long_for_the_broker_of_its_lock(owner):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost, TxnBridgeError
@@ -90,7 +91,8 @@ class HalfEnder:
 
     cluster: RocketMQCluster
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _being_ended: set[str] = field(default_factory=set)
+    _being_ended: dict[str, int] = field(default_factory=dict)  # with the number of the call that does so
+    _numbers: Iterator[int] = field(default_factory=count)
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
     _believed_brokers: set[str] = field(default_factory=set)  # this user may not look up what they publish
     _settled: OrderedDict[str, float] = field(default_factory=OrderedDict)
@@ -125,16 +127,15 @@ class HalfEnder:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[bool]:
-        """Mark a transaction as being ended by this thread in the block; yield False if another thread has done so."""
-        with self._lock:
-            mine = transaction not in self._being_ended
-            self._being_ended.add(transaction)
+        """Mark a transaction as being ended by this call in the block; yield False if another call has done so."""
+        own, held = next(self._numbers), list[int]()
         try:
-            yield mine
+            # One call for Python, so that no signal handler's exception comes between its two steps.
+            held.extend(filter(own.__eq__, map(self._being_ended.setdefault, (transaction,), (own,))))
+            yield bool(held)
         finally:
-            if mine:
-                with self._lock:
-                    self._being_ended.discard(transaction)
+            if held:
+                del self._being_ended[transaction]
 
     def _locked(self, transaction: str, deadline: Deadline) -> bool:
         queue = self._lock_of(transaction)
