@@ -67,7 +67,7 @@ class Lane:
         self.how = how  # that of its halves: the lane's number, and the name that its owner has in the list of lanes
         self.index = index
         self._keep = keep  # notes in the list of lanes the nonce of a beat that stays when records are removed
-        self.ending: set[str] = set()  # halves that a thread ends or stores again at present
+        self._ending: dict[str, int] = {}  # halves that a call ends or stores again at present, with its number
         self._connection = connection
         self._outcomes = consumers.outcomes
         ledger = lambda: logs.ledger(identity.application, identity.name)  # noqa: E731
@@ -202,17 +202,21 @@ class Lane:
     @contextmanager
     def _alone(self, transaction: str, deadline: Deadline) -> Iterator[None]:
         """During the block, let no other thread end a transaction's half messages or store them again."""
-        with self._changed:
-            while transaction in self.ending:
-                deadline.check(f"the end of half messages of {transaction} by another thread")
-                self._changed.wait(min(deadline.left(), 1.0))
-            self.ending.add(transaction)
+        own, held = next(self._numbers), list[int]()
         try:
+            with self._changed:
+                while not held:
+                    # One call for Python, so that no signal handler's exception comes between its two steps.
+                    held.extend(filter(own.__eq__, map(self._ending.setdefault, (transaction,), (own,))))
+                    if not held:
+                        deadline.check(f"the end of half messages of {transaction} by another thread")
+                        self._changed.wait(min(deadline.left(), 1.0))
             yield
         finally:
-            with self._changed:
-                self.ending.discard(transaction)
-                self._changed.notify_all()
+            if held:
+                del self._ending[transaction]
+                with self._changed:
+                    self._changed.notify_all()
 
     def _messages(self, half: Half, deadline: Deadline) -> Sequence[HalfMessage]:
         if half.messages:

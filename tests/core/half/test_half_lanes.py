@@ -24,6 +24,7 @@ from tests.core.reading_kit import SOON
 from tests.failing import fail_call, note_calls
 from tests.in_time import Hold
 from tests.inside import broker_of, connection_of
+from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
 from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, Message, Outcome, connect, errors, plugins
 from txnbridge._base.connection import Connection
@@ -184,6 +185,15 @@ def test_a_sender_that_loses_its_lane_keeps_its_deadline_while_another_thread_op
         monkeypatch.setattr(LaneGroup, "_topic_id", hold)
         with hold.asked_by(lambda: sell(sales, topic, b"first")), pytest.raises(errors.DeadlineExceeded):
             late.result(20)
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_call_from_ending_the_half(bridge, group):
+    lane = lanes(bridge, group).own_lane(Deadline(60))
+
+    def end() -> None:
+        lane.end(Half(group, "sale/1", [], 0, 0), UNDECIDED, Deadline(1))
+
+    assert interrupted_everywhere(end, end, ["/lane.py"])
 
 
 def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes(bridge, group, monkeypatch):
