@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -413,6 +414,17 @@ def in_savepoint(connection):
     session = in_transaction(connection)
     session.begin_nested()
     return session
+
+
+def test_a_block_whose_commit_gets_no_thread_leaves_nothing_to_commit(shop, engine, bridge, no_threads, monkeypatch):
+    with orm.Session(engine) as session:
+        with pytest.raises(TransactionAborted), bridge.transaction(db=session, group="shop") as txn:
+            txn.db.execute(insert(b"1"))
+            txn.send("orders", b"1")
+            monkeypatch.setattr(_database._Worker, "idle", deque())
+            refused = no_threads(when=lambda thread: thread.name == "txnbridge-sql")
+        session.commit()
+    assert refused and sold(shop.database) == values(bridge, "orders") == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +30,7 @@ from txnbridge.cli import main
 from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidOption, InvalidState
 from txnbridge.spi import Deadline
 from txnbridge.sql import Outbox
+from txnbridge.sql._database import _Worker
 from txnbridge.sql.decision_log import SqlLogs
 from txnbridge.sql.relay import OutboxStore, Relay
 from txnbridge.testing import Child
@@ -573,6 +575,16 @@ def test_a_relay_whose_run_has_died_is_not_healthy(engine, bridge):
     with pytest.raises(ZeroDivisionError):
         relay.run()
     assert not relay.healthy
+
+
+def test_a_relay_goes_on_after_a_moment_in_which_no_thread_can_be_started(engine, bridge, no_threads, monkeypatch):
+    send(engine, b"1")
+    relay = bridge.relay(outbox(), engine)
+    monkeypatch.setattr(_Worker, "idle", deque())
+    refused = no_threads(range(2), when=lambda thread: thread.name == "txnbridge-sql")
+    with relay:
+        eventually(lambda: values(bridge) == [b"1"], "it has ended")
+    assert len(refused) == 2
 
 
 def test_a_relay_refuses_a_database_that_does_not_wait_for_the_disk(careless, bridge):

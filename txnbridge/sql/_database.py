@@ -185,6 +185,9 @@ class Database:
             self.run(f"a rollback in {self._what}", lambda: leave(commit), Deadline(_CLOSE_SECONDS), commit)
         except errors.TxnBridgeError as error:
             _log.debug("transaction %s: %s", transaction, error)
+            if not commit.given_up:  # there was no thread: close the connection, which asks the database nothing
+                commit.give_up()
+                leave(commit)
 
 
 class Commit:
@@ -232,7 +235,10 @@ class _Worker:
 
     def __init__(self) -> None:
         self.work: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="txnbridge-sql").start()
+        try:
+            threading.Thread(target=self._run, daemon=True, name="txnbridge-sql").start()
+        except RuntimeError as error:
+            raise errors.BrokerUnavailable(f"this machine starts no thread for the database now: {error}") from error
 
     def _run(self) -> None:
         while True:
