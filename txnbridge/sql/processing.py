@@ -415,8 +415,9 @@ class DatabaseTransaction:
             self._open = False
             self.abort()
 
-            def close(_: Commit) -> None:
-                if error is not None and not isinstance(error, Exception):  # perhaps in the middle of a statement
+            def close(commit: Commit) -> None:
+                # Perhaps in the middle of a statement, or on a thread that cannot wait for the database.
+                if commit.given_up or (error is not None and not isinstance(error, Exception)):
                     self.connection.invalidate()
                 self.connection.close()
 
