@@ -427,6 +427,14 @@ def test_a_block_whose_commit_gets_no_thread_leaves_nothing_to_commit(shop, engi
     assert refused and sold(shop.database) == values(bridge, "orders") == []
 
 
+def test_a_resolver_whose_thread_could_not_be_started_is_started_by_the_next_transaction(engine, bridge, no_threads):
+    no_threads(0, when=lambda thread: thread.name.startswith("txnbridge resolver"))
+    with pytest.raises(RuntimeError):
+        sell(bridge, engine, b"1")
+    sell(bridge, engine, b"1")
+    eventually(lambda: connection_of(bridge).services, "no resolver runs")
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [

@@ -284,9 +284,10 @@ class Barriers:
         with self._lock:
             resolver = self._resolvers.get(key)
             if resolver is None or (engine.dialect.is_async and resolver.barrier.database.engine is not engine):
-                resolver = self._resolvers[key] = self._new_resolver(self._connection, barrier)
+                resolver = self._new_resolver(self._connection, barrier)
                 if not engine.dialect.is_async:  # an `AsyncSession`'s engine works in no other thread or event loop
                     resolver.start()
+                self._resolvers[key] = resolver
             return resolver
 
 
