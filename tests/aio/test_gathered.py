@@ -13,6 +13,7 @@ import txnbridge
 from tests.aio.kit import SOON, until, values
 from tests.inside import group_commit_of, writers_of
 from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
+from txnbridge._write.group_commit import GroupCommit
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
 
 pytestmark = pytest.mark.anyio
@@ -96,6 +97,17 @@ async def test_listeners_are_never_called_on_the_thread_of_the_loop(url):
                 await one(bridge, b"1")
     assert len(threads) == 3 * 2 * 2  # transactions, events of each, phases of each
     assert threading.get_ident() not in threads
+
+
+async def test_a_transaction_commits_alone_if_the_next_batch_gets_no_thread(url, with_timing, monkeypatch, no_threads):
+    with_timing(topic_taken=SOON)
+    monkeypatch.setattr(GroupCommit, "is_running", True)  # as if the thread ended behind each look
+    async with aio.connect(url, group_commit=True) as bridge:
+        await one(bridge, b"0")
+        refused = no_threads(0, when=lambda thread: "group commit" in thread.name)
+        for value in (b"1", b"2"):
+            await one(bridge, value)
+    assert refused and values(url, "a") == [b"0", b"1", b"2"]
 
 
 async def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(bridge):

@@ -449,7 +449,10 @@ class Member(TakenWriter, Writer):
             return False
         self._on_end = on_end
         self._joined = True
-        self._group.join(self)
+        try:
+            self._group.join(self)
+        except RuntimeError:  # no thread can be started
+            return not self.withdraw()
         return True
 
     def withdraw(self) -> bool:
