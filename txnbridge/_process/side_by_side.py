@@ -19,7 +19,7 @@ from txnbridge._base.messages import Message, check_place, split_item
 from txnbridge._base.token import Outcome, State
 from txnbridge._base.topic import Topic, encode_message
 from txnbridge._process.polled_batch import PolledBatch
-from txnbridge.errors import InvalidOption, InvalidState
+from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState
 
 ORDERS = ("key", "partition", "none")
 _place = attrgetter("source", "position")
@@ -152,9 +152,15 @@ class SideBySide:
 
     def _start_threads(self, wanted: int) -> None:
         while self._threads < min(wanted, self._concurrency):
-            self._threads += 1
             # A daemon, because a call that hangs must not keep the program from ending.
-            Thread(target=self._work, name=f"txnbridge {self._name} {self._threads}", daemon=True).start()
+            thread = Thread(target=self._work, name=f"txnbridge {self._name} {self._threads + 1}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:  # these handle all messages
+                    return
+                raise BrokerUnavailable(f"this machine starts no thread for the handler now: {error}") from error
+            self._threads += 1
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -63,6 +63,15 @@ def test_messages_of_several_keys_are_handled_at_once_and_those_of_one_key_in_or
         assert [int(m.value) for m in sent if m.key == key] == handler.seen[key]
 
 
+@pytest.mark.parametrize("refused", [range(2), range(1, 3)])
+def test_the_messages_are_handled_where_fewer_threads_or_none_can_be_started_for_a_while(bridge, no_threads, refused):
+    feed(bridge, 2 * KEYS)
+    failed = no_threads(refused, when=lambda thread: thread.name in ("txnbridge g 1", "txnbridge g 2"))
+    processor = bridge.processor("in", group="g", each=Meeting(1), concurrency=2)
+    processor.run(until_idle=True)
+    assert failed and processor.stats.messages == len(bridge.read("out", 100)) == 2 * KEYS
+
+
 @pytest.mark.parametrize(("order", "at_once"), [("partition", 2), ("none", 14)])
 def test_the_order_that_is_kept_is_chosen(bridge, order, at_once):
     with bridge.transaction() as txn:
