@@ -371,7 +371,11 @@ class Processor(ConnectionUser):
         """Run the loop in a thread of its own until the end of the block, which raises the loop's error, if any."""
         self._begin()
         self._thread = threading.Thread(target=self._loop_in_thread, name=f"txnbridge {self._group}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
@@ -430,6 +434,8 @@ class Processor(ConnectionUser):
             assert self._stop.signalled is not None
             raise SystemExit(128 + self._stop.signalled) from None
         except Exception as error:
+            if self._since is not None:  # no thread could be started that watches over a stop
+                self._leave()
             if self._stop.forced:
                 raise self._late() from error
             raise

@@ -72,6 +72,15 @@ def test_the_messages_are_handled_where_fewer_threads_or_none_can_be_started_for
     assert failed and processor.stats.messages == len(bridge.read("out", 100)) == 2 * KEYS
 
 
+@pytest.mark.parametrize("name", ["txnbridge g", "txnbridge g stop"])
+def test_a_processor_whose_thread_cannot_be_started_leaves_its_group(bridge, no_threads, name):
+    feed(bridge, 1)
+    no_threads(0, when=lambda thread: thread.name == name)
+    with suppress(RuntimeError), bridge.processor("in", group="g", each=Meeting(1)):
+        pass
+    assert not bridge.admin.group("g").members
+
+
 @pytest.mark.parametrize(("order", "at_once"), [("partition", 2), ("none", 14)])
 def test_the_order_that_is_kept_is_chosen(bridge, order, at_once):
     with bridge.transaction() as txn:
