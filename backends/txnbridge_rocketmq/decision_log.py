@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Generic, TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, TxnBridgeError
@@ -44,18 +45,19 @@ _MOST_TOGETHER, _MOST_BYTES = 64, 1 << 20
 # A request has the time of the thread that sends it. A message goes along only if its thread has hardly more time, so
 # that a thread with a short deadline fails no other one.
 _MORE_TIME = 1.1
+# The interval at which a waiting thread looks whether nobody sends.
+_LOOK_SECONDS = 0.1
 
 
 class _Append(Generic[T]):
-    """A message that waits to be stored. `wake` is released once it has a result, or once its thread has to send."""
+    """A message that waits to be stored. `wake` is set once it has a result, or once its thread has to send."""
 
     def __init__(self, message: WireMessage, deadline: Deadline) -> None:
         self.message = message
         self.deadline = deadline
         self.result: T | RemotingError | None = None
-        self.sends = False
-        self.wake = threading.Lock()
-        self.wake.acquire()
+        self.taken = self.sends = False
+        self.wake = threading.Event()
 
 
 class AppendQueue(Generic[T]):
@@ -69,19 +71,29 @@ class AppendQueue(Generic[T]):
         self._send = send
         self._lock = threading.Lock()
         self._waiting: deque[_Append[T]] = deque()
-        self._has_sender = False
+        self._sending = threading.Lock()  # of the thread that sends
 
     def store(self, message: WireMessage, deadline: Deadline) -> T:
         """Store a message, and return its result. Raise a `RemotingError`."""
         append: _Append[T] = _Append(message, deadline)
+        held: list[bool] = []
         try:
             with self._lock:
                 self._waiting.append(append)
-                append.sends = not self._has_sender
-                self._has_sender = True
-            if append.sends or (append.wake.acquire(timeout=deadline.left()) and append.sends):
-                self._send_waiting(append)
+                append.sends = len(self._waiting) == 1 and not self._sending.locked()
+            while append.result is None and not held:
+                is_free = not self._sending.locked()
+                if append.sends and Deadline(0).acquire(self._sending, held):
+                    if not append.taken:
+                        self._send_waiting(append)
+                elif deadline.expired:
+                    break
+                elif not append.wake.wait(min(deadline.left(), _LOOK_SECONDS)) and is_free:
+                    append.sends = True  # a signal handler's exception kept the last sender from naming the next one
+                append.wake.clear()
         finally:
+            if held:
+                self._sending.release()
             self._leave(append)
         if append.result is None:
             raise ResponseTimeout("another thread has sent this message and got no answer", may_have_had_effect=True)
@@ -95,32 +107,29 @@ class AppendQueue(Generic[T]):
             if append.result is None and append in self._waiting:
                 self._waiting.remove(append)
                 append.result = ResponseTimeout("no time was left to send this message")
-            if not append.sends:
-                return
-            self._has_sender = bool(self._waiting)
-            if self._waiting:
+            if append.sends and self._waiting:
                 left = [(each, each.deadline.left()) for each in self._waiting]
                 longest = max(seconds for _, seconds in left)
                 sender = next(each for each, seconds in left if seconds * _MORE_TIME >= longest)
                 sender.sends = True
-                sender.wake.release()
+                sender.wake.set()
 
     def _send_waiting(self, own: _Append[T]) -> None:
-        with self._lock:
-            together = self._take(own)
-        found: Sequence[T | RemotingError | None] = [None] * len(together)
+        together: list[_Append[T]] = []
+        found: Sequence[T | RemotingError | None] = ()
         try:
+            with self._lock:
+                self._take(own, together)
             found = self._send([append.message for append in together], own.deadline)
         except RemotingError as error:
             found = [error] * len(together)
         finally:
-            for append, result in zip(together, found, strict=True):
+            for append, result in zip_longest(together, found):
                 append.result = result
-                if not append.sends:
-                    append.wake.release()
+                append.wake.set()
 
-    def _take(self, own: _Append[T]) -> list[_Append[T]]:
-        """Remove this thread's own message and the first others that fit into one request, and return them in order."""
+    def _take(self, own: _Append[T], together: list[_Append[T]]) -> None:
+        """Move this thread's own message and the first others that fit into one request to `together`, in order."""
         taken, size = {own}, len(own.message.body)
         most_time = own.deadline.left() * _MORE_TIME
         for append in self._waiting:
@@ -130,9 +139,10 @@ class AppendQueue(Generic[T]):
             if len(taken) >= _MOST_TOGETHER or size > _MOST_BYTES:
                 break
             taken.add(append)
-        together = [append for append in self._waiting if append in taken]
-        self._waiting = deque(append for append in self._waiting if append not in taken)
-        return together
+        for append in taken:
+            append.taken = True
+        together += (append for append in self._waiting if append.taken)
+        self._waiting = deque(append for append in self._waiting if not append.taken)
 
 
 class RocketMQDecisionLog(DecisionLog):

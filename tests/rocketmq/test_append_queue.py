@@ -14,6 +14,7 @@ from txnbridge_rocketmq.client.protocol.send_requests import WireMessage
 from txnbridge_rocketmq.decision_log import AppendQueue
 
 from tests.in_time import within
+from tests.interrupts import interrupted_everywhere
 from tests.rocketmq.kit import becomes_true
 from txnbridge.spi import Deadline
 
@@ -158,6 +159,15 @@ def test_a_sender_that_is_interrupted_leaves_the_queue_usable(log, pool, fault):
     assert log.store(b"d") == b"D"
 
 
+def test_an_exception_of_a_signal_handler_keeps_no_later_thread_from_storing(log):
+    log.allowed.release(999)
+
+    def store() -> None:
+        assert log.store(b"e", 5) == b"E"
+
+    assert interrupted_everywhere(store, store, ["decision_log.py", "/deadline.py"])
+
+
 def test_many_threads_get_their_own_results(log, pool):
     log.allowed.release(999)
     bodies = [b"%d-x" % number for number in range(200)]
@@ -165,4 +175,4 @@ def test_many_threads_get_their_own_results(log, pool):
     assert list(pool.map(log.store, bodies)) == [body.upper() for body in bodies]
     assert time.monotonic() - began < 30
     assert sum(map(len, log.together)) == 200
-    assert not log.queue._has_sender and not log.waiting
+    assert not log.queue._sending.locked() and not log.waiting
