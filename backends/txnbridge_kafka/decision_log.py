@@ -55,7 +55,6 @@ class _Sent:
 
     def __init__(self) -> None:
         self.report: Report | None = None
-        self.polls = False
         self.wake = threading.Event()
 
     def take_report(self, error: KafkaError | None, message: Message) -> None:
@@ -73,37 +72,33 @@ class SharedProducer:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._producer = ConfluentProducer(dict(settings))
-        self._lock = threading.Lock()
-        self._waiting: list[_Sent] = []
+        self._polling = threading.Lock()  # of the thread that polls
+        self._waiting: dict[_Sent, None] = {}
 
     def send(self, topic: str, record: bytes, deadline: Deadline) -> Report | None:
         """Send a record to partition 0 of a topic; return its delivery report, None if none came in time."""
-        sent = _Sent()
+        sent, held = _Sent(), list[bool]()
         try:
             self._producer.produce(topic, record, partition=0, on_delivery=sent.take_report)
         except KafkaException as error:
             return error.args[0], 0
-        with self._lock:
-            self._waiting.append(sent)
-            sent.polls = self._waiting[0] is sent
         try:
+            self._waiting[sent] = None
             while sent.report is None and not deadline.expired:
-                if sent.polls:
+                if held or Deadline(0).acquire(self._polling, held):
                     self._producer.poll(min(_POLL_SECONDS, seconds(deadline)))
-                else:
-                    sent.wake.wait(seconds(deadline))
+                else:  # look again soon, because a signal handler's exception may keep a thread from waking the next
+                    sent.wake.wait(min(_POLL_SECONDS, seconds(deadline)))
+                    sent.wake.clear()
         except KafkaException as error:
             sent.report = sent.report or (error.args[0], 0)
         finally:
-            self._leave(sent)
+            if held:
+                self._polling.release()
+            self._waiting.pop(sent, None)
+            for following in [*self._waiting][: len(held)]:
+                following.wake.set()
         return sent.report
-
-    def _leave(self, sent: _Sent) -> None:
-        with self._lock:
-            self._waiting.remove(sent)
-            if sent.polls and self._waiting:
-                self._waiting[0].polls = True
-                self._waiting[0].wake.set()
 
 
 class KafkaDecisionLog(DecisionLog):

@@ -16,6 +16,7 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
 
 from tests.failing import answer_calls
+from tests.interrupts import interrupted_everywhere
 from txnbridge.spi import Deadline, Emitter
 
 pytestmark = pytest.mark.offline
@@ -87,6 +88,15 @@ def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client
         assert first.result() is None
         client.held = False
         assert second.result() == (None, 2)
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_thread_from_its_report(client: Client) -> None:
+    producer = SharedProducer({})
+
+    def send() -> None:
+        assert producer.send("log", b"1", Deadline(5)) == (None, 1)
+
+    assert interrupted_everywhere(send, send, ["decision_log.py", "/deadline.py"])
 
 
 def test_a_record_that_the_client_refuses_has_its_error_at_once(client: Client) -> None:
