@@ -155,6 +155,13 @@ def test_transactions_that_come_faster_than_ids_are_opened_find_more_of_them_ope
     assert len({id for id, _ in openings}) == len(openings) == 12
 
 
+def test_transactions_begin_where_no_thread_can_be_started_that_opens_ids_ahead(openings, no_threads):
+    refused, pool = no_threads(), make_pool(4)
+    for _ in range(2):
+        pool.take(Deadline(30)).begin(Begin("txn", Deadline(30), prepare=True, hold=None))
+    assert len(refused) == len(openings) == 2
+
+
 def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_deadline():
     hold = Hold()
     ledger: Any = SimpleNamespace(newest_opening=hold)

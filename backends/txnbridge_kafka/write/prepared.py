@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from math import ceil
@@ -241,8 +242,9 @@ class PreparedIdPool:
             missing = self._wanted_ahead - len(self._ready) - len(self._ahead)
             for _ in range(0 if self._closed else missing):
                 thread = threading.Thread(target=self._open_in_background, name="txnbridge-kafka-pool", daemon=True)
-                thread.start()
-                self._ahead.append(thread)
+                with suppress(RuntimeError):  # if this machine starts no more threads now
+                    thread.start()
+                    self._ahead.append(thread)
 
     def _open_in_background(self) -> None:
         try:
