@@ -52,9 +52,10 @@ class Consumers:
     def _start_closer(self) -> None:
         name = f"txnbridge {self.connection.name} dropped"
         arguments = weakref.ref(self), self._dropped
-        self._closer = threading.Thread(target=_close_dropped, args=arguments, name=name, daemon=True)
-        self._closer.start()
-        weakref.finalize(self, self._dropped.put, None).atexit = False
+        with suppress(RuntimeError):  # if this machine starts no more threads now: the next opening tries again
+            (thread := threading.Thread(target=_close_dropped, args=arguments, name=name, daemon=True)).start()
+            self._closer = thread
+            weakref.finalize(self, self._dropped.put, None).atexit = False
 
     def drop(self, reader: Reader) -> None:
         """Have a thread close a garbage-collected consumer's reader. The collector calls this, so it takes no lock."""

@@ -417,6 +417,13 @@ def test_a_dropped_consumer_leaves_its_group(room: Room) -> None:
         txn.ack(batch[0])
 
 
+def test_a_dropped_consumer_leaves_its_group_also_if_no_thread_could_be_started_at_its_opening(no_threads) -> None:
+    refused, room = no_threads(0), Room()
+    with room.bridge:
+        room.bridge.consumer("t", "g")
+        wait_until(lambda: refused and "close" in room.broker.readers[1].calls)
+
+
 def test_a_closing_bridge_closes_what_was_dropped_and_once(room: Room) -> None:
     readers = [room.reader]
     for _ in range(20):
