@@ -283,7 +283,8 @@ class RocketMQDecisionLog(DecisionLog):
                     yield (at,), unpack_value(record) or b""
                 at += 1
                 if at > stop:
-                    self._drop_tail(stop)
+                    if (tail := self._tail) is not None and stop >= tail.end - 1:
+                        self._tail = None
                     return
             if pulled.records:
                 late = None
@@ -301,11 +302,6 @@ class RocketMQDecisionLog(DecisionLog):
             return None
         records = tail.records[at - tail.first : stop + 1 - tail.first]
         return PullResult(PullStatus.FOUND, stop + 1, tail.first, tail.end, records)
-
-    def _drop_tail(self, read_up_to: int) -> None:
-        tail = self._tail
-        if tail is not None and read_up_to >= tail.end - 1:
-            self._tail = None
 
     def _check_gap(self, pulled: PullResult, at: int) -> None:
         """Raise `PositionLost` if the broker skips offsets: queues have no gaps, so it dropped records (hazard H68)."""

@@ -86,15 +86,10 @@ def _declared(request: pytest.FixtureRequest) -> None:
             pytest.skip(f"needs {capability.value}, which is absent: {capabilities[capability].note}")
     for capability, _ in proved:
         if not capabilities[capability]:
-            request.applymarker(_expected_to_fail(capability, capabilities[capability].note))
-
-
-def _expected_to_fail(capability: Capability, note: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(
-        raises=(AssertionError, pytest.fail.Exception, TxnBridgeError),
-        reason=f"{capability.value} is declared absent ({note}); if this passes, the declaration is out of date",
-        strict=True,
-    )
+            absent = f"{capability.value} is declared absent ({capabilities[capability].note})"
+            reason = f"{absent}; if this passes, the declaration is out of date"
+            failures = AssertionError, pytest.fail.Exception, TxnBridgeError
+            request.applymarker(pytest.mark.xfail(raises=failures, reason=reason, strict=True))
 
 
 # --- the broker -----------------------------------------------------------------------------------------------------

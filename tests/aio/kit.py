@@ -11,7 +11,7 @@ from anyio import from_thread
 
 import txnbridge
 from txnbridge.aio import _calls
-from txnbridge.sql._database import _Worker
+from txnbridge.sql._database import DatabaseThread
 
 # Far more than anything takes, also on a busy machine.
 SOON = 60.0
@@ -42,7 +42,7 @@ def in_txnbridge(beside: Collection[threading.Thread] = ()) -> list[str]:
     found = []
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread not in beside}
     for ident, frame in sys._current_frames().items():
-        idle = frame.f_code is _Worker._run.__code__  # of databases: it waits for the next work
+        idle = frame.f_code is DatabaseThread._run.__code__  # of databases: it waits for the next work
         at: Any = frame if ident in names and ident != threading.get_ident() and not idle else None
         while at is not None:
             if str(at.f_globals.get("__name__")).startswith("txnbridge"):

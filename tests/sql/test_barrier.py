@@ -421,7 +421,7 @@ def test_a_block_whose_commit_gets_no_thread_leaves_nothing_to_commit(shop, engi
         with pytest.raises(TransactionAborted), bridge.transaction(db=session, group="shop") as txn:
             txn.db.execute(insert(b"1"))
             txn.send("orders", b"1")
-            monkeypatch.setattr(_database._Worker, "idle", deque())
+            monkeypatch.setattr(_database.DatabaseThread, "idle", deque())
             refused = no_threads(when=lambda thread: thread.name == "txnbridge-sql")
         session.commit()
     assert refused and sold(shop.database) == values(bridge, "orders") == []

@@ -30,7 +30,7 @@ from txnbridge.cli import main
 from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidOption, InvalidState
 from txnbridge.spi import Deadline
 from txnbridge.sql import Outbox
-from txnbridge.sql._database import _Worker
+from txnbridge.sql._database import DatabaseThread
 from txnbridge.sql.decision_log import SqlLogs
 from txnbridge.sql.relay import OutboxStore, Relay
 from txnbridge.testing import Child
@@ -580,7 +580,7 @@ def test_a_relay_whose_run_has_died_is_not_healthy(engine, bridge):
 def test_a_relay_goes_on_after_a_moment_in_which_no_thread_can_be_started(engine, bridge, no_threads, monkeypatch):
     send(engine, b"1")
     relay = bridge.relay(outbox(), engine)
-    monkeypatch.setattr(_Worker, "idle", deque())
+    monkeypatch.setattr(DatabaseThread, "idle", deque())
     refused = no_threads(range(2), when=lambda thread: thread.name == "txnbridge-sql")
     with relay:
         eventually(lambda: values(bridge) == [b"1"], "it has ended")

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     import click
     import pluggy
 
@@ -94,15 +92,12 @@ class Plugins:
         manager.add_hookspecs(Hooks)
         if self._entry_points:
             for entry in importlib.metadata.entry_points(group=GROUP):
-                self._load_one(manager, entry)
+                try:
+                    if not manager.has_plugin(entry.name):
+                        manager.register(entry.load(), entry.name)
+                except Exception as error:
+                    self.failed[entry.name] = error
         return manager
-
-    def _load_one(self, manager: pluggy.PluginManager, entry: EntryPoint) -> None:
-        try:
-            if not manager.has_plugin(entry.name):
-                manager.register(entry.load(), entry.name)
-        except Exception as error:
-            self.failed[entry.name] = error
 
     def register(self, plugin: object, name: str | None = None) -> None:
         """Add a plug-in without an entry point; bridges that are opened later use it."""

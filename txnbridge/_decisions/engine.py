@@ -396,7 +396,10 @@ class Engine:
             needed = int((seconds + _CLOCK_SKEW) * 1000)
             if self._presence is not None and self._presence[1] - self.now() >= needed:
                 with self.follower.looking(deadline) as state:
-                    if state.holds(self._presence[0]) and not self._is_far_back(self._presence[0], state):
+                    at = self._presence[0].at
+                    # New readers miss a record that the newest snapshot replaces.
+                    far_back = self._log.numbered and state.covered is not None and at < state.covered
+                    if state.holds(self._presence[0]) and not far_back:
                         return self._presence[0]
             renewal = min(max(seconds, _SHORTEST_RENEWAL), _LONGEST_RENEWAL)
             until = self.now() + needed + int(renewal * 1000)
@@ -407,10 +410,6 @@ class Engine:
         finally:
             if held:
                 self._presence_lock.release()
-
-    def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether the newest snapshot replaces the record that announces this process: new readers miss it."""
-        return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Return the fields for a record's body: the body itself, or, if it is too large, its appended body parts."""

@@ -86,7 +86,9 @@ class HalfMessages:
         return HalfTransaction(self._sync.transaction(arg, timeout=timeout), self._threads)
 
     def _run_execute(self, sync: txnbridge.HalfTransaction, arg: Any) -> Decision:
-        return self._functions.call(_execute_cancelled, self._execute, HalfTransaction(sync, self._threads), arg)
+        text = "execute was cancelled, because the block of its half messages ends; check is asked"
+        cancelled = partial(OutcomeUnknown, text)
+        return self._functions.call(cancelled, self._execute, HalfTransaction(sync, self._threads), arg)
 
     async def __aenter__(self) -> HalfMessages:
         await self._functions.__aenter__()
@@ -109,7 +111,3 @@ class HalfMessages:
             raise
         finally:
             await self._functions.__aexit__()
-
-
-def _execute_cancelled() -> OutcomeUnknown:
-    return OutcomeUnknown("execute was cancelled, because the block of its half messages ends; check is asked")

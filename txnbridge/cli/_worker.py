@@ -81,19 +81,16 @@ class WorkerProcess:
                 if self._metrics is not None and turn % _TURNS_A_METRIC == 0:
                     status["metrics"] = to_json(self._metrics.families())
                 self._write(json.dumps(status).encode() + b"\n")
-                self._watch_broker(app)
+                # The first worker alone measures the broker, because every worker would get the same numbers.
+                if self._metrics is not None and self._number == 1 and not self._watches and app._running:
+                    with suppress(InvalidState):  # the application has just ended
+                        self._metrics.watch(app.bridge)
+                        self._watches = True
                 time.sleep(_STATUS_SECONDS)
 
     def _write(self, line: bytes) -> None:
         while line:
             line = line[os.write(self._status, line) :]
-
-    def _watch_broker(self, app: App) -> None:
-        """Measure the broker in the first worker only, because every worker would get the same numbers."""
-        if self._metrics is not None and self._number == 1 and not self._watches and app._running:
-            with suppress(InvalidState):  # the application has just ended
-                self._metrics.watch(app.bridge)
-                self._watches = True
 
     def _obey(self) -> None:
         order = STOP

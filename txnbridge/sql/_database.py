@@ -228,10 +228,10 @@ class _GivenUp(Exception):
     """Raised to roll a change back, because the caller's deadline has passed."""
 
 
-class _Worker:
+class DatabaseThread:
     """A thread that runs functions, one after the other, for `within`: a new thread costs as much as a small commit."""
 
-    idle: ClassVar[deque[_Worker]] = deque()
+    idle: ClassVar[deque[DatabaseThread]] = deque()
 
     def __init__(self) -> None:
         self.work: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -246,7 +246,7 @@ class _Worker:
 
 
 _of_parents: list[object] = []  # what refers to transactions of the parent process
-os.register_at_fork(after_in_child=_Worker.idle.clear)  # their threads exist in the parent only
+os.register_at_fork(after_in_child=DatabaseThread.idle.clear)  # their threads exist in the parent only
 
 
 def within(deadline: Deadline, work: Callable[[], T], give_up: Callable[[], object] = lambda: None) -> T:
@@ -264,7 +264,7 @@ def within(deadline: Deadline, work: Callable[[], T], give_up: Callable[[], obje
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        _Worker.idle.append(worker)
+        DatabaseThread.idle.append(worker)
         ended.append(future)
         wake.wake()
 
@@ -273,9 +273,9 @@ def within(deadline: Deadline, work: Callable[[], T], give_up: Callable[[], obje
             wake.wait(min(until.left(), _TURN_SECONDS))
 
     try:
-        worker = _Worker.idle.pop()
+        worker = DatabaseThread.idle.pop()
     except IndexError:
-        worker = _Worker()
+        worker = DatabaseThread()
     try:
         # The program's listeners of a session find the context variables of the caller.
         worker.work.put(partial(contextvars.copy_context().run, run))

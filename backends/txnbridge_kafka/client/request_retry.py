@@ -117,7 +117,9 @@ class RequestRunner:
             kept = True
             raise
         except AttemptError:
-            self._try_another(connections.server)
+            with self._lock:
+                if self._servers[0] == connections.server:  # the next attempt uses another one
+                    self._servers.append(self._servers.pop(0))
             raise
         finally:
             if not kept:
@@ -143,12 +145,6 @@ class RequestRunner:
                 self._idle.append(connections)
                 return
         connections.close()
-
-    def _try_another(self, server: str) -> None:
-        """Move a server that did not answer to the end of the list, so that the next attempt uses another server."""
-        with self._lock:
-            if self._servers[0] == server:
-                self._servers.append(self._servers.pop(0))
 
     def close(self) -> None:
         """Close all idle connections. A request that is under way closes its connection at its end. Safe to repeat."""

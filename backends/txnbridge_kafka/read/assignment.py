@@ -253,7 +253,10 @@ class GroupRebalance:
             leaving = [key for key in _keys(partitions) if key in assignment.partitions]
             announced = [key for key in leaving if assignment.partitions[key].announced]
             if announced and before and not assignment.closed:
-                self._guarded(before, announced)
+                try:
+                    before(announced)
+                except BaseException as error:
+                    assignment.errors.append(error)
             here = [key for key in leaving if key in assignment.partitions]
             assignment.stop_fetching([assignment.partitions.pop(key) for key in here])
             if assignment.eager:
@@ -267,12 +270,6 @@ class GroupRebalance:
         # The group may have a new generation, which acknowledgements must name.
         self._assignment.renew_context()
         self._listener.revoking(partitions)
-
-    def _guarded(self, function: Callable[[Sequence[Partition]], None], partitions: Sequence[Partition]) -> None:
-        try:
-            function(partitions)
-        except BaseException as error:
-            self._assignment.errors.append(error)
 
 
 def _keys(partitions: list[TopicPartition]) -> list[Partition]:

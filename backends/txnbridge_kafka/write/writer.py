@@ -125,20 +125,16 @@ class KafkaWriter(Writer):
         assert self.session.producer is not None
         return self.session.producer
 
-    def _open_for_longer(self, timeout_ms: int, deadline: Deadline) -> None:
-        """Open the id with a longer transaction time-out (hazard H25). Raise `InvalidOption` if the broker refuses."""
-        before, self.session.timeout_ms = self.session.timeout_ms, timeout_ms
-        try:
-            self._reopen(deadline)
-        except errors.InvalidOption:
-            self.session.timeout_ms = before
-            raise
-
     # --- sending --------------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
         if (needed := int(begin.deadline.seconds * 1000)) > self.session.timeout_ms:
-            self._open_for_longer(needed, begin.deadline)
+            before, self.session.timeout_ms = self.session.timeout_ms, needed
+            try:
+                self._reopen(begin.deadline)  # the broker takes a time-out only when an id is opened (hazard H25)
+            except errors.InvalidOption:  # the broker refuses it
+                self.session.timeout_ms = before
+                raise
         producer = self._ready(begin.deadline)
         if self._owner.opening is not None:
             self._log = self._evidence_log(begin.deadline)

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from txnbridge import errors
@@ -168,8 +169,9 @@ class RocketMQWriter(Writer):
             return
         self._direct = self._needs_no_decision()
         # From before the decision on, this process answers no check-backs about these halves.
-        with self._owner.ender.as_owner(self._begun.transaction):
-            all_published = self._publish_undecided(deadline) if self._direct else self._decide_and_publish(deadline)
+        all_published = False
+        with self._owner.ender.as_owner(self._begun.transaction), suppress(PublishedMessageMissing):
+            all_published = self._publish(deadline) if self._direct else self._decide_and_publish(deadline)
         if not all_published and self._direct:
             self._decide_after_look_up(deadline)
         elif not all_published:
@@ -188,12 +190,6 @@ class RocketMQWriter(Writer):
         immune = half_buffer.immunity(written.settings)
         in_time = self._expires_at / 1000 - time.time() > immune + half_buffer.DIRECT_SLACK_SECONDS
         return in_time and self._halves.age < immune / 2 and self._owner.ender.finds_published(written.settings)
-
-    def _publish_undecided(self, deadline: Deadline) -> bool:
-        try:
-            return self._publish(deadline)
-        except PublishedMessageMissing:
-            return False
 
     def _publish(self, deadline: Deadline) -> bool:
         """Commit the halves directly, without a look-up. Return whether all messages are published."""

@@ -211,7 +211,9 @@ def _prepare_and_end(case: Case, decision: str) -> None:
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, hold=600, **SMALL) as bridge:
         token = case.remembered()
         if token is None:
-            _abort_forgotten(bridge, case)
+            for left in bridge.admin.transactions():
+                if left.transactional_id == case.name and left.state == "prepared":  # its token died with its process
+                    bridge.admin.abort(left.transaction)
             with bridge.transaction(prepare=True) as txn:
                 for topic in case.topics:
                     txn.send(topic, b"once")
@@ -220,13 +222,6 @@ def _prepare_and_end(case: Case, decision: str) -> None:
         outcome = bridge.commit(token) if decision == "commit" else bridge.abort(token)
         if outcome is not (Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED):
             raise AssertionError(f"the outcome of {decision} is {outcome}")
-
-
-def _abort_forgotten(bridge: Bridge, case: Case) -> None:
-    """Abort, as an administrator, prepared transactions whose tokens were lost with their process."""
-    for left in bridge.admin.transactions():
-        if left.transactional_id == case.name and left.state == "prepared":
-            bridge.admin.abort(left.transaction)
 
 
 def consume_transform_produce(case: Case) -> None:
