@@ -263,8 +263,7 @@ def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]
-    with pytest.raises(RuntimeError):
-        end_delivery.ended(TXN, True, used, Deadline(SOON))
+    end_delivery.ended(TXN, True, used, Deadline(SOON))  # which is certain, with or without the thread
     end_delivery.ended(TXN, True, used, Deadline(SOON))
     assert "txnbridge-pulsar-confirm" in [thread.name for thread in threading.enumerate()]
     end_delivery.close(Deadline(SOON))

@@ -178,9 +178,10 @@ class EndDelivery:
         """Send ends again, and end unused anchors, in the background."""
         with self._changed:
             if self._thread is None and not self._stop.is_set():
-                thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
-                thread.start()
-                self._thread = thread  # unless no more threads can be started now: the next end tries again
+                with suppress(RuntimeError):  # if no more threads can be started now: the next end tries again
+                    thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
+                    thread.start()
+                    self._thread = thread
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
         """Send remembered commits and aborts again to those of these topics that were unloaded, until the deadline.
