@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import pytest
 from txnbridge_conformance.brokers._broker import free_ports
+from txnbridge_embedded.backend import EmbeddedBackend
 
 import txnbridge
 from tests.cli.conftest import Invoke, started
@@ -27,7 +28,7 @@ from tests.in_time import wait_until
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import SpanSweep
 from txnbridge.cli import main
-from txnbridge.spi import OpenTransaction
+from txnbridge.spi import Capability, OpenTransaction, absent
 from txnbridge.testing import Child
 
 
@@ -194,6 +195,15 @@ def test_a_copy_until_idle_waits_for_open_parts_without_a_name_that_are_there_at
     copied = invoke("copy", target, "--topics", "orders", "--until-idle", "--url", urls[0])
     assert copied.exit_code == 0 and "waiting for the end of" in copied.stderr
     assert next(looks) > 3
+
+
+def test_a_copy_until_idle_says_where_it_cannot_look_for_what_other_copies_left_open(invoke, urls, monkeypatch):
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders")
+    fewer = EmbeddedBackend.capabilities.but({Capability.LIST_OPEN: absent("it is old")})
+    monkeypatch.setattr(EmbeddedBackend, "capabilities", fewer)
+    copied = invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0])
+    assert copied.exit_code == 0 and copied.stderr.count("lists no open transactions") == 2
 
 
 def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls):

@@ -128,6 +128,9 @@ class _Looks:
         self._ours = f"-{digest(bridges[0]._connection.identity.application)}"
         self._left: list[Part] | None = None
         self._quiet = False
+        for bridge in bridges:
+            if not (listing := bridge.capabilities[txnbridge.Capability.LIST_OPEN]):
+                click.echo(f"{bridge.url} lists no open transactions of other copies: {listing.note}", err=True)
 
     def __call__(self, idle: bool) -> bool:
         before, self._quiet = self._quiet, False  # also if the brokers do not answer
