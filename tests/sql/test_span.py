@@ -4,8 +4,10 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +19,7 @@ from tests.core.test_fork import in_child
 from tests.failing import answer_calls, note_calls, on_call, replace_method
 from tests.in_time import wait_until
 from tests.kill_walk import KillWalk
+from tests.sql.outbox_programs import scalars
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
 from txnbridge import Bridge, Decision, Outcome, errors, spanning
 from txnbridge.spi import Half
@@ -230,13 +233,12 @@ def test_a_resolver_that_was_paused_until_all_was_done_reports_no_torn_span(pair
     decided = answer_calls(monkeypatch, SpanResolver, "_decide", Decision.UNDECIDED)
     ends.by["checks"] = lambda *_: [*seen, *no_checks()][:1]
     with caplog.at_level("ERROR", "txnbridge"):
-        sell(pair, engine, 1, timeout=1)
+        sell(pair, engine, 1)
         wait_until(lambda: decided)
         assert found(pair, engine) == [[1]] * 3
-        time.sleep(1)
-        with engine.begin() as connection:
-            assert connection.scalar(sa.text("SELECT count(*) FROM txnbridge_barrier")) == 0
-        assert decide(decided[0][0], seen[0]) is Decision.ABORT
+        kept: sa.Select[Any] = sa.select(sa.column("decision")).select_from(sa.table("txnbridge_barrier"))
+        wait_until(lambda: scalars(str(engine.url), kept) == [])
+        assert decide(decided[0][0], replace(seen[0], deadline_at=0)) is Decision.ABORT
     assert caplog.text == ""
 
 
