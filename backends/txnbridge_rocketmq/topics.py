@@ -210,8 +210,7 @@ def all_topics(client: RemotingClient, deadline: Deadline) -> list[str]:
 
 def route_of(client: RemotingClient, topic: str, deadline: Deadline) -> TopicRoute | None:
     """Return the current route of a topic; None if the name server does not know the topic."""
-    action = f"looking at topic {topic!r}"
-    return retry(lambda: client.route(topic, deadline.left(), fresh=True), action, deadline)
+    return retry(lambda: client.route(topic, deadline.left(), fresh=True), f"looking at topic {topic!r}", deadline)
 
 
 def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline) -> None:

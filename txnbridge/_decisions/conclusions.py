@@ -64,8 +64,11 @@ class Openings(dict[IdPath, KnownOpening]):
 
         A process made such an id up for itself. `since` is the oldest process's announcement that a transaction needs.
         """
-        kept = {id: e for id, e in self.items() if not e.under.made_up or (since is not None and e.position >= since)}
-        return Openings(kept)
+        return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
+
+
+def _is_kept(known: KnownOpening, since: Position | None) -> bool:
+    return not known.under.made_up or (since is not None and known.position >= since)
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,7 @@ def _name_of(half: PendingHalf) -> str:
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
     """Return the last record of each half: a broker writes a copy of a half in each round of check-backs."""
-    by_key = {(each.record.unique_key, each.partition): each for each in halves}
-    return list(by_key.values())
+    return list({(each.record.unique_key, each.partition): each for each in halves}.values())
 
 
 def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> list[PendingHalf]:

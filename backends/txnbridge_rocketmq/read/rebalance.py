@@ -203,8 +203,7 @@ class Rebalancer:
         return time.monotonic() - since >= self._lock_timeout
 
     def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
-        action = f"looking at group {self._user_group!r}"
-        return retry_call(self.client, broker, request, action, deadline)
+        return retry_call(self.client, broker, request, f"looking at group {self._user_group!r}", deadline)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
