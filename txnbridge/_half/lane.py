@@ -388,8 +388,8 @@ class Lane:
                     self._append([*half_records(copy), *parked], deadline)
 
 
-def is_lost(error: errors.TxnBridgeError) -> bool:
-    """Return whether a lane (a topic of half messages) must be opened anew after this error of a transaction in it."""
-    return isinstance(
-        error, errors.Fenced | errors.OutcomeUnknown | errors.PositionLost | errors.NotFound
-    ) and not isinstance(error, RefusedHalf | errors.EvidenceLost)
+def is_lost(error: BaseException) -> bool:
+    """Return whether a lane (a topic of half messages) is to be opened anew after an error, perhaps an interrupt."""
+    lost = isinstance(error, errors.Fenced | errors.OutcomeUnknown | errors.PositionLost | errors.NotFound)
+    kept = isinstance(error, RefusedHalf | errors.EvidenceLost)
+    return (lost and not kept) or not isinstance(error, errors.TxnBridgeError)

@@ -292,7 +292,7 @@ class LaneGroup:
             lane = self.own_lane(deadline)
             try:
                 lane.store(half, deadline)
-            except TxnBridgeError as error:
+            except BaseException as error:
                 self._give_up(lane, error, deadline)
             else:
                 return replace(half, how=lane.how)
@@ -305,7 +305,7 @@ class LaneGroup:
                 outcome = lane.end(half, decision, deadline)
                 if time.monotonic() - self._tended_at > self._connection.timing.lane_untended:
                     self._remove_old(lane, deadline)
-            except TxnBridgeError as error:
+            except BaseException as error:
                 self._give_up(lane, error, deadline)
             else:
                 return outcome
@@ -321,11 +321,11 @@ class LaneGroup:
             if held:
                 self._turn.release()
 
-    def _give_up(self, lane: Lane, error: TxnBridgeError, deadline: Deadline) -> None:
+    def _give_up(self, lane: Lane, error: BaseException, deadline: Deadline) -> None:
         """Close a topic of half messages if the error means that another process may own it; raise any other error."""
         if is_lost(error):
             self._drop(lane)
-        if not is_lost(error) or deadline.left() <= _RETRY_SECONDS:
+        if not (is_lost(error) and isinstance(error, TxnBridgeError)) or deadline.left() <= _RETRY_SECONDS:
             raise error
         time.sleep(_RETRY_SECONDS)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from txnbridge._half.lane import Lane
 from txnbridge._half.records import read_record
 from txnbridge._half.topic_half_store import LaneGroup
 from txnbridge._write.token_operations import Outcomes
-from txnbridge.spi import Deadline, Half
+from txnbridge.spi import Deadline, Half, HalfMessage
 from txnbridge.testing import listening
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
@@ -194,6 +195,27 @@ def test_an_exception_of_a_signal_handler_keeps_no_later_call_from_ending_the_ha
         lane.end(Half(group, "sale/1", [], 0, 0), UNDECIDED, Deadline(1))
 
     assert interrupted_everywhere(end, end, ["/lane.py"])
+
+
+@pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
+def test_a_half_whose_end_a_signal_handler_interrupts_is_published_once(bridge, topic, group):
+    own, number = lanes(bridge, group), count()
+
+    def store() -> Half:
+        value = b"%d" % next(number)
+        message = HalfMessage(topic, value, None, (), None, None)
+        return own.store(Half(group, f"sale/{value.decode()}", [message], 0, 0), Deadline(60))
+
+    half = store()
+
+    def recover() -> None:
+        nonlocal half
+        assert own.end(half, COMMIT, Deadline(60)) is Outcome.COMMITTED
+        half = store()
+
+    assert interrupted_everywhere(lambda: own.end(half, COMMIT, Deadline(60)), recover, ["/lane.py"])
+    found = values(seen(bridge, topic))
+    assert found == [b"%d" % each for each in range(len(found))]
 
 
 def test_leaving_a_group_keeps_its_deadline_while_another_thread_tends_the_lanes(bridge, group, monkeypatch):
