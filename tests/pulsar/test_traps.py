@@ -85,7 +85,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(open_br
             writing_kit.flush(txn)
             held = proxy.hold(requests="SEND")
             txn.send(topic, b"late")
-        assert txn.outcome is Outcome.ABORTED, caught.value
+        assert txn.outcome is not Outcome.COMMITTED, caught.value  # None if a busy broker leaves the abort unanswered
         held.release()
         held.answered()
         send(open_bridge(), topic, b"next")
