@@ -22,6 +22,7 @@ from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
 from tests.failing import fail_call, raising, replace_method
 from tests.inside import broker_of, connection_of
+from tests.interrupts import interrupted_everywhere
 from tests.sql.outbox_programs import Shop, scalars
 from tests.sql.test_database_chaos import started
 from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
@@ -653,6 +654,24 @@ def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, brok
         pass  # the bridge runs a resolver from now on
     eventually(lambda: barrier_rows(shop.database) == [], "the row is deleted")
     assert one_for_one(shop, bridge) == [b"0"]
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_rows_from_being_deleted(shop, engine, bridge):
+    with bridge.transaction(db=engine, group="shop") as txn:
+        txn.send("orders", b"0")
+    (resolver,) = connection_of(bridge).services
+    resolver.close()  # from now on each call that forgets a transaction deletes its row
+
+    def sell_one():
+        with engine.begin() as connection:
+            connection.execute(resolver.barrier.commit_row("1", DAY_MS * 100_000))
+        resolver.forget("1")
+
+    def look():
+        resolver.forget("1")
+        assert barrier_rows(shop.database) == []
+
+    assert interrupted_everywhere(sell_one, look, ["barrier.py", "/deadline.py"])
 
 
 def test_an_abort_row_stays_a_day_longer_than_the_deadline(engine, barrier):

@@ -224,20 +224,17 @@ class BarrierResolver(Resolver):
         self.barrier.database.close()
 
     def _sweep(self) -> None:
-        if not self._sweeping.acquire(blocking=False):
-            return  # another thread does so
         try:
-            while published := list(self._published)[:_SWEEP_ROWS]:
-                self.barrier.delete_commits(published, Deadline(LOOK_SECONDS))
-                for _ in published:
-                    self._published.popleft()
-            if time.monotonic() >= self._sweep_at:
-                self._sweep_at = time.monotonic() + _SWEEP_SECONDS
-                self.barrier.delete_old_aborts(Deadline(LOOK_SECONDS))
+            with Deadline(0).holding(self._sweeping, "another thread deleted rows"):
+                while published := list(self._published)[:_SWEEP_ROWS]:
+                    self.barrier.delete_commits(published, Deadline(LOOK_SECONDS))
+                    for _ in published:
+                        self._published.popleft()
+                if time.monotonic() >= self._sweep_at:
+                    self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+                    self.barrier.delete_old_aborts(Deadline(LOOK_SECONDS))
         except errors.TxnBridgeError as error:
             _log.info("rows of group %r are deleted later: %s", self._group, error)
-        finally:
-            self._sweeping.release()
 
 
 class Barriers:
