@@ -647,6 +647,21 @@ def test_a_batch_whose_outcome_can_never_be_known_is_ended_by_hand(engine, shop,
     assert values(bridge) == ([] if how == "--published" else [b"1"])
 
 
+@pytest.mark.parametrize("batch", [None, "", "1-x"])
+def test_a_batch_whose_rows_the_database_has_lost_stays_until_it_is_ended_by_hand(engine, shop, bridge, caplog, batch):
+    send(engine, b"1")
+    die_before_the_commit(shop)
+    with engine.begin() as connection:
+        connection.execute(sa.update(outbox().state).values(batch=batch))
+    with bridge.relay(outbox(), engine, takeover=0.1) as relay:
+        eventually(lambda: "end-batch" in caplog.text, "it does not say so")
+        assert (relay.lag, values(bridge)) == (1, [b"1"])
+    given = ["relay", "end-batch", "--database", shop.database, "--outbox", "shop", "--yes"]
+    token = str(OutboxStore(outbox(), engine).state(Deadline(SOON)).token)
+    codes = [CliRunner().invoke(main, [*given, how, token]).exit_code for how in ("--published", "--again")]
+    assert codes == [3, 0]
+
+
 def run_command(shop):
     given = ["relay", "run", "--url", shop.url, "--database", shop.database, "--outbox", "shop"]
     return CliRunner().invoke(main, given).output

@@ -145,13 +145,13 @@ def end_batch(
     """
     with _store(name, schema, database) as store:
         state = store.state(Deadline(30))
-        if state.token != token or state.batch is None:
+        if state.token != token:
             raise NotFound("no batch with this token is being published")
         if not yes:
             text = f"would {'delete the rows' if published else 'publish the rows again'}"
             return cli.would({"token": token, "published": published, "would": "end-batch"}, text, "--yes")
         if published:
-            store.end_batch(token, state.batch, None, False, 1, False, Deadline(30))
+            store.end_batch(token, state.batch or "", None, False, 1, False, Deadline(30))
         else:
             store.withdraw_batch(token, None, Deadline(30))
     _log.warning("outbox %s: a batch was ended by hand as %s", name, "published" if published else "not published")

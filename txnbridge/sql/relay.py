@@ -576,5 +576,8 @@ def _ranges(ids: Sequence[int]) -> str:
 
 def _parsed(batch: str) -> list[tuple[int, int]]:
     """Return the first and the last id of each range in a text of id ranges such as "1-3,7"."""
-    parts = [(part[0], *part[1:].partition("-")) for part in batch.split(",")]  # "-" may be the sign of a number
-    return [(int(sign + first), int(last or sign + first)) for sign, first, _, last in parts]
+    parts = [(part[:1], *part[1:].partition("-")) for part in batch.split(",")]  # "-" may be the sign of a number
+    try:
+        return [(int(sign + first), int(last or sign + first)) for sign, first, _, last in parts]
+    except ValueError:
+        raise DamagedRow("the ids of the batch's rows are damaged: `txnbridge relay end-batch` ends it") from None
