@@ -28,6 +28,8 @@ _LONGEST_PAUSE = 1.0
 _MOST_BYTES = 16_000_000
 # The first bytes of the records that replace all records before them.
 _REPLACING = tuple(dump_json({"txnbridge": VERSION, "kind": each.kind})[:-1] for each in (Snapshot, Renewed))
+# The interval at which a waiting thread looks whether nobody reads: an exception may keep one from waking others.
+_LOOK_SECONDS = 1.0
 _OTHER = "another thread read the decision log"  # for error texts
 
 
@@ -52,7 +54,7 @@ class Follower:
         self._events = events
         self._now = now
         self._lock = threading.RLock()  # held by a thread that uses the state
-        self._waiting: list[Wake] = []  # of threads that wait for the end of a reading
+        self._waiting: dict[int, Wake] = {}  # of threads that wait for the end of a reading
         self._reader: int | None = None  # the thread that reads the log
         self._begun = self._ended = 0  # the number of the last reading to the log's end that has begun, and has ended
         self._is_read = False  # within `reading_once`: the log is not read to its end again
@@ -118,10 +120,10 @@ class Follower:
                 yield self._state
         finally:
             if is_reading:
+                self._reader = before
                 with self._lock:
-                    self._reader = before
                     while before is None and self._waiting:
-                        self._waiting.pop().wake()
+                        self._waiting.popitem()[1].wake()
 
     def _has_read(self, up_to: Position | None, asked: int) -> bool:
         """Return whether the log was read up to `up_to`, or else up to an end asked for after the reading `asked`."""
@@ -133,11 +135,11 @@ class Follower:
         """Return None if this thread may read now, or else what wakes it when another thread's reading ends."""
         if self._reader in (None, threading.get_ident()):
             return None
-        self._waiting.append(turn := Wake())
+        self._waiting[threading.get_ident()] = turn = Wake()
         return turn
 
     def _wait(self, turn: Wake, deadline: Deadline) -> None:
-        turn.wait(deadline.left())
+        turn.wait(min(deadline.left(), _LOOK_SECONDS))
         if deadline.expired:
             raise errors.DeadlineExceeded(f"{_OTHER} for longer than {deadline.seconds:g} s")
 

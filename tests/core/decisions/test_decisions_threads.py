@@ -1,19 +1,22 @@
 """Threads of one process that use one decision log: who waits for whom, and who reads for whom."""
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
 
 import pytest
 from txnbridge_conformance.observing import eventually
 
 from tests.core.decisions_kit import MemoryLog, follower_of
+from tests.failing import raising
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
 from txnbridge._decisions.decisions import Decisions
-from txnbridge.errors import TxnBridgeError
+from txnbridge.errors import BrokerUnavailable, TxnBridgeError
 
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 
@@ -231,3 +234,37 @@ def test_a_block_that_reads_once_and_a_thread_that_reads_do_not_wait_for_each_ot
     log.release()
     assert once.result() is COMMIT
     assert reading.result().claim is None
+
+
+class Interrupted(BaseException):
+    """Raised by a signal handler."""
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_other_thread_from_reading(join, log, pool, monkeypatch):
+    decisions, held, goes_on = join(), threading.Event(), threading.Event()
+    decisions.begin()
+
+    def hold() -> None:
+        with follower_of(decisions).looking(Deadline(60)):
+            held.set()
+            goes_on.wait(60)
+
+    def fail(_: Deadline) -> None:
+        waits.append(pool.submit(decisions.read, "X"))
+        wait_for_turns(decisions, 1)
+        pool.submit(hold)
+        assert held.wait(60)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # while this thread waits for the one that looks
+        raise BrokerUnavailable("it is away")
+
+    waits: list[Future[Any]] = []
+    before = signal.signal(signal.SIGALRM, raising(Interrupted))
+    monkeypatch.setattr(log, "end", fail)
+    try:
+        with pytest.raises(Interrupted):
+            decisions.read("X")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        monkeypatch.undo()
+        goes_on.set()
+    assert waits[0].result(20).claim is None
