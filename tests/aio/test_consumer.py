@@ -103,6 +103,16 @@ async def test_a_nack_has_messages_delivered_again(bridge):
         assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
 
 
+async def test_a_close_whose_cancelled_task_gets_no_thread_holds_up_no_later_close(bridge, no_threads):
+    consumer = await bridge.consumer("a", "g")
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        refused = no_threads(0, when=lambda thread: thread.name == "txnbridge aio")
+        await consumer.close()
+    await consumer.close()
+    assert refused
+
+
 async def test_a_call_keeps_its_deadline_behind_a_cancelled_one_and_a_close_then_ends_in_its_thread(url, broken_broker):
     runs, go_on = threading.Event(), threading.Event()
 

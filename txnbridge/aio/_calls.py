@@ -49,8 +49,9 @@ _unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
 class Call(Generic[R]):
     """A call of one function in a worker thread, for one task.
 
-    With `must_run` the function also runs if the task is cancelled before it begins. With `patience` the call waits for
-    a previous one only so many seconds, and then raises `DeadlineExceeded`, as if its task were cancelled.
+    With `must_run` the function also runs if the task is cancelled before it begins, unless no thread can be started.
+    With `patience` the call waits for a previous one only so many seconds, and then raises `DeadlineExceeded`, as if
+    its task were cancelled.
     """
 
     function: Callable[[], R]
@@ -119,20 +120,22 @@ class Call(Generic[R]):
         if self._done.locked():  # otherwise the function may have ended before it could set the event
             await ended.wait()
 
-    def run_behind(self) -> None:
-        """Start a thread that runs the function, and return: for a task that was cancelled before `run`.
+    def run_behind(self) -> bool:
+        """Start a thread that runs the function: for a task that was cancelled before `run`. Return False without one.
 
         Nobody waits for the thread. Its errors are logged.
         """
         if _removed(self._start):
             self._left_behind = _removed(self._delivery)
             self._start.append(None)
-            _in_background(self._work_behind)
+            return _in_background(self._work_behind)
+        return True
 
     def _leave(self) -> None:
         """Leave the call to a thread, because its task was cancelled."""
         if self.must_run and self._start:
-            self.run_behind()
+            if not self.run_behind() and _removed(self._start):
+                self._never_run()  # so that later calls do not wait for it
         elif _removed(self._start):
             self._never_run()
         elif _removed(self._delivery):
@@ -174,9 +177,11 @@ class Call(Generic[R]):
             _log.warning("undoing a call whose task was cancelled: %s", loggable(error))
 
 
-def _in_background(function: Callable[[], object]) -> None:
+def _in_background(function: Callable[[], object]) -> bool:
     with suppress(RuntimeError):  # an interpreter that is ending starts no threads; it closes all bridges
         threading.Thread(target=copy_context().run, args=(function,), name="txnbridge aio", daemon=True).start()
+        return True
+    return False
 
 
 def _this_loop() -> Any:
