@@ -93,9 +93,9 @@ class SharedProducer:
         except KafkaException as error:
             sent.report = sent.report or (error.args[0], 0)
         finally:
+            del self._waiting[sent]
             if held:
                 self._polling.release()
-            self._waiting.pop(sent, None)
             for following in [*self._waiting][: len(held)]:
                 following.wake.set()
         return sent.report

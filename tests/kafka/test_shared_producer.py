@@ -77,11 +77,11 @@ def test_each_thread_gets_the_report_of_its_own_record_and_one_of_them_polls(cli
     assert not client.polled_at_once
 
 
-def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client: Client) -> None:
-    producer = SharedProducer({})
+def hand_over(producer: SharedProducer, client: Client) -> None:
     client.held = True
+    client.sent.clear()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(producer.send, "log", b"1", Deadline(0.3))
+        first = pool.submit(producer.send, "log", b"1", Deadline(0.2))
         while not client.sent:
             time.sleep(0.001)
         second = pool.submit(producer.send, "log", b"2", Deadline(60))
@@ -90,13 +90,18 @@ def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client
         assert second.result() == (None, 2)
 
 
-def test_an_exception_of_a_signal_handler_keeps_no_later_thread_from_its_report(client: Client) -> None:
+def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client: Client) -> None:
+    hand_over(SharedProducer({}), client)
+
+
+def test_an_exception_of_a_signal_handler_keeps_no_later_thread_from_its_report(client, monkeypatch):
+    monkeypatch.setattr(decision_log, "_POLL_SECONDS", 60)  # a thread that is not woken comes too late
     producer = SharedProducer({})
 
     def send() -> None:
         assert producer.send("log", b"1", Deadline(5)) == (None, 1)
 
-    assert interrupted_everywhere(send, send, ["decision_log.py", "/deadline.py"])
+    assert interrupted_everywhere(send, lambda: hand_over(producer, client), ["decision_log.py", "/deadline.py"])
 
 
 def test_a_record_that_the_client_refuses_has_its_error_at_once(client: Client) -> None:
