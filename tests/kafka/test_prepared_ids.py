@@ -13,6 +13,7 @@ from txnbridge_kafka.write.prepared import PreparedIdPool, prepares_for
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
 
 from tests.in_time import Hold
+from tests.interrupts import interrupted_everywhere
 from tests.kafka.kit import opened_ahead
 from txnbridge import DeadlineExceeded
 from txnbridge.spi import Begin, Deadline, Identity
@@ -160,6 +161,15 @@ def test_transactions_begin_where_no_thread_can_be_started_that_opens_ids_ahead(
     for _ in range(2):
         pool.take(Deadline(30)).begin(Begin("txn", Deadline(30), prepare=True, hold=None))
     assert len(refused) == len(openings) == 2
+
+
+def test_an_exception_of_a_signal_handler_takes_no_id_from_the_pool(openings):
+    pool = make_pool(1)
+
+    def take() -> None:
+        pool.take(Deadline(5)).close()
+
+    assert interrupted_everywhere(take, take, ["prepared.py"])
 
 
 def test_a_thread_that_waits_for_anothers_opening_of_the_owners_id_keeps_its_deadline():

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import count
 from math import ceil
 from typing import Any
+from weakref import WeakValueDictionary
 
 from txnbridge.errors import DeadlineExceeded, Fenced, InvalidState, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
@@ -153,7 +154,8 @@ class PreparedIdPool:
         self._last_ms = self._default_ms  # the time-out of the last transaction that began
         self._ids: list[str] = []
         self._numbers = count()
-        self._taken: set[str] = set()
+        # By id. A writer that an exception of a signal handler has dropped gives its id back, too.
+        self._taken: WeakValueDictionary[str, KafkaPreparedWriter] = WeakValueDictionary()
         self._used: set[str] = set()  # every id that was ever taken
         self._next = 0
         self._ready: deque[KafkaPreparedWriter] = deque()
@@ -212,17 +214,19 @@ class PreparedIdPool:
         """Replace an id of the pool by a new id, and return the new id. The old id is never used again."""
         with self._lock:
             new = self._ids[self._ids.index(id)] = self._new_id()
-            self._taken.discard(id)
-            self._take_id(new)
+            self._used.add(new)
+            if (writer := self._taken.pop(id, None)) is not None:
+                self._taken[new] = writer
         return new
 
-    def _take_id(self, id: str) -> None:
-        self._taken.add(id)
+    def _take_id(self, id: str) -> KafkaPreparedWriter:
         self._used.add(id)
+        writer = self._taken[id] = KafkaPreparedWriter(self, self._cluster, self._owner, id, self._last_ms)
+        return writer
 
     def release(self, writer: KafkaPreparedWriter) -> None:
         with self._lock:
-            self._taken.discard(writer.id)
+            self._taken.pop(writer.id, None)
 
     def close(self, deadline: Deadline) -> None:
         """Close the writer whose id was opened ahead, and open no more ids."""
@@ -266,12 +270,11 @@ class PreparedIdPool:
         free = self._find_free(deadline)
         if free is None:
             return None
-        id, before = free
-        writer = KafkaPreparedWriter(self, self._cluster, self._owner, id, self._last_ms)
+        writer, before = free
         try:
             writer.session.previous_transaction = before
             if before is not None and before.state in ("CompleteCommit", "CompleteAbort"):
-                key = evidence_key(id, before.pid, f"start {before.start}")
+                key = evidence_key(writer.id, before.pid, f"start {before.start}")
                 self._owner.record_outcome(key, before.state in COMMITTED, deadline)
             self._owner.check(deadline)
             writer.open(deadline)
@@ -280,8 +283,8 @@ class PreparedIdPool:
             raise
         return writer
 
-    def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Take the next of the owner's transactional ids without an unresolved transaction; return id and description.
+    def _find_free(self, deadline: Deadline) -> tuple[KafkaPreparedWriter, TransactionDescription | None] | None:
+        """Take the owner's next id without an unresolved transaction; return its writer and the id's description.
 
         Return None if there is none, or if the owner has as many unresolved transactions as it may have. The
         description is None if the coordinator does not know the id.
@@ -292,8 +295,7 @@ class PreparedIdPool:
             new = next((id for id in candidates if id not in self._used), None)
             if new is not None and len(self._used) + len(self._owner.inherited_ids) < self._owner.prepared_ids:
                 # No process has opened this id before, because it contains the owner's opening.
-                self._take_id(new)
-                return new, None
+                return self._take_id(new), None
         described = self._cluster.requests.describe([*self._ids, *self._owner.inherited_ids], deadline)
         if sum(last.state == OPEN for last in described.values()) >= self._owner.prepared_ids:
             return None
@@ -306,9 +308,8 @@ class PreparedIdPool:
             with self._lock:
                 if id in self._taken or id not in self._ids:
                     continue  # another thread has taken or replaced it meanwhile
-                self._take_id(id)
                 self._next = (self._ids.index(id) + 1) % len(self._ids)
-            return id, last
+                return self._take_id(id), last
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
