@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain, repeat
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -43,7 +44,7 @@ from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.failing import EACH, answer_calls, fail_call, raising
 from tests.in_time import Hold, wait_until
-from tests.interrupts import interrupted_everywhere
+from tests.interrupts import Interrupted, interrupted_everywhere
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
 from tests.pulsar.kit import Kept
 from tests.pulsar.reading_kit import Member
@@ -319,6 +320,12 @@ def test_an_exception_of_a_signal_handler_lets_no_later_transaction_wait_for_an_
         assert not deadline.expired
 
     assert interrupted_everywhere(end_one, settle, ["end_delivery.py"])
+    this = get_ident()
+    for number in range(9):  # also as it takes the lock
+        with monkeypatch.context() as patch, suppress(Interrupted):
+            fail_call(patch, threading.Condition, "__enter__", Interrupted, number, when=lambda *_: get_ident() == this)
+            end_one()
+        settle()
 
 
 def test_an_end_that_comes_while_another_thread_gives_earlier_ones_up_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

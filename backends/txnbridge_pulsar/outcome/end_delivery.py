@@ -157,7 +157,7 @@ class EndDelivery:
         self._anchors = anchors or Anchors(cluster)
         self._changed = threading.Condition()
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
-        self._delivering: dict[Participant, object] = {}  # and a mark of the call that sends its ends again
+        self._delivering: dict[Participant, None] = {}  # those to which a call sends ends again
         self._last_at = self._moved_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -191,7 +191,7 @@ class EndDelivery:
         """
         busy = [each for each in self._moved(topics) if not self._deliver_again(each, deadline)]
         with self._changed:
-            self._changed.wait_for(lambda: topics.isdisjoint(each.topic for each in self._delivering), deadline.left())
+            self._changed.wait_for(lambda: topics.isdisjoint(one.topic for one in [*self._delivering]), deadline.left())
         for each in busy:  # the other thread may have looked for ends right before the last one came
             self._deliver_again(each, deadline)
 
@@ -201,12 +201,12 @@ class EndDelivery:
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> bool:
         """Send ends again to an unloaded participant; keep failed ones for later. Return False if a thread does so."""
-        mark = object()
+        mine = False
         try:
             with self._changed:
-                if missed not in self._recent or missed in self._delivering:
-                    return missed not in self._delivering
-                self._delivering[missed], ended = mark, self._recent[missed]
+                if (busy := missed in self._delivering) or missed not in self._recent:
+                    return not busy
+                self._delivering[missed], ended, mine = None, self._recent[missed], True
                 self._moved_at = time.monotonic()
             while ended:
                 _end_on(self._cluster, ended[0].txn, ended[0].commit, missed.topic, missed.subscription, deadline)
@@ -219,9 +219,9 @@ class EndDelivery:
             else:
                 _log.debug("ending transaction %s again on %s: %s", ended[0].txn, missed.topic, error)
         finally:
-            with self._changed:
-                if missed in self._delivering and self._delivering[missed] is mark:
-                    del self._delivering[missed]
+            if mine:
+                del self._delivering[missed]  # before the lock, where an exception of a signal handler may come
+                with self._changed:
                     self._changed.notify_all()
         return True
 
