@@ -18,6 +18,7 @@ from tests.core.half.ends import Ends, addresses, failing, no_checks, span_pair
 from tests.core.test_fork import in_child
 from tests.failing import answer_calls, note_calls, on_call, replace_method
 from tests.in_time import wait_until
+from tests.interrupts import interrupted_everywhere
 from tests.kill_walk import KillWalk
 from tests.sql.outbox_programs import scalars
 from tests.sql.span_programs import Shop, rows, sell_all, sell_one
@@ -78,6 +79,17 @@ def test_rows_and_messages_are_committed_together_or_not_at_all(pair, engine):
         span.db.exec_driver_sql("INSERT INTO sales VALUES (4)")
     assert found(pair, engine) == [[1, 4], [1], [1]]
     assert [each for bridge in pair for each in bridge.admin.transactions()] == []
+
+
+def test_an_exception_of_a_signal_handler_at_the_end_of_a_span_leaves_no_database_transaction_open(pair, engine):
+    spans = list[txnbridge.Span]()
+
+    def begin() -> None:
+        wait_until(lambda: engine.pool.checkedout() == 0)
+        spans.append(spanning(*pair, db=engine).__enter__())
+
+    begin()
+    assert interrupted_everywhere(lambda: spans[-1].__exit__(None, None, None), begin, ["_half/span.py"])
 
 
 LOST = sa.exc.OperationalError("COMMIT", None, ConnectionError("the answer is lost"))

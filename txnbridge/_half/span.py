@@ -294,11 +294,12 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not self._ending.acquire(blocking=False):  # `abort` has ended it
-            if self.outcome is Outcome.ABORTED:
-                self._abort(prepared=False)  # it could not abort a part in the midst of a call
-            return isinstance(error, errors.Abort)
+        held: list[bool] = []
         try:
+            if not Deadline(0).acquire(self._ending, held):  # `abort` has ended it
+                if self.outcome is Outcome.ABORTED:
+                    self._abort(prepared=False)  # it could not abort a part in the midst of a call
+                return isinstance(error, errors.Abort)
             if error is None:
                 self._finish()
         except BaseException as failure:
@@ -307,12 +308,13 @@ class Span:
                 failure.token = str(self.token) if self.tokens and self.outcome is Outcome.UNKNOWN else None
             raise
         finally:
-            if self.outcome in (None, Outcome.ABORTED):
-                self.outcome = Outcome.ABORTED
-                self._abort()
-            if self._database is not None and error is not None and self._database.outcome is None:
-                with suppress(errors.TxnBridgeError):
-                    self._database.__exit__(kind, error, trace)
+            if held or self._ending.acquire(blocking=False):  # a signal handler's exception may come before the first
+                if self.outcome in (None, Outcome.ABORTED):
+                    self.outcome = Outcome.ABORTED
+                    self._abort()
+                if self._database is not None and error is not None and self._database.outcome is None:
+                    with suppress(errors.TxnBridgeError):
+                        self._database.__exit__(kind, error, trace)
         return isinstance(error, errors.Abort)
 
     def _finish(self) -> None:
