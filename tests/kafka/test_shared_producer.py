@@ -78,6 +78,7 @@ def test_each_thread_gets_the_report_of_its_own_record_and_one_of_them_polls(cli
 
 
 def hand_over(producer: SharedProducer, client: Client) -> None:
+    """Let one thread poll until its time is over, and then another one."""
     client.held = True
     client.sent.clear()
     with ThreadPoolExecutor(2) as pool:
@@ -90,11 +91,9 @@ def hand_over(producer: SharedProducer, client: Client) -> None:
         assert second.result() == (None, 2)
 
 
-def test_another_thread_polls_when_the_time_of_the_polling_thread_is_over(client: Client) -> None:
-    hand_over(SharedProducer({}), client)
-
-
-def test_an_exception_of_a_signal_handler_keeps_no_later_thread_from_its_report(client, monkeypatch):
+def test_another_thread_polls_behind_one_whose_time_is_over_also_after_an_exception_of_a_signal_handler(
+    client, monkeypatch
+):
     monkeypatch.setattr(decision_log, "_POLL_SECONDS", 60)  # a thread that is not woken comes too late
     producer = SharedProducer({})
 

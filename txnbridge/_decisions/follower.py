@@ -22,14 +22,13 @@ from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.records import VERSION, Birth, LogRecord, Renewed, Snapshot, dump_json, encode
 from txnbridge.spi import DecisionLog
 
-# The longest pause before a failed append is repeated.
+# The longest pause before a failed append is repeated, and before a waiting thread looks whether nobody reads: an
+# exception of a signal handler may keep a thread from waking others.
 _LONGEST_PAUSE = 1.0
 # A reading folds its records after this many bytes, so that a long log is not in memory as a whole.
 _MOST_BYTES = 16_000_000
 # The first bytes of the records that replace all records before them.
 _REPLACING = tuple(dump_json({"txnbridge": VERSION, "kind": each.kind})[:-1] for each in (Snapshot, Renewed))
-# The interval at which a waiting thread looks whether nobody reads: an exception may keep one from waking others.
-_LOOK_SECONDS = 1.0
 _OTHER = "another thread read the decision log"  # for error texts
 
 
@@ -98,17 +97,20 @@ class Follower:
         is_reading = False
         asked: int | None = None  # the number of the last reading that had begun when this thread came
         try:
-            while not is_reading:
+            while True:
                 with self._locked(deadline):
                     asked = self._begun if asked is None else asked
                     if not reads and self._has_read(up_to, asked):
                         yield self._state
                         return
-                    if (turn := self._turn()) is None:
+                    if self._reader in (None, threading.get_ident()):
                         before, self._reader, is_reading = self._reader, threading.get_ident(), True
+                        break
+                    self._waiting[threading.get_ident()] = turn = Wake()
                 # Without the lock, which the thread that reads may hold beyond this thread's deadline.
-                if turn is not None:
-                    self._wait(turn, deadline)
+                turn.wait(min(deadline.left(), _LONGEST_PAUSE))
+                if deadline.expired:
+                    raise errors.DeadlineExceeded(f"{_OTHER} for longer than {deadline.seconds:g} s")
             if up_to is not None:
                 self._reach(up_to, deadline)
             elif not self._is_read:
@@ -130,18 +132,6 @@ class Follower:
         cursor = self._state.cursor
         is_read = self._ended > asked if up_to is None else cursor is not None and cursor[0] >= up_to
         return is_read and self._state.completeness.complete
-
-    def _turn(self) -> Wake | None:
-        """Return None if this thread may read now, or else what wakes it when another thread's reading ends."""
-        if self._reader in (None, threading.get_ident()):
-            return None
-        self._waiting[threading.get_ident()] = turn = Wake()
-        return turn
-
-    def _wait(self, turn: Wake, deadline: Deadline) -> None:
-        turn.wait(min(deadline.left(), _LOOK_SECONDS))
-        if deadline.expired:
-            raise errors.DeadlineExceeded(f"{_OTHER} for longer than {deadline.seconds:g} s")
 
     @contextmanager
     def reading_once(self, deadline: Deadline) -> Iterator[None]:

@@ -12,6 +12,7 @@ from txnbridge_conformance.observing import eventually
 
 from tests.core.decisions_kit import MemoryLog, follower_of
 from tests.failing import raising
+from tests.interrupts import Interrupted
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Position
 from txnbridge._base.token import Decision
@@ -234,10 +235,6 @@ def test_a_block_that_reads_once_and_a_thread_that_reads_do_not_wait_for_each_ot
     log.release()
     assert once.result() is COMMIT
     assert reading.result().claim is None
-
-
-class Interrupted(BaseException):
-    """Raised by a signal handler."""
 
 
 def test_an_exception_of_a_signal_handler_keeps_no_other_thread_from_reading(join, log, pool, monkeypatch):
