@@ -659,7 +659,7 @@ def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, brok
 def test_an_exception_of_a_signal_handler_keeps_no_later_rows_from_being_deleted(shop, engine, bridge):
     with bridge.transaction(db=engine, group="shop") as txn:
         txn.send("orders", b"0")
-    (resolver,) = connection_of(bridge).services
+    resolver: Any = next(iter(connection_of(bridge).services))
     resolver.close()  # from now on each call that forgets a transaction deletes its row
 
     def sell_one():
