@@ -37,10 +37,11 @@ from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
 from txnbridge._decisions.decisions import Decisions
 from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken
-from txnbridge.spi import Deadline, Decision, Identity, Partition, Status, Subscription, TokenState
+from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, TokenState
 
 pytestmark = pytest.mark.offline
 
+COORDINATOR = 2  # of each group
 LOST = None  # the request was sent, and its answer is lost
 UNKNOWN_TOPIC, NOT_LEADER, DENIED, INVALID_PARTITIONS, KAFKA_STORAGE_ERROR = 3, 6, 29, 37, 56
 
@@ -60,10 +61,11 @@ class Cluster:
 
     def __init__(self, *topics: Fields) -> None:
         self.topics, self.answers = list(topics), list[Any]()
+        self.deleted_at = 0  # a node that no longer has the topics
 
     def send(self, connections: object, node: int, request: wire.Request) -> Any:
         if request.api is wire.METADATA:
-            return Fields(controller_id=1, brokers=[], topics=self.topics)
+            return Fields(controller_id=1, brokers=[], topics=[] if node == self.deleted_at else self.topics)
         answer = self.answers.pop(0)
         if answer is LOST:
             raise AttemptError("the broker closed the connection")
@@ -74,6 +76,7 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster(topic("orders"))
     answer_calls(monkeypatch, Connections, "connect")
+    answer_calls(monkeypatch, Connections, "group_coordinator", COORDINATOR)
     monkeypatch.setattr(Connections, "send", lambda *asked: cluster.send(*asked))
     return cluster
 
@@ -182,6 +185,25 @@ def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pyt
     assert pauses
 
 
+def group_starts(requests: Requests, count: int, positions: Sequence[int] = ()) -> start_positions.KafkaStartPositions:
+    read, ledger = Subscription(("orders",), "group"), Decisions(MemoryLog(), timeout=30).ledger
+    context: Any = Fields(application="a", ledger=lambda _, id: ledger(id))
+    if positions:
+        record = {"partitions": count, "positions": list(positions)}
+        LedgerValue(ledger("group/group/orders")).update(lambda _: record, Deadline(30))
+    counts = {"orders": count}
+    return start_positions.KafkaGroupStartPositions(requests, read, context, counts, lambda _: [], Deadline(30))
+
+
+def test_a_group_has_lost_no_position_in_a_topic_that_is_deleted_meanwhile(cluster, requests, monkeypatch):
+    monkeypatch.setattr(requests, "positions", lambda *_, **__: {("orders", 0): None})
+    starts, asked = group_starts(requests, 1, [0]), {("orders", 0): SeekRequest()}
+    cluster.deleted_at = COORDINATOR  # who has dropped the offsets; another broker still has the topic
+    assert starts.resolve(asked, Deadline(30)).offsets == {}
+    cluster.deleted_at = 0
+    assert "dropped its committed offset" in starts.resolve(asked, Deadline(30)).offsets["orders", 0].why
+
+
 @pytest.mark.parametrize("group", [None, "group"])
 def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, monkeypatch, caplog, group):
     monkeypatch.setattr(start_positions, "_LEADER_SECONDS", 0)
@@ -189,12 +211,9 @@ def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, mon
     cluster.answers = [ends(0), ends(0)]
     asked = {("orders", number): SeekRequest() for number in (0, 1)}
     monkeypatch.setattr(requests, "positions", lambda *_, **__: dict.fromkeys(asked))
-    read, ledger = Subscription(("orders",), group), Decisions(MemoryLog(), timeout=30).ledger
-    context: Any = Fields(application="a", ledger=lambda _, id: ledger(id))
-    starts = start_positions.KafkaStartPositions(requests, read)
+    starts = start_positions.KafkaStartPositions(requests, Subscription(("orders",), None))
     if group is not None:
-        counts, soon = {"orders": 2}, Deadline(30)
-        starts = start_positions.KafkaGroupStartPositions(requests, read, context, counts, lambda _: [], soon)
+        starts = group_starts(requests, 2)
     for _ in range(2):
         found = starts.resolve(asked, Deadline(2))
         assert {**found.offsets, **found.to_commit} == {("orders", 0): 0}

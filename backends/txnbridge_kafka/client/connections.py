@@ -131,16 +131,18 @@ class Connections:
         self._coordinators.clear()
 
     def leaders(
-        self, partitions: Iterable[Partition], *, led_only: bool = False, readable_only: bool = False
+        self, partitions: Iterable[Partition], *, led_only: bool = False, readable_only: bool = False, group: str = ""
     ) -> dict[int, list[Partition]]:
         """Return the partitions by their leader's node. A partition that does not exist is left out.
 
         With `led_only` one without a leader is left out too, with `readable_only` also one that this user may not see.
+        The group's coordinator is asked, if there is a group.
         """
+        node = self.group_coordinator(group) if group else self.bootstrap_node
         wanted = set(partitions)
         passed = {DONE, UNKNOWN_TOPIC, *(NO_LEADER if led_only else ()), *(DENIED if readable_only else ())}
         leaders: dict[int, list[Partition]] = defaultdict(list)
-        for topic in self.metadata(sorted({name for name, _ in wanted})).topics:
+        for topic in self.metadata(sorted({name for name, _ in wanted}), node).topics:
             if topic.error_code not in passed:
                 check(topic.error_code, f"asking for the topic {topic.name!r}")
             for each in topic.partitions:

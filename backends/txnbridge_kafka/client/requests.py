@@ -240,12 +240,12 @@ class Requests:
 
         return self._runner.repeat(deadline, what, attempt)
 
-    def led(self, partitions: Collection[Partition], deadline: Deadline) -> set[Partition]:
-        """Return those of these partitions that have a leader now."""
+    def led(self, partitions: Collection[Partition], deadline: Deadline, group: str = "") -> set[Partition]:
+        """Return those of these partitions that have a leader now, for all that the group's coordinator knows."""
         if not partitions:
             return set()
-        led = self._runner.repeat(deadline, "looking up leaders", lambda at: at.leaders(partitions, led_only=True))
-        return set().union(*led.values())
+        attempt = partial(Connections.leaders, partitions=partitions, led_only=True, group=group)
+        return set().union(*self._runner.repeat(deadline, "looking up leaders", attempt).values())
 
     def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """Return each partition's first offset that retention has not removed."""

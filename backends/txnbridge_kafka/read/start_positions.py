@@ -104,7 +104,7 @@ class KafkaStartPositions:
 
     def _led(self, partitions: Collection[Partition], deadline: Deadline) -> set[Partition]:
         """Return the partitions that have a leader. Requests for others wait, as in `_of_known_topics`."""
-        led = self._client.led(partitions, deadline)
+        led = self._client.led(partitions, deadline, self._subscription.group or "")
         for each in partitions:
             if each in led:
                 self._warn_at.pop(each, None)
@@ -232,23 +232,22 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         """Return the offsets at which partitions without a committed offset are read first.
 
         The target of a seek comes first. Without a seek, a partition that the group had already begun to read gets a
-        lost position, because the broker has dropped its committed offset.
+        lost position: the broker has dropped its committed offset, and not because the topic was deleted meanwhile.
         """
         count, began = self._read_record(topic, deadline)
-        targets: dict[Partition, int] = {}
-        lost: dict[Partition, LostPosition] = {}
-        old: list[Partition] = []
-        added: list[Partition] = []
+        targets, lost = dict[Partition, int](), dict[Partition, LostPosition]()
+        old, added = list[Partition](), list[Partition]()
         led = self._led([(topic, number) for number in numbers], deadline)
         for number in numbers:
             partition = topic, number
             at = began[number] if number < len(began) else None
             if (target := requests[partition].target) is not None:
                 targets[partition] = target
+            elif partition not in led:
+                continue
             elif at is not None:
                 lost[partition] = LostPosition(_expired_text(self._group, partition, at), at)
-            elif partition in led:
-                # A partition that was added to the topic after the group began is read from its beginning.
+            else:  # a partition that was added to the topic after the group began is read from its beginning
                 (old if number < count else added).append(partition)
         return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._client.begins(added, deadline)})
 
@@ -302,8 +301,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         _log.warning(
             "group %r: this user may not use the decision log, so it is not noticed if the broker drops the group's"
             " offsets (after offsets.retention.minutes without members), and the group would begin again: %s",
-            self._group,
-            error,
+            *(self._group, error),
         )
 
 
