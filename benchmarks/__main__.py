@@ -21,8 +21,9 @@ BROKERS = {
     "kafka": "write read process waiting group_commit aio half_messages small tokens telemetry outbox processor_db "
     "spark_write spark_read spark_recover spans copy mirror day "
     "growth_partitions growth_transactions growth_bridges growth_log",
-    "pulsar": "write read process commit group_commit half_messages memory spark_write spans copy day",
-    "rocketmq": "write read group_commit recover day",
+    "pulsar": "write read process commit group_commit half_messages memory spark_write spans copy day "
+    "growth_partitions growth_transactions growth_bridges",
+    "rocketmq": "write read group_commit recover day growth_partitions growth_transactions growth_bridges",
 }
 # The questions of each module that does not have only the one of its name. A question is a function of its module.
 MODULES = {

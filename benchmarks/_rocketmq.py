@@ -21,6 +21,7 @@ from benchmarks._peers import PROGRAM, Peer, environment, peer, started
 from txnbridge import Bridge, connect
 
 OFFICIAL = "rocketmq-python-client==5.1.2"
+NAME = "RocketMQ"
 QUEUES = 4  # of a topic; the default of RocketMQ's tools
 _SOON = 30.0
 
@@ -42,10 +43,10 @@ def broker(settings: Mapping[str, str] | None = None) -> Iterator[Address]:
         yield Address(node.url, node.grpc_address())
 
 
-def new_topic(url: str) -> str:
+def new_topic(url: str, queues: int = QUEUES) -> str:
     name = unique("bench")
     with connect(url) as bridge:
-        bridge.admin.create_topic(name, QUEUES)
+        bridge.admin.create_topic(name, queues)
     return name
 
 

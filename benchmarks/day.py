@@ -18,6 +18,7 @@ from statistics import fmean, linear_regression
 
 from benchmarks._harness import Estimate, Report, Settings, child
 from benchmarks._ours import BODY
+from benchmarks.growth import broker_of
 from benchmarks.memory import resident
 from txnbridge import Message, Transaction, connect
 
@@ -32,8 +33,7 @@ Look = tuple[float, float, float, float, int]  # hours, MiB, descriptors, thread
 def day(settings: Settings, broker: str) -> None:
     seconds = 2 * _PARTS * 0.5 if settings.quick else SECONDS
     kit = import_module(f"benchmarks._{broker}")
-    a_broker = kit.broker() if broker == "rocketmq" else kit.broker(settings)
-    with a_broker as started, child(serve, getattr(started, "url", started), seconds) as pipe:
+    with broker_of(settings, kit) as url, child(serve, url, seconds) as pipe:
         looks: list[Look] = list(iter(pipe.recv, None))
     kept = [look for look in looks if look[0] >= looks[-1][0] / 6]
     report = Report(settings, f"{kit.NAME}: a service for {seconds / 60:.0f} minutes")
