@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -491,13 +491,18 @@ class Subscription:
     """The topics, group and settings of a reader. Without a group it reads every partition and cannot acknowledge.
 
     `start` says where a group without stored positions begins: "earliest", "latest" or a timestamp in milliseconds.
-    `sharing` is "partition", "message" or "key".
+    `sharing` is "partition", "message" or "key". The topics in `found` existed a moment ago: a pattern has found them.
     """
 
     topics: tuple[str, ...]
     group: str | None = None
     start: str | int = "earliest"
     sharing: str = "partition"
+    found: Collection[str] = ()
+
+    def creates(self, topic: str) -> bool:
+        """Return whether a reader creates this topic if it is missing, where the bridge's settings allow that."""
+        return self.group is not None and topic not in self.found
 
 
 class ReaderListener(Protocol):

@@ -20,9 +20,9 @@ class InputTopics:
     """The topics that a processor was `given`. A name with `*` is a pattern, which never fits the topics in `apart`."""
 
     def __init__(self, given: list[Topic], apart: Iterable[str]) -> None:
-        self._named = {topic.name: topic for topic in given if "*" not in topic.name}
+        self.named = {topic.name: topic for topic in given if "*" not in topic.name}
         self.patterns = [topic for topic in given if "*" in topic.name]
-        self._known: dict[str, Topic | None] = {**dict.fromkeys(apart), **self._named}
+        self._known: dict[str, Topic | None] = {**dict.fromkeys(apart), **self.named}
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
         self._denied: set[str] = set()  # the fitting topics that this user may not read
         self._missed: set[str] = set()  # the topics that were read, and that the last look did not find
@@ -43,11 +43,11 @@ class InputTopics:
         admin, deadline = connection.broker.admin, connection.deadline()
         names = admin.topic_names(deadline)
         fitting = {name: topic for name in names if (topic := self.topic(name)) and not parse_retry_topic(name)}
-        denied = set(admin.unreadable([*fitting.keys() - self._named], deadline))
+        denied = set(admin.unreadable([*fitting.keys() - self.named], deadline))
         for name in sorted(denied - self._denied):
             _log.warning("topic %r fits a pattern, and is left out: this user may not read it", name)
         self._denied = denied
-        found = {**self._named, **{name: topic for name, topic in fitting.items() if name not in denied}}
+        found = {**self.named, **{name: topic for name, topic in fitting.items() if name not in denied}}
         if not found and not self._look_at:
             patterns = ", ".join(pattern.name for pattern in self.patterns)
             if denied:

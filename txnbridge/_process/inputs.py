@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, Position
-from txnbridge._base.topic import Topic
+from txnbridge._process.input_topics import InputTopics
 from txnbridge._process.retries import parse_retry_topic, retry_group, seconds_until_due
 from txnbridge._read.consumer import RawConsumer, one_call
 from txnbridge._read.deliveries import Assignment
@@ -36,18 +36,19 @@ class ProcessorInputs:
     def __init__(
         self,
         consumers: Consumers,
-        topics: Sequence[Topic],
+        topics: InputTopics,
         retry_topics: Sequence[str],
         group: str,
         start: str | int | datetime,
     ) -> None:
         """Join `group`, and the group for `retry_topics`. Raise `NotFound` if a missing topic may not be created."""
-        self.topics = topics
+        self.topics = topics.now
         self._timeout = consumers.connection.timeout
         self._timing = consumers.connection.timing
         self._retries: RetryConsumer | None = None
         with ExitStack() as unless_opened:
-            self._inputs = RawConsumer._open(consumers, topics, group, start)
+            found = {topic.name for topic in topics.now} - topics.named.keys()
+            self._inputs = RawConsumer._open(consumers, topics.now, group, start, found=found)
             unless_opened.callback(self._inputs.close)
             if retry_topics:
                 # A message that waits must be read, whenever the group has begun.

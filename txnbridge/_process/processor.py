@@ -410,8 +410,15 @@ class Processor(ConnectionUser):
         self._since = time.monotonic()
 
     def _join(self, start: str | int | datetime) -> ProcessorInputs:
-        topics = self._input_topics.now
-        return ProcessorInputs(self._consumers, topics, self._retries.topics, self._group, start)
+        """Join the group, without a topic that a pattern has found if it was deleted meanwhile."""
+        while True:
+            topics = self._input_topics.now
+            try:
+                return ProcessorInputs(self._consumers, self._input_topics, self._retries.topics, self._group, start)
+            except errors.NotFound:
+                self._input_topics.look(self._connection, now=True)
+                if self._input_topics.now is topics:
+                    raise
 
     def _late(self) -> errors.DeadlineExceeded:
         return errors.DeadlineExceeded(

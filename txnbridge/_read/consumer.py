@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from _thread import RLock as _RLock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
 from threading import TIMEOUT_MAX
@@ -97,6 +97,7 @@ class Consumer(ConnectionUser):
         start: str | int | datetime,
         sharing: str = "partition",
         deadline: Deadline | None = None,
+        found: Collection[str] = (),
     ) -> _Kind:
         connection = consumers.connection
         if sharing not in ("partition", "message", "key"):
@@ -109,10 +110,10 @@ class Consumer(ConnectionUser):
             connection.capabilities.require(Capability.START_BY_TIME)
         if group is not None and (not isinstance(group, str) or not group.strip()):
             raise InvalidOption("a group's name is non-empty text")
-        found = topic_list(topics)
-        subscription = Subscription(tuple(topic.name for topic in found), group, start, sharing)
+        chosen = topic_list(topics)
+        subscription = Subscription(tuple(topic.name for topic in chosen), group, start, sharing, found)
         with connection.call():
-            return cls(consumers, found, subscription, deadline or connection.deadline())
+            return cls(consumers, chosen, subscription, deadline or connection.deadline())
 
     # --- reading --------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class PollingReader(Reader):
         """
         if self._settings.refuse_name is not None:
             self._settings.refuse_name(topic)
-        if self._subscription.group is not None:
+        if self._subscription.creates(topic):
             self._store.ensure_topic(self._connection, topic, deadline)
         else:
             with self._reading(deadline) as connection:

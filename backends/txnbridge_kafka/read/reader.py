@@ -79,8 +79,8 @@ class KafkaReader(Reader):
         self._fatal_error: errors.TxnBridgeError | None = None  # the error after which the client reads no more
         self._check_at = 0.0
         # A group may wait for a missing topic, so the topic is created; for a reader without a group it is not.
-        create = subscription.group is not None
-        counts = {topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics}
+        creates, topics = subscription.creates, cluster.topics
+        counts = {each: topics.partitions(each, deadline, create=creates(each)) for each in subscription.topics}
         self._requests = cluster.requests
         self._assignment = KafkaAssignment(cluster, subscription, lambda *args: self._lookup.on_commit(*args))
         try:

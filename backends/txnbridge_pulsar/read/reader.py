@@ -375,8 +375,8 @@ class PulsarReader(Reader):
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
         """Return each topic's partitions by full name. For a group, create a missing topic where that is allowed."""
-        create, topics = self._subscription.group is not None, self._cluster.topics
-        return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
+        topics, read = self._cluster.topics, self._subscription
+        return {each: topics.concrete(each, deadline, create=read.creates(each)) for each in read.topics}
 
     def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
         """Return whether a partition must not be assigned yet, because open transactions have acknowledged messages on

@@ -20,6 +20,7 @@ from tests.failing import raising
 from tests.inside import consumers_of, reader_of
 from txnbridge import Batch, Bridge, Message, Outcome, Topic, Transaction, codecs, errors
 from txnbridge._base.messages import Headers
+from txnbridge._process.input_topics import InputTopics
 from txnbridge._process.inputs import ProcessorInputs, RetryConsumer
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.processor import Processor
@@ -30,6 +31,7 @@ from txnbridge.testing import next_commit
 NEVER = 3600.0  # seconds: longer than any test
 SOON = 0.2
 HEADERS = {"kind": "new"}
+INPUT = InputTopics([Topic("in")], ())
 
 
 @pytest.fixture
@@ -232,7 +234,7 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge):
 def test_inputs_of_which_always_a_rest_is_left_do_not_keep_due_messages_waiting(bridge):
     feed(bridge, b"0")
     put_waiting(bridge, b"due", NEVER)
-    inputs = ProcessorInputs(consumers_of(bridge), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
+    inputs = ProcessorInputs(consumers_of(bridge), INPUT, [retry_topic("g", NEVER)], "g", "earliest")
     seen: set[bytes] = set()
 
     def take_and_leave() -> bool:
@@ -374,7 +376,7 @@ def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_pol
             raise txnbridge.BrokerUnavailable("a test says so")
         return answer
 
-    inputs = ProcessorInputs(consumers_of(polled(poll)), [Topic("in")], [], "g", "earliest")
+    inputs = ProcessorInputs(consumers_of(polled(poll)), INPUT, [], "g", "earliest")
     eventually(lambda: inputs.take(1, 0.05), "no message comes")
     inputs.take_back()
     answers += [[], [], None]
@@ -399,7 +401,7 @@ def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(brid
         polls.append(inner)
         return inner.poll(*given)  # type: ignore[no-any-return]
 
-    inputs = ProcessorInputs(consumers_of(polled(poll)), [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
+    inputs = ProcessorInputs(consumers_of(polled(poll)), INPUT, [retry_topic("g", NEVER)], "g", "earliest")
 
     def take(fails: bool) -> list[bytes | None]:
         found[:] = [message.value for message in inputs.take(1, 0.05)]

@@ -102,6 +102,30 @@ def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(
     assert (seen, len(failed)) == (["orders-b"], 1)
 
 
+@pytest.mark.parametrize("create", [0, 1])
+def test_a_topic_that_is_deleted_just_before_it_is_read_ends_no_processor_and_is_not_made_again(
+    tmp_path, broken_broker, create
+):
+    seen: list[str] = []
+
+    def reader(broker: Broken, subscription: spi.Subscription, *rest: Any) -> Any:
+        for topic in {"orders-b", "orders-d"}.intersection(subscription.topics):
+            bridge.admin.delete_topic(topic)
+        return broker.inner.reader(subscription, *rest)
+
+    with connect(f"{broken_broker(reader=reader)}:{tmp_path}/broker.db", create_topics=create) as bridge:
+        for name in "abc":
+            bridge.admin.create_topic(f"orders-{name}")
+        with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)) as processor:
+            bridge.admin.create_topic("orders-d")
+            bridge.admin.delete_topic("orders-c")
+            wait_until(lambda: not processor.healthy or len(bridge.admin.topics()) == 1)
+            with bridge.transaction() as txn:
+                txn.send("orders-a", b"1")
+            wait_until(lambda: not processor.healthy or seen)
+        assert [topic.name for topic in bridge.admin.topics()] == ["orders-a"]
+
+
 def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp_path, with_timing, broken_broker):
     with_timing(pattern_look=0.02)
     seen, hidden, looks = list[str](), list[bool](), list[object]()
