@@ -185,11 +185,13 @@ def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pyt
     assert pauses
 
 
-def group_starts(requests: Requests, count: int, positions: Sequence[int] = ()) -> start_positions.KafkaStartPositions:
-    read, ledger = Subscription(("orders",), "group"), Decisions(MemoryLog(), timeout=30).ledger
+def group_starts(
+    requests: Requests, count: int, positions: Sequence[int | None] = (), start: str = "earliest"
+) -> start_positions.KafkaStartPositions:
+    read, ledger = Subscription(("orders",), "group", start), Decisions(MemoryLog(), timeout=30).ledger
     context: Any = Fields(application="a", ledger=lambda _, id: ledger(id))
     if positions:
-        record = {"partitions": count, "positions": list(positions)}
+        record = {"partitions": len(positions), "positions": list(positions)}
         LedgerValue(ledger("group/group/orders")).update(lambda _: record, Deadline(30))
     counts = {"orders": count}
     return start_positions.KafkaGroupStartPositions(requests, read, context, counts, lambda _: [], Deadline(30))
@@ -202,6 +204,16 @@ def test_a_group_has_lost_no_position_in_a_topic_that_is_deleted_meanwhile(clust
     assert starts.resolve(asked, Deadline(30)).offsets == {}
     cluster.deleted_at = 0
     assert isinstance(starts.resolve(asked, Deadline(30)).offsets["orders", 0], start_positions.LostPosition)
+
+
+def test_a_partition_that_another_member_knew_first_is_read_from_its_begin(cluster, requests, monkeypatch):
+    """The topic has grown between the joins of two members of a new group that begins at the end."""
+    monkeypatch.setattr(requests, "positions", lambda *_, **__: {("orders", 1): None})
+    monkeypatch.setattr(requests, "ends", lambda asked, _: dict.fromkeys(asked, 9))
+    monkeypatch.setattr(requests, "begins", lambda asked, _: dict.fromkeys(asked, 3))
+    starts = group_starts(requests, 1, [9, None], "latest")
+    cluster.topics[0].partitions.append(Fields(partition_index=1, leader_id=1))
+    assert starts.resolve({("orders", 1): SeekRequest()}, Deadline(30)).to_commit == {("orders", 1): 3}
 
 
 @pytest.mark.parametrize("group", [None, "group"])

@@ -247,8 +247,8 @@ class KafkaGroupStartPositions(KafkaStartPositions):
                 continue
             elif at is not None:
                 lost[partition] = LostPosition(_expired_text(self._group, partition, at), at)
-            else:  # a partition that was added to the topic after the group began is read from its beginning
-                (old if number < count else added).append(partition)
+            else:  # a partition that was added after the group began, or this member, is read from its beginning
+                (old if number < min(count, self._counts[topic]) else added).append(partition)
         return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._client.begins(added, deadline)})
 
     def _first(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, int]:
