@@ -36,7 +36,7 @@ from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
 from txnbridge import BrokerUnavailable, InvalidOption, Outcome
 from txnbridge._decisions.decisions import Decisions
-from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken
+from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound
 from txnbridge.spi import Deadline, Decision, Identity, LedgerValue, Partition, Status, Subscription, TokenState
 
 pytestmark = pytest.mark.offline
@@ -62,8 +62,12 @@ class Cluster:
     def __init__(self, *topics: Fields) -> None:
         self.topics, self.answers = list(topics), list[Any]()
         self.deleted_at = 0  # a node that no longer has the topics
+        self.unaware = 0  # how many answers about topics are of a broker that does not know them yet
 
     def send(self, connections: object, node: int, request: wire.Request) -> Any:
+        if request.api is wire.METADATA and self.unaware:
+            self.unaware -= 1
+            return Fields(brokers=[], topics=[topic(each.name, UNKNOWN_TOPIC) for each in self.topics])
         if request.api is wire.METADATA:
             return Fields(controller_id=1, brokers=[], topics=[] if node == self.deleted_at else self.topics)
         answer = self.answers.pop(0)
@@ -110,6 +114,17 @@ def test_a_change_of_a_topic_whose_answer_is_lost_is_done_if_the_second_copy_fin
 def test_offsets_are_asked_for_again_when_a_leaders_disk_has_failed(cluster: Cluster, requests: Requests) -> None:
     cluster.answers = [ends(code) for code in (KAFKA_STORAGE_ERROR, 0)]
     assert requests.ends([("orders", 0)], Deadline(30)) == {("orders", 0): 0}
+
+
+def test_a_topic_that_one_broker_does_not_know_yet_is_not_missing(cluster: Cluster, requests: Requests) -> None:
+    cluster.answers, cluster.unaware = [ends(0)], 3
+    assert requests.counts(["orders"], Deadline(30)) == {"orders": 1}
+    cluster.unaware = 3
+    assert requests.ends([("orders", 0)], Deadline(30)) == {("orders", 0): 0}
+    for seconds in (30, 0.5):
+        cluster.unaware = 1000
+        with pytest.raises(NotFound):
+            requests.counts(["orders"], Deadline(seconds))
 
 
 @pytest.mark.parametrize("hidden", [topic("secret", DENIED), topic("leaderless", leader=-1)], ids=["denied", "offline"])
