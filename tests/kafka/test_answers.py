@@ -19,7 +19,12 @@ from txnbridge_kafka.admin import admin, groups
 from txnbridge_kafka.client import wire
 from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
-from txnbridge_kafka.client.protocol_types import ActiveProducer, TransactionDescription, TransactionListing
+from txnbridge_kafka.client.protocol_types import (
+    ActiveProducer,
+    CommittedOffset,
+    TransactionDescription,
+    TransactionListing,
+)
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome.outcome import read_how
@@ -236,13 +241,14 @@ def test_a_partition_without_a_leader_delays_no_other_one(cluster, requests, mon
     monkeypatch.setattr(start_positions, "_LEADER_SECONDS", 0)
     cluster.topics[0].partitions.append(Fields(partition_index=1, leader_id=-1))
     cluster.answers = [ends(0), ends(0)]
-    asked = {("orders", number): SeekRequest() for number in (0, 1)}
-    monkeypatch.setattr(requests, "positions", lambda *_, **__: dict.fromkeys(asked))
+    asked, gone = {("orders", number): SeekRequest() for number in (0, 1)}, ("orders", 2)
+    committed = {gone: CommittedOffset(5, None)}
+    monkeypatch.setattr(requests, "positions", lambda _, wanted, *__, **___: {p: committed.get(p) for p in wanted})
     starts = start_positions.KafkaStartPositions(requests, Subscription(("orders",), None))
     if group is not None:
         starts = group_starts(requests, 2)
     for _ in range(2):
-        found = starts.resolve(asked, Deadline(2))
+        found = starts.resolve({**asked, gone: SeekRequest(refused=5)}, Deadline(2))
         assert {**found.offsets, **found.to_commit} == {("orders", 0): 0}
     assert caplog.text.count("orders[1] has no leader") == 1
     cluster.topics = [topic("orders", DENIED)]

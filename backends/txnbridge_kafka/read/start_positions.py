@@ -91,13 +91,15 @@ class KafkaStartPositions:
         return "this reader's position"
 
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
-        """Return the topics' ids, and the requests for the topics that the broker knows now.
+        """Return the topics' ids, and the requests for known topics; of refused offsets those of led partitions.
 
         A broker that has just started answers before it has loaded its topics. Requests for other topics wait, and so
         does this call, because each poll of the reader looks them up again.
         """
         topic_ids = self._client.topic_ids({topic for topic, _ in requests}, deadline)
-        known = {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
+        refused = {partition for partition, request in requests.items() if request.refused is not None}
+        away = refused - self._led(refused, deadline)
+        known = {each: request for each, request in requests.items() if each[0] in topic_ids and each not in away}
         if len(known) < len(requests):
             time.sleep(min(_RETRY_SECONDS, deadline.left()))
         return topic_ids, known
