@@ -28,6 +28,7 @@ from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.outcome.proof import ProofRecord
 from txnbridge_pulsar.read import partition as partition_module
+from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings import Timing
@@ -807,6 +808,23 @@ def test_a_partition_whose_broker_stays_away_does_not_keep_another_one_from_comi
             peer.say("close_consumer", consumer_id=id, request_id=0)
         wait_until(lambda: all(each.consumer.lost for each in partitions.values()))
         member.until(lambda: len(made) == 3, SOON / 4)  # a partition alone is tried for longer
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_member_has_lost_no_subscription_that_goes_with_its_topic(monkeypatch, deleted) -> None:
+    partitions, lost = [1], errors.PositionLost("its subscription is gone")
+
+    def check(*_: object) -> None:
+        partitions[0] = 1 - deleted  # the broker is about to delete the topic, and its subscriptions go first
+        raise lost
+
+    with member_of(partitions, set(), "group") as (member, broker, ((peer, id),)):
+        broker.handlers["get_topics_of_namespace"] = replies("get_topics_of_namespace_response", topics=[])
+        member.has(1)
+        monkeypatch.setattr(GroupRegistry, "check", check)
+        peer.say("close_consumer", consumer_id=id, request_id=0)
+        with pytest.raises(errors.NotFound if deleted else errors.PositionLost):
+            member.until(lambda: False, SOON)
 
 
 def test_a_new_partition_that_cannot_be_opened_keeps_no_other_one_from_being_assigned() -> None:

@@ -134,7 +134,7 @@ class PulsarReader(Reader):
 
         def open_one(key: Partition, concrete: str) -> None:
             if key[1] < begun[key[0]]:
-                self._registry.check(concrete, deadline)
+                self._check_subscription(key, concrete, deadline)
             consumer = self._mode.open(concrete, first, deadline)
             opened.append(
                 PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
@@ -328,8 +328,8 @@ class PulsarReader(Reader):
         return failed
 
     def _reopen(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        self._check_exists(partition, deadline)
-        self._registry.check(partition.topic, deadline)
+        self._check_exists(partition.key, partition.topic, deadline)
+        self._check_subscription(partition.key, partition.topic, deadline)
         self._mode.check_kept(partition, deadline)
         partition.consumer.reopen(deadline.left())
         self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
@@ -390,13 +390,21 @@ class PulsarReader(Reader):
             partition.waits_until = time.monotonic() + self._timeout + self._timing.timeout_delay_seconds
         return time.monotonic() < partition.waits_until
 
-    def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
+    def _check_subscription(self, key: Partition, concrete: str, deadline: Deadline) -> None:
+        """Raise `PositionLost` if the group's subscription is gone, or `NotFound` if it went because its topic does."""
+        try:
+            self._registry.check(concrete, deadline)
+        except errors.PositionLost:
+            time.sleep(_DELETED_TOPIC_SECONDS)  # a broker deletes a topic's subscriptions first
+            self._check_exists(key, concrete, deadline)
+            raise
+
+    def _check_exists(self, key: Partition, concrete: str, deadline: Deadline) -> None:
         """Raise `NotFound` if the partition's topic was deleted: subscribing again would create an empty topic."""
         sure_at = time.monotonic() + _DELETED_TOPIC_SECONDS
-        while partition.topic not in self._cluster.topics.existing(partition.key[0], deadline):
+        while concrete not in self._cluster.topics.existing(key[0], deadline):
             if time.monotonic() > sure_at:
-                topic, number = partition.key
-                raise errors.NotFound(f"{topic}[{number}] no longer exists: its topic was deleted")
+                raise errors.NotFound(f"{key[0]}[{key[1]}] no longer exists: its topic was deleted")
             time.sleep(_DELETED_TOPIC_SECONDS / 10)
 
     def _apply_work(self, result: _BackgroundResult) -> None:
