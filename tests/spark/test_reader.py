@@ -19,6 +19,7 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.client.schema import OFFSET_BITS
 
 import txnbridge
+from tests.failing import on_call
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
 from txnbridge import Admin, Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
 from txnbridge._base.messages import columns_of
@@ -131,6 +132,20 @@ def test_a_topic_that_fits_a_pattern_and_may_not_be_read_stops_nothing(url, brid
     assert flat(stream.run()) == [1]
     assert stream.at.keys() == {topic}
     assert caplog.text.count(f"'{topic}-secret' fits subscribePattern, and is left out") == 1
+
+
+@mostly_embedded
+def test_a_topic_that_fits_a_pattern_and_is_deleted_before_its_ends_are_known_stops_nothing(
+    url, bridge, topic, monkeypatch
+):
+    def delete(_, topics):
+        if f"{topic}-gone" in topics:
+            bridge.admin.delete_topic(f"{topic}-gone")
+
+    send(bridge, topic, [1])
+    bridge.ensure_topics(f"{topic}-gone")
+    on_call(monkeypatch, Admin, "bounds", delete)
+    assert batch_of(url, subscribePattern=f"{topic}.*") == [1]
 
 
 def test_only_assigned_partitions_are_read(url, bridge, topic):

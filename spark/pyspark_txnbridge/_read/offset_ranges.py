@@ -55,9 +55,16 @@ def connect(options: SourceOptions) -> Bridge:
 def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
     """Return the topics' ids, and each partition's readable bounds. Raise `NotFound` for a missing topic."""
     with _planners.held(options, lambda: connect(options)) as bridge:
-        topics = _topics(bridge, options)
-        # The ids are read first, so that positions of a topic recreated in between are not taken for the old topic's.
-        topic_ids, bounds = bridge.admin.topic_ids(topics), bridge.admin.bounds(topics)
+        while True:
+            topics = _topics(bridge, options)
+            # The ids are read first, so that those of a topic recreated meanwhile are not taken for the old one's.
+            topic_ids = bridge.admin.topic_ids(topics)
+            try:
+                bounds = bridge.admin.bounds(topics)
+                break
+            except NotFound:
+                if _topics(bridge, options) == topics:  # else one that the pattern has found was deleted meanwhile
+                    raise
     if missing := sorted(set(options.partitions) - bounds.keys()):
         topic, number = missing[0]
         raise NotFound(f"option assign names {topic}[{number}], and the topic has no such partition")
