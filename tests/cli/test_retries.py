@@ -4,6 +4,7 @@ import time
 import pytest
 from txnbridge_conformance.observing import eventually
 
+from tests.failing import on_call
 from txnbridge import Capability, Poison
 from txnbridge._process.retry_overview import waiting_topics
 from txnbridge.spi import absent
@@ -74,3 +75,12 @@ def test_retries_lists_only_messages_not_due_where_a_broker_tells_no_position(
     found = {each["topic"]: (each["waiting"], each["due"]) for each in listed}
     assert found == {"shipping-retry-1ms": (0, None), "shipping-retry-3600s": (3, None)}
     assert invoke("retries", "list").stdout.endswith("this broker does not tell which of them are processed\n")
+
+
+def test_a_retry_topic_that_is_deleted_meanwhile_hides_no_other_one(bridge, waits, monkeypatch):
+    def delete(topic, **_):
+        if topic == "shipping-retry-1ms":
+            bridge.admin.delete_topic(topic)
+
+    on_call(monkeypatch, bridge, "consumer", delete)
+    assert [each.topic for each in waiting_topics(bridge)] == ["shipping-retry-3600s"]

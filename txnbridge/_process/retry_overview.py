@@ -44,7 +44,11 @@ class WaitingTopic:
 
 def waiting_topics(bridge: Bridge, group: str | None = None) -> list[WaitingTopic]:
     """Return the retry topics, of one group or of all, with the counts of messages that wait in each."""
-    return [_waiting_topic(bridge, *found) for found in _retry_topics(bridge, group)]
+    waiting: list[WaitingTopic] = []
+    for found in _retry_topics(bridge, group):
+        with suppress(NotFound):  # the topic was deleted meanwhile
+            waiting.append(_waiting_topic(bridge, *found))
+    return waiting
 
 
 def shortest_retry_topic(bridge: Bridge, group: str) -> str:
