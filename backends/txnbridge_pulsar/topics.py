@@ -105,8 +105,9 @@ class PulsarTopics:
         for concrete in self.all_concrete(deadline):
             full, _ = whole_topic(concrete)
             name = self._settings.namespace.short_name(full)
-            if name not in counts:  # a broker may not list partitions that nobody uses
-                counts[name] = 1 if full == concrete else len(self.existing(full, deadline))
+            # A broker may not list partitions that nobody uses. A topic that was deleted since has none.
+            if name not in counts and (count := 1 if full == concrete else len(self.existing(full, deadline))):
+                counts[name] = count
         return counts
 
     def partition_of(self, concrete: str) -> Partition:

@@ -33,6 +33,7 @@ from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
+from txnbridge_pulsar.topics import PulsarTopics
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
 from txnbridge_pulsar.write.acks import PulsarAckContext
@@ -58,6 +59,7 @@ SOON = 60.0
 TXN = wire.TxnId(0, 7)
 PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
 NO_LEDGER: Any = None
+NO_REST: Any = None
 
 
 def cluster_with(timing: Timing | None = None, **parts: Any) -> Any:
@@ -808,6 +810,16 @@ def test_a_partition_whose_broker_stays_away_does_not_keep_another_one_from_comi
             peer.say("close_consumer", consumer_id=id, request_id=0)
         wait_until(lambda: all(each.consumer.lost for each in partitions.values()))
         member.until(lambda: len(made) == 3, SOON / 4)  # a partition alone is tried for longer
+
+
+def test_a_topic_that_is_deleted_while_topics_are_listed_is_not_listed_without_partitions() -> None:
+    """A copy of all topics would make such a topic at its target, and be refused."""
+    client: Any = SimpleNamespace(
+        topics=lambda *_: ["persistent://a/b/t-partition-0", "persistent://a/b/u"],
+        partitions=raising(wire.TopicNotFound(0, "it was deleted")),
+    )
+    topics = PulsarTopics(cluster_with().settings, client, NO_REST)
+    assert topics.all(Deadline(SOON)) == {"u": 1}
 
 
 @pytest.mark.parametrize("deleted", [True, False])
