@@ -100,9 +100,7 @@ def translate(error: BaseException | KafkaError, what: str) -> errors.TxnBridgeE
         return errors.StorageFailed(text)
     if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
         return errors.InvalidOption(f"{text}: ask for less, or let an administrator raise transaction.max.timeout.ms")
-    if code in _REFUSED:
-        return errors.InvalidOption(text)
-    return errors.BrokerUnavailable(text)
+    return errors.InvalidOption(text) if code in _REFUSED else errors.BrokerUnavailable(text)
 
 
 def is_passing(error: BaseException | None) -> bool:

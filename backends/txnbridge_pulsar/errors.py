@@ -47,9 +47,7 @@ def translate(error: wire.PulsarError, what: str) -> errors.TxnBridgeError:
         return errors.DeadlineExceeded(text)
     if isinstance(error, wire.Closed):
         return errors.InvalidState(text)
-    if isinstance(error, wire.ServerError):
-        return _refusal(error, text)
-    return errors.BrokerUnavailable(text)
+    return _refusal(error, text) if isinstance(error, wire.ServerError) else errors.BrokerUnavailable(text)
 
 
 def _refusal(error: wire.ServerError, text: str) -> errors.TxnBridgeError:

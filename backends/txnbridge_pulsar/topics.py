@@ -277,6 +277,4 @@ def _refusal(refused: RestRefused, what: str) -> TxnBridgeError:
         return NotFound(text)
     if refused.status == 409:
         return InvalidState(text)
-    if refused.status in (400, 406, 412):
-        return InvalidOption(text)
-    return unavailable(refused, what)
+    return InvalidOption(text) if refused.status in (400, 406, 412) else unavailable(refused, what)

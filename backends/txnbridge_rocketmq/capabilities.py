@@ -80,6 +80,5 @@ _IN_ROCKSDB = absent("the broker keeps halves in RocksDB (transRocksDBEnable), w
 WITH_ROCKSDB: Mapping[Capability, Support] = dict.fromkeys((Capability.LIST_OPEN, Capability.END_OPEN), _IN_ROCKSDB)
 REJECTED = "the broker with txnbridge's own topics accepts no transactions (rejectTransactionMessage)"
 
-# Brokers accept bodies of 4 MiB by default. A process keeps all halves of a transaction in memory until the last has
-# ended.
+# Brokers accept bodies of 4 MiB by default. A process keeps all halves of a transaction until the last has ended.
 LIMITS = Limits(message_bytes=4 << 20, transaction_messages=10_000)

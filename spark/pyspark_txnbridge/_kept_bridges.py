@@ -22,8 +22,7 @@ _log = logging.getLogger("txnbridge.spark")
 Claim = Any
 Opening = Any
 
-# The most idle clients that one pool keeps. A query needs a client for each of its sinks, and a process may serve
-# several queries.
+# The most idle clients that one pool keeps: a process may serve several queries, each with several sinks.
 _MAX_IDLE_CLIENTS = 8
 # The pause between two attempts to connect to a broker that cannot be reached.
 _RECONNECT_SECONDS = 0.5

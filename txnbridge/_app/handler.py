@@ -212,9 +212,7 @@ class Handler:
             send: Send = given.send
             return send
         outbox = self.settings.get("outbox")
-        if outbox is None:
-            return self._refuse_to_send
-        return partial(outbox.send, given)
+        return self._refuse_to_send if outbox is None else partial(outbox.send, given)
 
     def _refuse_to_send(self, *message: Any, **more: Any) -> None:
         raise UnfitResult(f"with db= what {self.name} returns is sent through an outbox: give process() outbox=")

@@ -252,9 +252,7 @@ class Batch(Sequence[Message]):
     @overload
     def __getitem__(self, index: slice) -> Batch: ...
     def __getitem__(self, index: int | slice) -> Message | Batch:
-        if isinstance(index, slice):
-            return Batch(self._messages[index])
-        return self._messages[index]
+        return Batch(self._messages[index]) if isinstance(index, slice) else self._messages[index]
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self._messages)

@@ -12,14 +12,12 @@ class Timing:
     # The time for which a closing bridge waits for polls of other threads: twice a poll's default timeout, so most
     # polls end by themselves. Interrupting a poll that waits for messages loses nothing.
     closing_polls: float = 2.0
-    # The interval at which a thread that waits for a writer checks for garbage-collected transactions and a closed
-    # bridge.
+    # The interval at which a thread that waits for a writer checks for dropped transactions and a closed bridge.
     writer_checks: float = 0.1
     # Each fetched and unacknowledged message takes about 150 bytes of memory. A program with this many of them reads in
     # a group and never acknowledges, by mistake.
     unacked_messages: int = 1_000_000
-    # A processor's pass may take this much longer than its transaction's timeout, because it also polls and ends the
-    # transaction.
+    # A processor's pass may take this much longer than its transaction's timeout: it also polls and commits.
     pass_slack: float = 5.0
     # After this time without a partition, `until_idle` ends on a broker that does not report the group's lag. It is
     # longer than brokers wait by default for a dead member (Kafka: 45 s), whose partitions may then be assigned to this
@@ -75,8 +73,7 @@ class Timing:
     # A log that numbers its records is first read from this many records before its end, which takes a second. Mostly
     # one of these records is a snapshot with which the reading can begin.
     near_end: int = 20_000
-    # The largest body in bytes that fits into one record beside the record's other fields; larger ones are divided into
-    # parts.
+    # The largest body in bytes that fits into one record beside its other fields; larger ones are divided.
     inline_bytes: int = 880_000
     # A body part is smaller than the largest record by its line of JSON and a margin.
     part_bytes: int = 899_000

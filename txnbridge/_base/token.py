@@ -120,9 +120,7 @@ class Token:
     @classmethod
     def parse(cls, text: str | Token) -> Token:
         """Return the token that a text contains. Raise `InvalidToken`, and no other error, if it contains none."""
-        if isinstance(text, Token):
-            return text
-        return _read_fields(_unpack(text))
+        return text if isinstance(text, Token) else _read_fields(_unpack(text))
 
 
 def _encode(raw: bytes) -> str:

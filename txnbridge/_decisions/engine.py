@@ -85,8 +85,7 @@ class Engine:
         self._older: Follower | None = None
         self._older_used = 0.0
         self._older_lock = threading.Lock()
-        # The prefix of every nonce of this process, which recognises its own claims by it even if an append's answer
-        # was lost.
+        # The prefix of this process's nonces: it recognises its claims by it even if an append's answer was lost.
         self._author = secrets.token_hex(8)
         self._counter = itertools.count(1)
         self.owned: dict[IdPath, OpeningRef] = {}

@@ -159,8 +159,7 @@ class HalfTransaction(ConnectionUser):
             with self._connection.events.step("half.store", self._id, messages=len(self._messages)):
                 return self._store.put(half, self._deadline)
         except BaseException as error:
-            # The work is not done, so `check` answers ABORT if the half is stored nevertheless and this call to drop it
-            # fails.
+            # The work is not done: `check` answers ABORT if the half is stored nevertheless, and dropping it fails.
             with suppress(errors.TxnBridgeError):
                 self._store.end(half, Decision.ABORT, Deadline(min(END_SECONDS, self._deadline.left())))
             if isinstance(error, errors.OutcomeUnknown):

@@ -23,8 +23,7 @@ _log = logging.getLogger("txnbridge")
 
 Check = Callable[[str, Sequence[Message]], Decision]
 
-# The pauses before the next request to a broker that does not answer: each is twice as long, from the first to the
-# last.
+# The pauses before the next request to a broker that is silent: each is twice as long, from first to last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
 # The interval at which the loop checks whether a check has ended while `parallel` checks are running.
 _LOOK_SECONDS = 0.1

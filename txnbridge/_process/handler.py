@@ -68,9 +68,7 @@ def loggable(error: BaseException | None) -> str:
     """Return an error as text for log lines: only its class, unless it is an error of txnbridge without data."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(loggable, error.exceptions))
-    if isinstance(error, TxnBridgeError | Poison):
-        return reason_of(error)
-    return type(error).__name__
+    return reason_of(error) if isinstance(error, TxnBridgeError | Poison) else type(error).__name__
 
 
 def handler_location(error: BaseException, caller: str = "") -> str:

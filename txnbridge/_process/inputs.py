@@ -18,8 +18,7 @@ from txnbridge._read.deliveries import Assignment
 from txnbridge._read.open_consumers import Consumers
 from txnbridge.spi import Partition
 
-# The interval at which messages are looked for that have become due: delays are much longer, and on some brokers each
-# look needs a request.
+# The interval at which messages that are due are looked for. Delays are longer; a look may need a request.
 _LOOK_SECONDS = 0.1
 # The number of empty polls after which the messages of a failed attempt are not waited for any longer. It is half a
 # minute with the processor's polls; brokers redeliver in less than a second, if all is well.
@@ -183,8 +182,7 @@ class RetryConsumer(RawConsumer):
     @one_call("poll")
     def take(self, max_messages: int, timeout: float) -> list[Message]:
         self._resume_due()
-        # Poll the reader also while messages are left that became due together: some brokers expel a member that polls
-        # too rarely.
+        # Poll the reader also while messages that became due together are left: some brokers expel a slow member.
         left = len(self._deliveries.fetched())
         self._fetch(left + max_messages, 0.0 if left else timeout, full=True)
         self._pause_not_due()

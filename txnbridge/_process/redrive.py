@@ -161,8 +161,7 @@ class Redrive:
         with self.bridge.consumer(self.topic, f"txnbridge-redrive-{self.topic}") as consumer:
             while not _is_through(consumer, ends):
                 batch = consumer.poll(_BATCH, _POLL_SECONDS)
-                # Messages after the ends are new; some may be dead letters that this redrive has sent to the topic's
-                # end.
+                # Messages after the ends are new, some perhaps dead letters that this redrive has sent there.
                 if before_end := [m for m in batch if m.position < ends.get((m.topic, m.partition), ())]:
                     yield before_end
 

@@ -153,13 +153,11 @@ class Connections:
                     raise RetryLaterError(f"{messages.partition_name(partition)} has no leader")
         return leaders
 
-    def counts(self, topics: Iterable[str], sure_at: float) -> dict[str, int]:
-        """Return each topic's number of partitions. Before `sure_at` a missing topic may be unknown to this broker."""
+    def counts(self, topics: Iterable[str]) -> dict[str, int]:
         counts: dict[str, int] = {}
         for topic in self.metadata(sorted(topics)).topics:
             if topic.error_code == UNKNOWN_TOPIC:
-                sure = time.monotonic() >= sure_at
-                raise (NotFound if sure else RetryLaterError)(f"there is no topic {topic.name!r}")
+                raise NotFound(f"there is no topic {topic.name!r}")
             if topic.error_code not in NO_LEADER:
                 check(topic.error_code, f"looking up topic {topic.name!r}")
             counts[topic.name] = len(topic.partitions)

@@ -29,6 +29,8 @@ T = TypeVar("T")
 _SHORTEST_ATTEMPT = 0.3
 # The pauses between attempts; the last is repeated. Markers are written in milliseconds, coordinators move in seconds.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
+# For this time a missing topic is asked for again: each broker learns of a new topic a little later than the first one.
+_MISSING_SECONDS = 0.5
 # How many idle connections are kept for reuse. If more threads call at once, their connections are closed afterwards.
 _MOST_IDLE = 4
 
@@ -60,14 +62,17 @@ class RequestRunner:
         """
         reason, cause = "no time was left to ask", None
         begun, silent = time.monotonic(), 0  # consecutive attempts at addresses without a listener
+        sure_at = begun + min(_MISSING_SECONDS, deadline.left() / 2)
         for pause in chain(_PAUSES, repeat(_PAUSES[-1])):
             if deadline.expired:
                 break
             nobody_listens = False
             try:
                 return self._once(attempt, deadline.left() / 2 if slow else self._attempt_seconds(deadline))
-            except errors.TxnBridgeError:
-                raise
+            except errors.TxnBridgeError as error:
+                if not isinstance(error, errors.NotFound) or time.monotonic() >= sure_at:
+                    raise
+                reason, cause = str(error), error
             except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
             except (TooOldError, LoginRefusedError) as error:

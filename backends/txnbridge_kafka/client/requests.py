@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -217,13 +216,13 @@ class Requests:
         offsets: dict[Partition, int] = {}
         if not times:
             return offsets
-        what, sure_at = "looking up offsets of partitions", _sure_at(deadline)
+        what = "looking up offsets of partitions"
 
         def attempt(connections: Connections) -> dict[Partition, int]:
             left = times.keys() - offsets.keys()
             leaders = connections.leaders(left)
             if missing := left.difference(*leaders.values()):
-                connections.counts({topic for topic, _ in missing}, sure_at)
+                connections.counts({topic for topic, _ in missing})
                 raise RetryLaterError(f"there is no {messages.partition_name(min(missing))}")
             later = set()
             for node, led in leaders.items():
@@ -305,8 +304,7 @@ class Requests:
         """Return how many partitions each topic has. Raise `NotFound` if a topic does not exist."""
         if not topics:
             return {}
-        attempt = partial(Connections.counts, topics=topics, sure_at=_sure_at(deadline))
-        return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", attempt)
+        return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", lambda at: at.counts(topics))
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
         """Return the id of each existing topic; each id is "" if the Kafka version has no topic ids.
@@ -509,8 +507,3 @@ class Requests:
     def close(self) -> None:
         """Close all idle connections. A request that is under way closes its connection at its end. Safe to repeat."""
         self._runner.close()
-
-
-def _sure_at(deadline: Deadline) -> float:
-    """Return when a topic counts as missing: another broker may have told of it before the one that is asked knows."""
-    return time.monotonic() + min(0.5, deadline.left() / 2)

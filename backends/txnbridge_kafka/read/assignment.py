@@ -129,9 +129,7 @@ class KafkaAssignment:
         This offset is beyond the control markers and aborted messages that the client has skipped.
         """
         ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
-        if ahead:
-            return int(ahead[0])
-        return int(self.client.position([assigned.at_next()])[0].offset)
+        return int(ahead[0]) if ahead else int(self.client.position([assigned.at_next()])[0].offset)
 
     @translating_errors()
     def start_fetching(self, assigned: Sequence[KafkaPartition]) -> None:

@@ -54,8 +54,7 @@ class Participant(NamedTuple):
     @property
     def has_moved(self) -> bool:
         lost = self.user.lost
-        # A producer or consumer that this process has closed is not informed of an unload; see
-        # `wait_for_unload_notices`.
+        # An unload does not reach a producer or consumer that this process has closed; see `wait_for_unload_notices`.
         ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
         return self.user.generation != self.generation or (lost is not None and not ours)
 

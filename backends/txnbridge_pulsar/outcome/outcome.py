@@ -182,8 +182,7 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, deadline: D
     else:
         outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
-        # The topics include the proof topic, even if the token had no room for others: the slot's next transaction ends
-        # on it.
+        # The proof topic is told even if there was no room for others: the slot's next transaction ends on it.
         participants = Participants(topics, evidence.participants.subscriptions)
         if not deliver_everywhere(cluster, evidence.txn, participants, deadline):
             raise OutcomeUnknown(

@@ -113,8 +113,7 @@ class UngroupedMode(SubscriptionMode):
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         start = self._subscription.start
         if start == "latest":
-            # Seek to the last message's id, not to the broker's "latest": an open transaction may have written before
-            # that.
+            # Seek to the last message's id, not to "latest": an open transaction may have written before that.
             last, _ = partition.consumer.progress(deadline.left())
             # A broker drops an empty ledger when it loads the topic again, and positions in the ledger become invalid.
             self.seek(partition, position_after(last) if last.entry >= 0 else BEGIN, deadline)

@@ -30,8 +30,7 @@ class Timing:
     # A writer writes a new presence record after this many transactions. To find an outcome, a proof topic is read from
     # the last presence record on, so the distance must stay short.
     transactions_per_presence: int = 1000
-    # Half of a broker's default entry size: the next owner's first record repeats this one, and adds transactions at
-    # risk.
+    # Half of a broker's default entry size: the next owner's first record has all of this one, and more.
     max_fence_record_bytes: int = 2_500_000
     # A writer that closes right after a commit waits this long until brokers have closed producers on unloaded topics.
     unload_notice_seconds: float = 0.02

@@ -9,8 +9,7 @@ from urllib.parse import quote, unquote
 
 from txnbridge.errors import InvalidOption
 
-# The durable subscription of every internal topic. Without a subscription brokers drop records, and delete an idle
-# topic.
+# The durable subscription of every internal topic: without one, brokers drop records, and delete an idle topic.
 SUBSCRIPTION = "txnbridge"
 
 _PARTITION = re.compile(r"-partition-\d+$")

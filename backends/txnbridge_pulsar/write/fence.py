@@ -68,8 +68,7 @@ class Fence:
         self._cluster = cluster
         self._name = name
         self._opening = opening
-        # The connection is not shared, because the broker closes the whole connection of a fenced producer (hazard
-        # H41).
+        # Its connection is not shared: the broker closes the whole connection of a fenced producer (hazard H41).
         self._connection_key = f"fence {opening}"
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
@@ -92,8 +91,7 @@ class Fence:
                 except wire.ProducerFenced:
                     if deadline.left() <= _BUSY_PAUSE_SECONDS:
                         raise
-                # Another process opens the same id at this moment. Random pauses separate the two, so that one of them
-                # succeeds.
+                # Another process opens the same id at this moment. Random pauses let one of the two succeed.
                 time.sleep(random.uniform(0, _BUSY_PAUSE_SECONDS))
         last = last_fence_record(self._cluster, self.topic, deadline)
         self._last = None if last is None else last[0]
@@ -191,8 +189,7 @@ class Fence:
         with translated(f"writing to {self.topic}"):
             while True:
                 try:
-                    # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner
-                    # (hazard H40).
+                    # The reopened producer keeps its epoch; the broker refuses that of an older owner (hazard H40).
                     self._producer.reopen(deadline.left())
                     break
                 except wire.ProducerFenced as error:

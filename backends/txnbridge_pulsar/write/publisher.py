@@ -16,8 +16,7 @@ from txnbridge_pulsar.errors import needing, retry_translated, translate
 from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
 
-# Messages without a key that go to one partition in a row. With sequences, a change of partition waits for all
-# receipts.
+# Messages without a key that go to one partition in a row. With sequences, a change waits for all receipts.
 _MESSAGES_IN_A_ROW = 1000
 _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 
@@ -170,8 +169,7 @@ class _SequencedTopic:
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.producers) :]:
             self.producers.append(_PartitionProducer(self._cluster, name, self._name, deadline))
-        # A partition counts as checked only after the check has succeeded: else a call after a failed check would send
-        # unchecked.
+        # A partition counts as checked once its check succeeded: else a call after a failure would send unchecked.
         for name, producer in list(zip(concrete, self.producers, strict=False))[self._checked_partitions :]:
             if not self._cluster.topics.deduplicates(name, deadline):
                 raise errors.NotSupported(
@@ -301,8 +299,7 @@ class _PartitionProducer:
 
     def _recover(self, deadline: Deadline) -> None:
         """Reopen the producer, and send messages without a receipt again; fail if the broker may keep duplicates."""
-        # A producer that is not lost was reopened by an earlier call. The broker could confuse a second reopening with
-        # the first.
+        # One that is not lost was reopened by an earlier call: a broker could confuse a second reopening with that.
         if self._producer.lost is not None:
             reopen = lambda: self._producer.reopen(deadline.left())  # noqa: E731
             retry_translated(reopen, self._what, deadline, self._as_bridge_error)

@@ -80,8 +80,7 @@ class RocketMQReader(Reader):
         self._refresh_at = 0.0
         self._closed = False
         # A group may be started before its topic exists. A reader without a group only looks, so it creates no topic.
-        creates = subscription.creates
-        topics = {each: cluster.topics.queues(each, deadline, create=creates(each)) for each in subscription.topics}
+        topics = {t: cluster.topics.queues(t, deadline, subscription.creates(t)) for t in subscription.topics}
         queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
         self._rebalancer: Rebalancer | None = None
         self._group: GroupPositions | None = None

@@ -35,8 +35,7 @@ T = TypeVar("T")
 
 # The heartbeat interval of members. Brokers drop a member after two minutes of silence.
 HEARTBEAT_SECONDS = 5.0
-# How often a member refreshes its assignment and renews its locks. Brokers notify members of changes at once, and keep
-# a lock for a minute.
+# How often a member refreshes its assignment and locks. Brokers tell changes at once, and keep a lock a minute.
 REFRESH_SECONDS = 1.0
 # The wait between two attempts to get a lock.
 _LOCK_RETRY_SECONDS = 0.1

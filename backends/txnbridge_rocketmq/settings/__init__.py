@@ -78,8 +78,7 @@ class RocketMQTiming:
     # A response holds fewer large messages, and further requests sent ahead are wasted. After this many full responses
     # the reader requests more messages at once again.
     full_responses: int = 100
-    # The number of handed-out messages that are kept as reference records. Beyond it, half of the older ones are
-    # dropped.
+    # The number of handed-out messages kept as reference records. Beyond it, half of the older ones are dropped.
     references: int = 2000
     # The filter for duplicates remembers messages in two generations of this size, and then forgets the older one. A
     # message takes some 200 bytes.
