@@ -72,7 +72,7 @@ class RequestRunner:
             except errors.TxnBridgeError as error:
                 if not isinstance(error, errors.NotFound) or time.monotonic() >= sure_at:
                     raise
-                reason, cause = str(error), error
+                reason = str(error)
             except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
             except (TooOldError, LoginRefusedError) as error:
