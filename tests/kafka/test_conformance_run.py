@@ -18,10 +18,12 @@ from tests.kafka.mock_kit import MockCluster
 SESSION = {"session.timeout.ms": "6000", "heartbeat.interval.ms": "300"}
 
 
+@pytest.mark.timeout(900)
 def test_a_run_with_faults_of_clients_finds_nothing(kafka_broker: brokers.Broker, tmp_path: Path) -> None:
     assert_kept(kafka_broker, tmp_path, 30, ("client",))
 
 
+@pytest.mark.timeout(900)
 def test_a_run_through_the_plain_client_finds_nothing(kafka_broker: brokers.Broker, tmp_path: Path) -> None:
     assert_kept(kafka_broker, tmp_path, 15, (), {"committed": 20, "read": 100}, raw=True)
 
