@@ -5,7 +5,7 @@ from txnbridge_conformance import plugin
 from txnbridge_conformance.observing import eventually, mark, send, take, up_to, values
 
 from tests.pulsar.client_kit import admin
-from txnbridge import Consumer, PositionLost
+from txnbridge import Consumer, NotFound, PositionLost
 
 topic = plugin.topic  # the wire client's tests have another one
 
@@ -60,6 +60,16 @@ def test_a_member_whose_subscription_is_deleted_reads_nothing_again(connect, top
         eventually(lambda: is_lost(consumer), "it is told")
         subscription("PUT", body={"ledgerId": -1, "entryId": -1})
         assert pass_on(bridge, consumer, 2) == [b"1", b"2"]
+
+
+@pytest.mark.usefixtures("begun")
+def test_a_member_whose_topic_is_being_deleted_has_lost_no_position(connect, topic, group, subscription):
+    with connect().consumer(topic, group) as consumer:
+        assert values(take(consumer, 1)) == [b"2"]
+        subscription("DELETE", "?force=true")  # with which a deletion begins
+        connect().admin.delete_topic(topic)
+        with pytest.raises(NotFound):
+            take(consumer, 1)
 
 
 def is_lost(consumer: Consumer):

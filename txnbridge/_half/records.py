@@ -92,8 +92,7 @@ class Beat:
 def half_records(half: Half) -> list[Record]:
     """Return the records that store a half (a transaction's half messages), one for each message, in order."""
     times, of = [half.check_at, half.deadline_at, half.checks], len(half.messages)
-    records: list[Record] = []
-    begins: dict[tuple[Any, ...], bytes] = {}
+    records, begins = list[Record](), dict[tuple[Any, ...], bytes]()
     for number, (topic, value, key, headers, *place) in enumerate(half.messages):
         if (to := (topic, *place)) not in begins:  # many messages have the same topic
             _, header = _header(kind="half", transaction=half.transaction, times=times, to=to)

@@ -101,8 +101,7 @@ class Redrive:
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
         """Send a batch's dead letters back in one transaction; return the counts in `done`, increased by this batch."""
-        chosen: list[tuple[Message, DeadLetter]] = []
-        others: list[Message] = []
+        chosen, others = list[tuple[Message, DeadLetter]](), list[Message]()
         foreign = gone = 0
         for message in batch:
             if done.sent + len(chosen) == self.limit:

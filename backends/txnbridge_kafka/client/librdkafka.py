@@ -93,8 +93,7 @@ def headers_of(messages: Sequence[Any]) -> tuple[list[Any], list[int]]:
     U+FFFD replaces the wrong bytes of such a name. If a message has several such names, each one after the first is
     replaced as a whole.
     """
-    headers: list[Any] = []
-    replaced: list[int] = []
+    headers, replaced = list[Any](), list[int]()
     left = map(confluent_kafka.Message.headers, messages)
     while len(headers) < len(messages):
         try:

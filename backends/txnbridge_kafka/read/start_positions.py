@@ -187,8 +187,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             self._search_for_hanging_transactions(deadline)
         else:
             self._search_at = None
-        offsets: dict[Partition, int | LostPosition] = {}
-        missing: dict[str, list[int]] = {}
+        offsets, missing = dict[Partition, int | LostPosition](), dict[str, list[int]]()
         for (topic, number), position in committed.items():
             target = requests[topic, number].target
             recreated = position is not None and is_another_topic(topic_ids[topic], position.topic_id)

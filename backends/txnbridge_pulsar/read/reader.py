@@ -61,6 +61,7 @@ _IDLE_CHECK_SECONDS = 5.0
 _FINISH_SECONDS = 1.0
 # Seconds for one of several lost or new partitions, with time for REST; brokers go on loading its topic meanwhile.
 _REOPEN_SECONDS = 4.0
+_DELETION_SECONDS = 5.0  # a topic that is being deleted loses its subscriptions at most so long before it is gone
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _PARALLEL_OPENINGS = 16
 
@@ -392,12 +393,15 @@ class PulsarReader(Reader):
 
     def _check_subscription(self, key: Partition, concrete: str, deadline: Deadline) -> None:
         """Raise `PositionLost` if the group's subscription is gone, or `NotFound` if it went because its topic does."""
-        try:
-            self._registry.check(concrete, deadline)
-        except errors.PositionLost:
-            time.sleep(_DELETED_TOPIC_SECONDS)  # a broker deletes a topic's subscriptions first
+        sure = Deadline(min(_DELETION_SECONDS, deadline.left() - 1))
+        while True:
+            try:
+                return self._registry.check(concrete, deadline)
+            except errors.PositionLost:
+                if sure.expired:
+                    raise
+            time.sleep(_DELETED_TOPIC_SECONDS / 10)
             self._check_exists(key, concrete, deadline)
-            raise
 
     def _check_exists(self, key: Partition, concrete: str, deadline: Deadline) -> None:
         """Raise `NotFound` if the partition's topic was deleted: subscribing again would create an empty topic."""

@@ -62,8 +62,7 @@ def topics() -> RpcRequest[list[str]]:
 
 
 def _route(topic: str, told: dict[str, Any]) -> TopicRoute:
-    readable: list[Queue] = []
-    writable: list[Queue] = []
+    readable, writable = list[Queue](), list[Queue]()
     for data in sorted(told.get("queueDatas") or [], key=lambda data: str(data["brokerName"])):
         for count, permission, queues in (
             (data["readQueueNums"], _READ, readable),

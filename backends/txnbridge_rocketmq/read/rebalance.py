@@ -150,8 +150,7 @@ class Rebalancer:
             all_queues = [queue for topic_queues in queues.values() for queue in topic_queues]
             self._call(broker, groups.unlock(self._group, gone, all_queues), deadline)
         share.living = set(ids) - asleep
-        wanted: list[Queue] = []
-        alone: set[str] = set()
+        wanted, alone = list[Queue](), set[str]()
         for topic, topic_queues in queues.items():
             readers = [each for each in ids if _reads_topic(each, topic)]
             wanted += assign(topic_queues, readers, asleep).get(me, ())

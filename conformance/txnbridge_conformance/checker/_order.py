@@ -155,8 +155,7 @@ def _reading_spans(tables: Tables) -> Numbers:
     """Return a number for each row of `Tables.reads`: rows with the same number belong to one continuous reading."""
     span = np.zeros(len(tables.reads.key), np.int64)
     spans = Names()
-    starts: dict[tuple[int, int], int] = {}
-    held: dict[int, frozenset[Key]] = {}
+    starts, held = dict[tuple[int, int], int](), dict[int, frozenset[Key]]()
     end: frozenset[Key] = frozenset()
     changes = iter([*tables.history.assigned, (NONE, len(tables.history.polls), end)])
     change = next(changes)

@@ -171,9 +171,7 @@ class Tables:
         return np.fromiter(ends, np.float64, len(self.operations))
 
     def _sends(self) -> Sends:
-        operations: list[int] = []
-        keys: list[int] = []
-        values: list[int] = []
+        operations, keys, values = list[int](), list[int](), list[int]()
         for operation, key, sent in self.history.sends:
             operations += [operation] * len(sent)
             keys += [self.keys.number(key)] * len(sent)
@@ -182,10 +180,7 @@ class Tables:
 
     def _placed(self) -> tuple[Reads, Placed]:
         """Return the messages that calls received, and the messages whose stored positions the sender recorded."""
-        operations: list[int] = []
-        keys: list[int] = []
-        values: list[int] = []
-        positions: list[Sequence[int] | None] = []
+        operations, keys, values, positions = list[int](), list[int](), list[int](), list[Sequence[int] | None]()
         changed: list[bool] = []
         for operation, _, messages in self.history.polls:
             for topic, partition, position, value in messages:

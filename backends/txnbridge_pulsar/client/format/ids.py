@@ -83,8 +83,7 @@ def individual_ack_fields(ids: Iterable[MessageId], extra_index: bool = False) -
     size, because the broker counts by that size. The bits describe only this acknowledgement, because earlier
     acknowledgements may belong to another transaction.
     """
-    indexes: dict[tuple[int, int], set[int]] = {}
-    sizes: dict[tuple[int, int], int] = {}
+    indexes, sizes = dict[tuple[int, int], set[int]](), dict[tuple[int, int], int]()
     whole = set()
     for id in ids:
         entry = (id.ledger, id.entry)
