@@ -6,6 +6,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,6 @@ from txnbridge_conformance.brokers import _broker, _jars
 
 from tests.in_time import wait_until
 from txnbridge import Topic, codecs
-
-# The registry's clients leave their sockets to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @dataclasses.dataclass
@@ -47,7 +45,8 @@ class Registry:
 
     def _answers(self) -> bool:
         try:
-            return bool(urllib.request.urlopen(f"{self.url}/subjects", timeout=5).status == 200)
+            with closing(urllib.request.urlopen(f"{self.url}/subjects", timeout=60)) as answer:
+                return bool(answer.status == 200)
         except OSError:
             return False
 
@@ -64,10 +63,14 @@ class Registry:
 @pytest.fixture
 def registry() -> Iterator[Registry]:
     found = Registry()
-    found.start()
-    yield found
-    found.kill()
-    gc.collect()
+    try:
+        found.start()
+        yield found
+    finally:
+        found.kill()
+    for each in gc.get_objects():
+        if type(each) is SchemaRegistryClient:
+            each.close()  # else it leaves its sockets to the garbage collector
 
 
 def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(bridge, registry, unique):
