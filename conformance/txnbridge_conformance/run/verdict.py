@@ -245,7 +245,7 @@ def evidence(history: History, findings: Findings) -> dict[str, int]:
             found["killed and aborted"] += silent and truth[order] == ABORTED
         found["killed undecided"] += each.what == "half" and each.end is None and "ending" not in fields
         late = fields.get("ending", 0) - fields.get("begun", 0)
-        found["overslept"] += late > 1e9 * fields.get("deadline", _NEVER)
+        found["overslept"] += each.what != "half" and late > 1e9 * fields.get("deadline", _NEVER)
     return {name: found[name] for name in NAMES}
 
 
