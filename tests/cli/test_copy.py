@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -16,6 +16,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from click.testing import Result
 from txnbridge_conformance.brokers._broker import free_ports
 from txnbridge_embedded.backend import EmbeddedBackend
 
@@ -24,6 +25,7 @@ from tests.cli.conftest import Invoke, started
 from tests.conformance.broken import Broken, around
 from tests.core.half.ends import EndedBridge, Ends, failing
 from tests.core.half.span_programs import Pair, copy_all
+from tests.core.processor_kit import numbers, send, values
 from tests.in_time import wait_until
 from txnbridge._half.span import sweep_of
 from txnbridge._half.span_sweep import SpanSweep
@@ -35,6 +37,27 @@ from txnbridge.testing import Child
 @pytest.fixture
 def urls(tmp_path: Path) -> tuple[str, str]:
     return f"embedded:{tmp_path}/a.db", f"embedded:{tmp_path}/b.db"
+
+
+@pytest.fixture
+def source(urls: tuple[str, str]) -> Iterator[txnbridge.Bridge]:
+    """A broker with a topic of orders, which are copied from there."""
+    with txnbridge.connect(urls[0]) as source:
+        source.ensure_topics("orders")
+        yield source
+
+
+@pytest.fixture
+def target(urls: tuple[str, str]) -> Iterator[txnbridge.Bridge]:
+    with txnbridge.connect(urls[1]) as target:
+        yield target
+
+
+@pytest.fixture
+def copy_all_orders(invoke: Invoke, urls: tuple[str, str]) -> Callable[..., Result]:
+    """Copy the orders until nothing is left, with these options and perhaps from or to another address."""
+    given = "--topics", "orders", "--until-idle", "--timeout", "5"
+    return lambda *more, to=urls[1], url=urls[0]: invoke("copy", to, *given, *more, "--url", url)
 
 
 def everything(bridge: txnbridge.Bridge, topic: str) -> list[list[object]]:
@@ -67,47 +90,38 @@ def copy_in_child(*arguments: str) -> None:
     main(arguments, standalone_mode=False)
 
 
-def die(*copy: str, at: str) -> None:
+def die(urls: tuple[str, str], at: str) -> None:
+    """Let a copy of the orders die at an event."""
+    copy = "copy", urls[1], "--topics", "orders", "--timeout", "3", "--url", urls[0]
     with Child(copy_in_child, *copy, kill=at) as dead:
         dead.stopped()
 
 
-def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(invoke, urls, quick_sweep):
-    copy = "copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0], "--timeout", "5"
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics("orders")
-        with source.transaction() as txn:
-            txn.send("orders", b"1")
-        die(*copy, at="resolve/after")
-        assert len(source.admin.transactions()) == 1
-        again = invoke(*copy)
-        assert again.exit_code == 0 and source.admin.transactions() == []
-        assert "waiting for the end of another copy's transactions: 1" in again.stderr
-        with source.transaction() as txn:
-            txn.send("orders", b"2")
-        die(*copy, at="half.store/before")
-        assert len(target.admin.transactions()) == 1
-        assert invoke(*copy).exit_code == 0 and target.admin.transactions() == []
+def test_a_copy_until_idle_waits_for_what_a_dead_copy_has_left(copy_all_orders, urls, source, target, quick_sweep):
+    send(source, "orders", b"1")
+    die(urls, at="resolve/after")
+    assert len(source.admin.transactions()) == 1
+    again = copy_all_orders()
+    assert again.exit_code == 0 and source.admin.transactions() == []
+    assert "waiting for the end of another copy's transactions: 1" in again.stderr
+    send(source, "orders", b"2")
+    die(urls, at="half.store/before")
+    assert len(target.admin.transactions()) == 1
+    assert copy_all_orders().exit_code == 0 and target.admin.transactions() == []
 
 
-def test_a_copy_keeps_to_its_rate(invoke: Invoke, urls: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_a_copy_keeps_to_its_rate(copy_all_orders, source, monkeypatch):
     slept = [0.0]
     monkeypatch.setattr("txnbridge.cli.copy.time", SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append))
-    with txnbridge.connect(urls[0]) as source:
-        source.ensure_topics("orders")
-        with source.transaction() as txn:
-            txn.send_many("orders", [b"1"] * 25)
-    copied = invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--rate", "10", "--url", urls[0])
+    send(source, "orders", *[b"1"] * 25)
+    copied = copy_all_orders("--rate", "10")
     assert "copied: 25 messages" in copied.stdout
     assert sum(slept) == pytest.approx(2.0)  # five in a transaction, and no wait behind the last
 
 
-def test_prometheus_reads_the_metrics_of_a_copy(urls: tuple[str, str]):
+def test_prometheus_reads_the_metrics_of_a_copy(urls, source):
     (port,) = free_ports(1)
-    with txnbridge.connect(urls[0]) as source:
-        source.ensure_topics("orders")
-        with source.transaction() as txn:
-            txn.send_many("orders", [b"1", b"2"])
+    send(source, "orders", b"1", b"2")
     sample = 'txnbridge_processor_messages_total{backend="embedded",group="txnbridge-copy",topics="orders"} 2.0'
 
     def is_told() -> bool:
@@ -123,49 +137,45 @@ def has(bridge: txnbridge.Bridge, count: int) -> bool:
     return len(bridge.read("orders", 10_000)) >= count
 
 
-def test_two_copies_of_one_group_share_the_work_and_copy_everything_once(urls: tuple[str, str]):
+def test_two_copies_of_one_group_share_the_work_and_copy_everything_once(urls, source, target):
     copy = "copy", urls[1], "--topics", "orders", "--batch", "50", "--json", "--url", urls[0]
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics(txnbridge.Topic("orders", partitions=2))
-        with started(*copy, stdout=subprocess.PIPE) as one, started(*copy, stdout=subprocess.PIPE) as other:
-            wait_until(lambda: source.admin.groups().get("txnbridge-copy") == 2)
-            wait_until(lambda: all(m.partitions for m in source.admin.group("txnbridge-copy").members))
-            for number in range(1000):
-                with source.transaction() as txn:
-                    txn.send("orders", b"%d" % number, partition=number % 2)
-            wait_until(partial(has, target, 1000))
-            copied = []
-            for each in (one, other):
-                each.terminate()
-                copied.append(json.loads(each.communicate(timeout=60)[0])["copied"])
-        assert min(copied) > 0 and sum(copied) == 1000
-        assert everything(target, "orders") == everything(source, "orders")
+    source.admin.grow_topic("orders", 2)
+    with started(*copy, stdout=subprocess.PIPE) as one, started(*copy, stdout=subprocess.PIPE) as other:
+        wait_until(lambda: source.admin.groups().get("txnbridge-copy") == 2)
+        wait_until(lambda: all(m.partitions for m in source.admin.group("txnbridge-copy").members))
+        for number in range(1000):
+            send(source, "orders", b"%d" % number, partition=number % 2)
+        wait_until(partial(has, target, 1000))
+        copied = []
+        for each in (one, other):
+            each.terminate()
+            copied.append(json.loads(each.communicate(timeout=60)[0])["copied"])
+    assert min(copied) > 0 and sum(copied) == 1000
+    assert everything(target, "orders") == everything(source, "orders")
 
 
 @pytest.mark.parametrize("at", ["half.store/before", "resolve/after"])
 def test_a_copy_until_idle_waits_for_what_a_copy_leaves_that_dies_meanwhile(
-    invoke, urls, quick_sweep, broken_broker, at
+    copy_all_orders, urls, source, target, quick_sweep, broken_broker, at
 ):
-    copy, died = ("copy", urls[1], "--topics", "orders", "--timeout", "3"), list[object]()
+    died = list[object]()
 
     def let_another_die(broker: Broken, *given: Any) -> Any:
         if not died:
             died.append(given)
-            die(*copy, "--url", urls[0], at=at)
+            die(urls, at)
         return broker.inner.reader(*given)
 
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics("orders")
-        with source.transaction() as txn:
-            txn.send("orders", b"1")
-        url = urls[0].replace("embedded", broken_broker(reader=let_another_die))
-        copied = invoke(*copy, "--until-idle", "--url", url)
-        assert copied.exit_code == 0 and source.admin.transactions() == [] == target.admin.transactions()
-        assert [message.value for message in target.read("orders", 9)] == [b"1"]
+    send(source, "orders", b"1")
+    copied = copy_all_orders(url=urls[0].replace("embedded", broken_broker(reader=let_another_die)))
+    assert copied.exit_code == 0 and source.admin.transactions() == [] == target.admin.transactions()
+    assert values(target, "orders") == [b"1"]
 
 
-def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_before_it_looks_for_one(invoke, urls, monkeypatch):
-    copy, left = ("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]), list[str]()
+def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_before_it_looks_for_one(
+    copy_all_orders, urls, source, target, monkeypatch
+):
+    left = list[str]()
 
     def abort(bridges: Sequence[txnbridge.Bridge]) -> SpanSweep:
         for bridge in reversed(bridges if not left else ()):
@@ -173,95 +183,80 @@ def test_a_copy_until_idle_copies_what_an_abort_gives_back_right_before_it_looks
             bridge.admin.abort(left[-1], reason="a test says so")
         return sweep_of(bridges)
 
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics("orders")
-        with source.transaction() as txn:
-            txn.send("orders", b"1")
-        die(*copy, at="half.store/before")
-        monkeypatch.setattr("txnbridge.cli.copy.sweep_of", abort)
-        assert invoke(*copy).exit_code == 0
-        assert len(left) == 2 and [message.value for message in target.read("orders", 9)] == [b"1"]
+    send(source, "orders", b"1")
+    die(urls, at="half.store/before")
+    monkeypatch.setattr("txnbridge.cli.copy.sweep_of", abort)
+    assert copy_all_orders().exit_code == 0
+    assert len(left) == 2 and values(target, "orders") == [b"1"]
 
 
-def test_a_copy_until_idle_waits_for_open_parts_without_a_name_that_are_there_at_its_end(invoke, urls, broken_broker):
+def test_a_copy_until_idle_waits_for_open_parts_without_a_name_that_are_there_at_its_end(
+    copy_all_orders, urls, source, broken_broker
+):
     until, looks = int(time.time() + 60) * 1000, count()
 
     def transactions(*_: object) -> list[OpenTransaction]:
         return [OpenTransaction(f"anonymous-{next(looks) // 3}", "open", prepares_until=until)]
 
-    with txnbridge.connect(urls[0]) as source:
-        source.ensure_topics("orders")
     target = urls[1].replace("embedded", broken_broker(Administering=around(transactions=transactions)))
-    copied = invoke("copy", target, "--topics", "orders", "--until-idle", "--url", urls[0])
+    copied = copy_all_orders(to=target)
     assert copied.exit_code == 0 and "waiting for the end of" in copied.stderr
     assert next(looks) > 3
 
 
-def test_a_copy_until_idle_says_where_it_cannot_look_for_what_other_copies_left_open(invoke, urls, monkeypatch):
-    with txnbridge.connect(urls[0]) as source:
-        source.ensure_topics("orders")
+def test_a_copy_until_idle_says_where_it_cannot_look_for_what_other_copies_left_open(
+    copy_all_orders, source, monkeypatch
+):
     fewer = EmbeddedBackend.capabilities.but({Capability.LIST_OPEN: absent("it is old")})
     monkeypatch.setattr(EmbeddedBackend, "capabilities", fewer)
-    copied = invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0])
+    copied = copy_all_orders()
     assert copied.exit_code == 0 and copied.stderr.count("lists no open transactions") == 2
 
 
-def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(invoke, urls):
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics("orders", "other")
-        target.ensure_topics("other")
-        ends = Ends()
-        ends.by["commit"] = failing(txnbridge.BrokerUnavailable("a test says so"))
-        away: Any = EndedBridge(source, ends)
-        with txnbridge.spanning(target, away) as span:
-            for bridge in (away, target):
-                span.on(bridge).send("other", b"1")
-        assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", urls[0]).exit_code == 0
-        assert len(source.admin.transactions()) == 1
+def test_a_copy_until_idle_does_not_wait_for_the_spans_of_other_programs(copy_all_orders, source, target):
+    ends = Ends()
+    ends.by["commit"] = failing(txnbridge.BrokerUnavailable("a test says so"))
+    away: Any = EndedBridge(source, ends)
+    with txnbridge.spanning(target, away) as span:
+        for bridge in (away, target):
+            bridge.ensure_topics("other")
+            span.on(bridge).send("other", b"1")
+    assert copy_all_orders().exit_code == 0
+    assert len(source.admin.transactions()) == 1
 
 
-def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(invoke: Invoke, urls: tuple[str, str]):
-    target = f"{urls[1]}?max_message_bytes=1000"
-    with txnbridge.connect(urls[0]) as source:
-        source.ensure_topics("orders", "dead")
-        with source.transaction() as txn:
-            txn.send_many("orders", [b"1", bytes(2000), b"3"])
+def test_a_message_that_the_target_refuses_ends_the_copy_or_is_a_dead_letter(copy_all_orders, urls, source, target):
+    small = f"{urls[1]}?max_message_bytes=1000"
+    source.ensure_topics("dead")
+    send(source, "orders", b"1", bytes(2000), b"3")
     with sqlite3.connect(urls[0].removeprefix("embedded:")) as file:
         file.execute("UPDATE messages SET timestamp = -1")  # "no time", as Kafka has it, which no target takes
-    copy = "copy", target, "--topics", "orders", "--until-idle", "--url", urls[0]
-    refused = invoke(*copy)
+    refused = copy_all_orders(to=small)
     assert refused.exit_code != 0
     told = " ".join(refused.stderr.split())
     assert "<Message orders[0] at (" in told and "has 2000 bytes with its key and headers; this broker" in told
     assert "--dead-letter" in told
-    assert invoke(*copy, "--dead-letter", "dead").stdout == "copied: 1 messages\n"
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as other:
-        assert [message.value for message in other.read("orders", 9)] == [b"1", b"3"]
-        assert [message.value for message in source.read("dead", 9)] == [bytes(2000)]
+    assert copy_all_orders("--dead-letter", "dead", to=small).stdout == "copied: 1 messages\n"
+    assert (values(target, "orders"), values(source, "dead")) == ([b"1", b"3"], [bytes(2000)])
 
 
-def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(invoke, urls, broken_broker):
+def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(copy_all_orders, urls, source, target, broken_broker):
     def grow(broker: Broken, *given: Any) -> Any:
         if source.admin.topic("orders").partitions == 1:
             source.admin.grow_topic("orders", 2)
-            with source.transaction() as txn:
-                txn.send("orders", b"1", partition=1)
+            send(source, "orders", b"1", partition=1)
         return broker.inner.reader(*given)
 
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics("orders")
-        url = urls[0].replace("embedded", broken_broker(reader=grow))
-        assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", url).exit_code == 0
-        assert [message.value for message in target.read("orders", 9)] == [b"1"]
+    assert copy_all_orders(url=urls[0].replace("embedded", broken_broker(reader=grow))).exit_code == 0
+    assert values(target, "orders") == [b"1"]
 
 
 def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
     urls = f"{urls[0]}?like=kafka", urls[1]
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        source.ensure_topics("orders")
-        target.ensure_topics("orders")
-        with source.transaction() as txn:
-            txn.send_many("orders", [b"%d" % number for number in range(2000)])
+        for bridge in (source, target):
+            bridge.ensure_topics("orders")
+        send(source, "orders", *numbers(2000))
         command = [sys.executable, "-m", "txnbridge.cli", "copy", urls[1], "--topics", "orders", "--batch", "50"]
         for stop in (signal.SIGKILL, signal.SIGKILL, None):
             end = ["--until-idle"] if stop is None else []
@@ -273,44 +268,41 @@ def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
                 assert copy.wait(120) == (0 if stop is None else -stop)
         wait_until(partial(has, target, 2000))
         # The embedded broker may deliver what a dead copy had acknowledged behind later messages.
-        assert sorted(int(message.value) for message in target.read("orders", 10_000)) == list(range(2000))
+        assert sorted(map(int, values(target, "orders"))) == list(range(2000))
 
 
-def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(invoke, urls, broken_broker):
-    for url in urls:
-        with txnbridge.connect(url) as bridge:
-            bridge.ensure_topics("orders")
+def test_a_broker_that_does_not_tell_its_transactions_is_not_taken_for_one_without_any(
+    invoke, copy_all_orders, urls, source, target, broken_broker
+):
     looks, fails = count(), failing(txnbridge.BrokerUnavailable("a test says so"), *range(3))
     transactions = lambda inner, *given: fails(next(looks), partial(inner.transactions, *given))  # noqa: E731
-    source = urls[0].replace("embedded", broken_broker(Administering=around(transactions=transactions)))
-    assert invoke("spans", "list", urls[1], "--url", source).exit_code == 3
-    assert invoke("copy", urls[1], "--topics", "orders", "--until-idle", "--url", source).exit_code == 0
+    failing_first = urls[0].replace("embedded", broken_broker(Administering=around(transactions=transactions)))
+    assert invoke("spans", "list", urls[1], "--url", failing_first).exit_code == 3
+    assert copy_all_orders(url=failing_first).exit_code == 0
     assert next(looks) > 4  # a copy has asked again
 
 
-def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(invoke: Invoke, urls: tuple[str, str]):
-    with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:
-        for bridge in (source, target):
-            bridge.ensure_topics("source", "target")
-        with source.transaction() as txn:
-            txn.send_many("source", [b"1", b"2"])
-        with Child(copy_all, Pair(*urls, "source", "target"), kill="half.store/before") as dead:
-            wait_until(lambda: len(source.admin.transactions()) == 1 == len(target.admin.transactions()))
-            dead.kill()
-        listed = invoke("spans", "list", urls[1], "--url", urls[0], "--json").stdout.splitlines()
-        assert [json.loads(each)["place"] for each in listed] == [0, 1]
-        assert "2 parts" in invoke("spans", "list", urls[1], "--url", urls[0]).stdout
-        (part,) = source.admin.transactions()
-        assert "part of a span" in invoke("transactions", "list", "--url", urls[0]).stdout.replace("\n", " ")
-        assert "part of a span" in invoke("transactions", "describe", part.transaction, "--url", urls[0]).stdout
-        assert "spans run" in "".join(advice.remedy for advice in source.admin.doctor())
-        for name in (part.transaction, str(part.token)):
-            told = invoke("transactions", "abort", name, "--yes", "--reason", "a test", "--url", urls[0])
-            assert told.exit_code == 2
-            assert "part of a span" in told.stderr
-        assert source.admin.transactions() == [part]
-        with started("spans", "run", urls[1], "--url", urls[0]) as ending:
-            wait_until(lambda: source.admin.transactions() == [] == target.admin.transactions())
-            ending.terminate()
-            assert ending.wait(60) == 0
-        assert [bridge.read("target", 1) for bridge in (source, target)] == [[], []]
+def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(invoke, urls, source, target):
+    for bridge in (source, target):
+        bridge.ensure_topics("source", "target")
+    send(source, "source", b"1", b"2")
+    with Child(copy_all, Pair(*urls, "source", "target"), kill="half.store/before") as dead:
+        wait_until(lambda: len(source.admin.transactions()) == 1 == len(target.admin.transactions()))
+        dead.kill()
+    listed = invoke("spans", "list", urls[1], "--url", urls[0], "--json").stdout.splitlines()
+    assert [json.loads(each)["place"] for each in listed] == [0, 1]
+    assert "2 parts" in invoke("spans", "list", urls[1], "--url", urls[0]).stdout
+    (part,) = source.admin.transactions()
+    assert "part of a span" in invoke("transactions", "list", "--url", urls[0]).stdout.replace("\n", " ")
+    assert "part of a span" in invoke("transactions", "describe", part.transaction, "--url", urls[0]).stdout
+    assert "spans run" in "".join(advice.remedy for advice in source.admin.doctor())
+    for name in (part.transaction, str(part.token)):
+        told = invoke("transactions", "abort", name, "--yes", "--reason", "a test", "--url", urls[0])
+        assert told.exit_code == 2
+        assert "part of a span" in told.stderr
+    assert source.admin.transactions() == [part]
+    with started("spans", "run", urls[1], "--url", urls[0]) as ending:
+        wait_until(lambda: source.admin.transactions() == [] == target.admin.transactions())
+        ending.terminate()
+        assert ending.wait(60) == 0
+    assert [bridge.read("target", 1) for bridge in (source, target)] == [[], []]

@@ -22,6 +22,13 @@ def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
+def send(bridge: Bridge, topic: str, *values: bytes | None, **options: Any) -> None:
+    """Send these values in one transaction."""
+    with bridge.transaction() as txn:
+        for value in values:
+            txn.send(topic, value, **options)
+
+
 def values(bridge: Bridge, topic: str) -> list[Any]:
     return [message.value for message in bridge.read(topic, limit=100_000)]
 
