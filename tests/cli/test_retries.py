@@ -4,6 +4,7 @@ import time
 import pytest
 from txnbridge_conformance.observing import eventually
 
+from tests.core.processor_kit import send
 from tests.failing import on_call
 from txnbridge import Capability, Poison
 from txnbridge._process.retry_overview import waiting_topics
@@ -18,13 +19,11 @@ def fail(message, txn):
 def waits(bridge):
     """Three orders that wait for an hour: two after their second attempt, one after its first."""
     bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 3600]).run(until_idle=True)
-    with bridge.transaction() as txn:
-        txn.send_many("orders", [b"1", b"2"])
+    send(bridge, "orders", b"1", b"2")
     processor = bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 3600])
     with processor:
         eventually(lambda: len(bridge.read("shipping-retry-3600s", 10)) == 2, "they do not fail twice")
-    with bridge.transaction() as txn:
-        txn.send("orders", b"3")
+    send(bridge, "orders", b"3")
     bridge.processor("orders", group="shipping", each=fail, retry=[3600]).run(until_idle=True)
     return time.time()
 
@@ -57,8 +56,7 @@ def test_waiting_messages_are_listed_by_topic_without_processed_ones(invoke, bri
 
 
 def test_messages_that_are_due_and_not_processed_are_counted(bridge):
-    with bridge.transaction() as txn:
-        txn.send("orders", b"1")
+    send(bridge, "orders", b"1")
     processor = bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 0.002])
     with pytest.raises(Poison), processor:
         eventually(lambda: not processor.healthy, "it does not stop")

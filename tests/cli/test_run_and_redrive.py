@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.core.processor_kit import send, values
 
 SHOP = """
 import os, signal, sys, time
@@ -70,15 +73,7 @@ def shop(tmp_path, monkeypatch, own_path) -> Iterator[Path]:
 def orders(bridge):
     bridge.admin.create_topic("shipments")
 
-    def send(*values: bytes) -> None:
-        with bridge.transaction() as txn:
-            txn.send_many("orders", values)
-
-    return send
-
-
-def values(bridge, topic):
-    return [message.value for message in bridge.read(topic, limit=100)]
+    return partial(send, bridge, "orders")
 
 
 def test_run_runs_a_processor_that_a_function_makes(invoke, bridge, shop, orders):
@@ -223,8 +218,7 @@ def test_a_strange_dead_letter_neither_steers_the_terminal_nor_ends_the_list(inv
     headers = {f"txnbridge-dead-{name}": "1" for name in ("partition", "timestamp", "attempts")}
     headers |= {"txnbridge-dead-topic": "orders", "txnbridge-dead-position": "[1]", "txnbridge-dead-reason": "\x1b[2J"}
     headers |= {"txnbridge-dead-group": "shipping"}
-    with bridge.transaction() as txn:
-        txn.send("orders-dead", b"", headers=headers, timestamp=1 << 62)
+    send(bridge, "orders-dead", b"", headers=headers, timestamp=1 << 62)
     shown = invoke("redrive", "orders-dead", "--dry-run").stdout
     assert "[2J" in shown
     assert "\x1b" not in shown

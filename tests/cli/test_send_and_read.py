@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import started
+from tests.core.processor_kit import send, values
 
 LONG_WAIT = 30  # for a process that should do its part at once
 
@@ -47,8 +48,7 @@ def test_a_message_is_one_line_for_people(invoke, url, bridge):
 
 
 def test_bytes_that_are_not_text_are_shown_in_base64(invoke, url, bridge):
-    with bridge.transaction() as txn:
-        txn.send("orders", b"\xff\x00", key=b"\xfe", headers={"h": b"\xfd"})
+    send(bridge, "orders", b"\xff\x00", key=b"\xfe", headers={"h": b"\xfd"})
     assert invoke("read", "orders").stdout.endswith(" | key=base64:/g== h=base64:/Q== | base64:/wA=\n")
     [message] = lines(invoke("read", "orders", "--json"))
     assert message["value_base64"] == "/wA="
@@ -66,8 +66,7 @@ def test_a_message_cannot_steer_the_terminal(invoke, url):
 
 
 def test_a_character_that_the_terminal_lacks_is_escaped(url, bridge):
-    with bridge.transaction() as txn:
-        txn.send("orders", "für 5 €".encode())
+    send(bridge, "orders", "für 5 €".encode())
     run = subprocess.run(
         [sys.executable, "-m", "txnbridge.cli", "read", "orders"],
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
@@ -158,8 +157,7 @@ def test_read_with_follow_shows_new_messages_until_ctrl_c(url, bridge, interrupt
     with started("read", "orders", "--follow", "--json", **pipes) as process:
         assert process.stdout is not None
         for value in (b"one", b"two"):
-            with bridge.transaction() as txn:
-                txn.send("orders", value)
+            send(bridge, "orders", value)
             assert json.loads(process.stdout.readline())["value"] == value.decode()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LONG_WAIT)
@@ -177,6 +175,5 @@ def test_an_interrupted_send_publishes_no_message(url, bridge, interruptible):
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=LONG_WAIT)
     assert (process.returncode, out) == (130, b"")
-    with bridge.transaction() as txn:
-        txn.send("orders", b"marker")
-    assert [message.value for message in bridge.read("orders", 10)] == [b"marker"]
+    send(bridge, "orders", b"marker")
+    assert values(bridge, "orders") == [b"marker"]

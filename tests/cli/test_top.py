@@ -10,14 +10,14 @@ import time
 
 import txnbridge
 from tests.conformance.broken import around
+from tests.core.processor_kit import send
 from tests.failing import raising
 from txnbridge.cli.top import BrokerState, _rates
 from txnbridge.spi import GroupInfo
 
 
 def test_top_once_shows_lag_open_transactions_and_parked_half_messages(invoke, bridge):
-    with bridge.transaction() as txn:
-        txn.send_many("orders", [b"1", b"2", b"3"])
+    send(bridge, "orders", b"1", b"2", b"3")
     with bridge.consumer("orders", "shipping") as consumer, bridge.transaction() as txn:
         txn.ack(consumer.poll(1, 60))
     with bridge.transaction(prepare=True) as prepared:

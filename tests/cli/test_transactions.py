@@ -8,6 +8,7 @@ import pytest
 
 import txnbridge
 from tests.conformance.broken import around
+from tests.core.processor_kit import send, values
 from txnbridge.testing import recorded
 
 
@@ -18,10 +19,6 @@ def prepared(bridge):
         txn.send("orders", b"one")
         txn.send("orders", b"two")
     return txn
-
-
-def values(bridge):
-    return [message.value for message in bridge.read("orders", 10)]
 
 
 @pytest.mark.parametrize(("end", "word", "code"), [("commit", "committed", 0), ("abort", "aborted", 5)])
@@ -118,9 +115,8 @@ def test_a_prepared_transaction_is_ended_by_hand(invoke, bridge, prepared, name,
     result = invoke("transactions", decision, name, "--yes", "--reason", "the payment came", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"transaction": prepared.id, "outcome": outcome, "reason": "the payment came"}
-    with bridge.transaction() as txn:
-        txn.send("orders", b"marker")
-    assert values(bridge) == [*left, b"marker"]
+    send(bridge, "orders", b"marker")
+    assert values(bridge, "orders") == [*left, b"marker"]
 
 
 def test_an_open_transaction_is_aborted_by_hand_but_not_committed_and_its_owner_learns_it(invoke, bridge, url):
@@ -132,9 +128,8 @@ def test_an_open_transaction_is_aborted_by_hand_but_not_committed_and_its_owner_
             for decision, code, told in (("commit", 2, ""), ("abort", 0, "aborted\n")):
                 result = invoke("transactions", decision, found.transaction, "--yes", "--reason", "stuck")
                 assert (result.exit_code, result.stdout) == (code, told)
-    with bridge.transaction() as txn:
-        txn.send("orders", b"marker")
-    assert values(bridge) == [b"marker"]
+    send(bridge, "orders", b"marker")
+    assert values(bridge, "orders") == [b"marker"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from txnbridge import Bridge, Processor
+from txnbridge import Bridge, Processor, Topic
 
 # Short, so that the partitions of a killed member are free again soon.
 LEASE_SECONDS = 0.3
@@ -22,7 +22,7 @@ def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
-def send(bridge: Bridge, topic: str, *values: bytes | None, **options: Any) -> None:
+def send(bridge: Bridge, topic: str | Topic, *values: Any, **options: Any) -> None:
     """Send these values in one transaction."""
     with bridge.transaction() as txn:
         for value in values:

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
 from tests.conformance.broken import around
+from tests.core.processor_kit import send
 from tests.in_time import wait_until
 from txnbridge import Bridge, Decision, Outcome, _metrics, metrics
 from txnbridge.errors import OutcomeUnknown
@@ -70,14 +71,12 @@ def test_transactions_of_a_group_commit_are_counted_one_by_one(tmp_path, collect
     with txnbridge.connect(f"embedded:{tmp_path}/a.db", group_commit=True) as bridge:
         bridge.ensure_topics("orders")
         for _ in range(3):
-            with bridge.transaction() as txn:
-                txn.send("orders", b"1")
+            send(bridge, "orders", b"1")
     assert values(collected, "transactions_total") == {"committed": 3}
 
 
 def test_processors_and_half_messages_are_counted(bridge, collected):
-    with bridge.transaction() as txn:
-        txn.send_many("orders", [b"1", b"poison", b"3"])
+    send(bridge, "orders", b"1", b"poison", b"3")
 
     def ship(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
         if message.value == b"poison":
@@ -135,8 +134,7 @@ def test_prometheus_reads_the_metrics_by_http(tmp_path):
     try:
         with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge:
             bridge.ensure_topics("orders")
-            with bridge.transaction() as txn:
-                txn.send("orders", b"1")
+            send(bridge, "orders", b"1")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             read = [*text_string_to_metric_families(answer.read().decode())]
     finally:

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import txnbridge
+from tests.core.processor_kit import send
 from tests.failing import raising
 from txnbridge import Bridge, opentelemetry
 from txnbridge._base.events import Emitter
@@ -33,8 +34,7 @@ class Traced:
         self.bridge: Bridge
 
     def send(self) -> None:
-        with self.bridge.transaction() as txn:
-            txn.send("orders", b"1")
+        send(self.bridge, "orders", b"1")
 
     def spans(self, name: str) -> list[ReadableSpan]:
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
@@ -106,8 +106,7 @@ def test_the_span_of_a_batch_has_a_link_to_each_message(traced):
 
 
 def test_a_handler_that_fails_has_a_span_with_its_error_and_the_dead_letter_keeps_its_trace(traced):
-    with traced.bridge.transaction() as txn:
-        txn.send("orders", b"1", headers={"kind": "new", "baggage": b"of a stranger: \xff"})
+    send(traced.bridge, "orders", b"1", headers={"kind": "new", "baggage": b"of a stranger: \xff"})
 
     refuse = raising(txnbridge.Poison("so it is"))
     traced.bridge.processor("orders", group="g", each=refuse, dead_letter="dead").run(until_idle=True)

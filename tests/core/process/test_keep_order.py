@@ -10,7 +10,7 @@ import pytest
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
-from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, url_of, values
+from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, send, url_of, values
 from tests.failing import fail_call, note_calls
 from txnbridge import Batch, Bridge, DeadlineExceeded, InvalidOption, Message, NotSupported, PositionLost, Transaction
 from txnbridge._base.deadline import Deadline
@@ -198,8 +198,7 @@ def put(bridge: Bridge, topic: str, original: Message, number: int, delay: float
         *waiting_headers(number, delay),
         (KEPT, b""),
     ]
-    with bridge.transaction() as txn:
-        txn.send(topic, original.value, key=original.key, headers=headers)
+    send(bridge, topic, original.value, key=original.key, headers=headers)
 
 
 def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retry_topic(bridge):
@@ -234,8 +233,7 @@ def test_damaged_headers_of_a_waiting_message_make_it_poison(bridge, damage):
     [first] = bridge.read("in", 1)
     name, value = damage
     headers = dict([*origin_headers(PREFIX, first, "g", ValueError(), 1, "t"), *waiting_headers(1, 0), (KEPT, b"")])
-    with bridge.transaction() as txn:
-        txn.send("g-retry-50ms", b"odd", key=b"a", headers={**headers, PREFIX + name: value})
+    send(bridge, "g-retry-50ms", b"odd", key=b"a", headers={**headers, PREFIX + name: value})
     bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, dead_letter="dead").run(
         until_idle=True
     )
@@ -256,8 +254,7 @@ def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, mo
     feed(bridge, "a1")
     [first] = bridge.read("in", 1)
     put(bridge, "g-retry-50ms", first, number=1, delay=0.0)
-    with bridge.transaction() as txn:
-        txn.send("g-retry-200ms", b"", headers={DONE: place_of(first)})
+    send(bridge, "g-retry-200ms", b"", headers={DONE: place_of(first)})
     [entry], [note] = bridge.read("g-retry-50ms", 1), bridge.read("g-retry-200ms", 1)
     keys = bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True)._waiting_keys
     monkeypatch.setattr(keys, "read", lambda timeout: time.sleep(0.1))

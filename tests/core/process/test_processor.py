@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import txnbridge
-from tests.core.processor_kit import thread_of, url_of
+from tests.core.processor_kit import send, thread_of, url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
 from tests.failing import raising
 from tests.in_time import wait_until, within
@@ -940,8 +940,7 @@ def test_until_idle_ends_without_a_partition_after_longer_than_a_dead_member_hol
 def test_until_idle_a_member_without_a_partition_ends_when_the_group_has_nothing_left(tmp_path, unread):
     url = url_of(tmp_path)
     with connect(url) as first, connect(url) as second:
-        with first.transaction() as txn:
-            txn.send("in", b"1")
+        send(first, "in", b"1")
         holder = first.consumer("in", "g")
         batch = holder.poll(timeout=20)
         processor = second.processor("in", group="g", each=copy)
@@ -1006,8 +1005,7 @@ def test_a_processor_whose_attempts_all_fail_for_long_is_unhealthy_at_the_next_o
             raise ValueError
 
     with connect(url_of(tmp_path)) as bridge:
-        with bridge.transaction() as txn:
-            txn.send("in", b"0")
+        send(bridge, "in", b"0")
         with bridge.processor("in", group="g", each=fail, timeout=1, backoff=(0.01, 0.02)) as processor:
             wait_until(lambda: False in health)
             wait_until(lambda: processor.healthy and processor.stats.messages == 1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.broken import Broken, around
+from tests.core.processor_kit import send
 from tests.failing import raising
 from tests.in_time import wait_until
 from txnbridge import App, Message, Topic, Transaction, codecs, connect, errors, spi
@@ -28,27 +29,26 @@ def test_a_function_reads_the_topics_that_fit_its_pattern_also_those_that_come_l
             raise ValueError
         return b"%d" % number
 
-    def send(topic: str, number: int) -> None:
-        with bridge.transaction() as txn:
-            txn.send(Topic(topic, codecs.json), {"id": number}, key="k")
+    def order(topic: str, number: int) -> None:
+        send(bridge, Topic(topic, codecs.json), {"id": number}, key="k")
 
     with connect(url) as bridge:
         bridge.ensure_topics("out", "orders-dead", "others", "orders-retry-5s")
         with pytest.raises(errors.NotFound, match=r"no topic fits orders-\*: create one first"), app:
             pass
         bridge.ensure_topics("orders-a")
-        send("orders-a", 0)
+        order("orders-a", 0)
         with app:
             wait_until(lambda: app.stats["ship"].messages == 0 and app._processors[0].lag == 0)
-            send("orders-a", 1)
-            send("others", 1)
+            order("orders-a", 1)
+            order("others", 1)
             wait_until(lambda: len(bridge.read("out", 9)) == 1)
             bridge.ensure_topics("orders-b")
-            send("orders-b", 2)
-            send("orders-b", 9)
+            order("orders-b", 2)
+            order("orders-b", 9)
             wait_until(lambda: len(bridge.read("out", 9)) == 2 and bridge.read("orders-dead", 9))
             bridge.admin.delete_topic("orders-a")
-            send("orders-b", 3)
+            order("orders-b", 3)
             wait_until(lambda: len(bridge.read("out", 9)) == 3)
         assert [message[3:5] for message in bridge.read("out", 9)] == [(b"k", b"%d" % number) for number in (1, 2, 3)]
         with pytest.raises(errors.InvalidOption, match="would read its own results: 'orders-b' fits"):
@@ -66,8 +66,7 @@ def test_a_message_that_waits_for_a_retry_is_processed_if_this_member_has_not_fo
     settings: Any = {"group": "g", "retry": [1.0]}
     with connect(url) as bridge:
         bridge.ensure_topics("orders-a", "orders-b")
-        with bridge.transaction() as txn:
-            txn.send(Topic("orders-b", codecs.json), {"id": 1})
+        send(bridge, Topic("orders-b", codecs.json), {"id": 1})
         # A member that has found the topic.
         with bridge.processor("orders-b", each=raising(ValueError), **settings) as earlier:
             wait_until(lambda: earlier.stats.delayed == 1)
@@ -96,8 +95,7 @@ def test_a_topic_is_read_later_if_the_processor_that_found_it_could_not_join(
         bridge.ensure_topics("orders-a")
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
             bridge.ensure_topics("orders-b")
-            with bridge.transaction() as txn:
-                txn.send("orders-b", b"1")
+            send(bridge, "orders-b", b"1")
             wait_until(lambda: seen)
     assert (seen, len(failed)) == (["orders-b"], 1)
 
@@ -139,8 +137,7 @@ def test_a_list_without_topics_as_of_a_name_server_just_started_ends_no_loop(tmp
         with bridge.processor("orders-*", group="g", each=lambda order, txn: seen.append(order.topic)):
             hidden.append(True)
             wait_until(lambda: len(looks) > 2)
-            with bridge.transaction() as txn:
-                txn.send("orders-a", b"1")
+            send(bridge, "orders-a", b"1")
             wait_until(lambda: seen)
 
 
@@ -177,8 +174,7 @@ def test_a_processor_waits_for_the_only_topic_of_its_pattern_while_it_is_gone(tm
             bridge.admin.delete_topic("orders-a")
             wait_until(lambda: processor.stats.retries > 1)
             bridge.admin.create_topic("orders-a")
-            with bridge.transaction() as txn:
-                txn.send("orders-a", b"1")
+            send(bridge, "orders-a", b"1")
             wait_until(lambda: seen)
 
 
@@ -193,8 +189,7 @@ def test_a_fatal_error_of_the_handler_is_not_taken_for_one_about_its_topics(tmp_
         raise errors.NotFound("a test says so")
 
     with connect(f"embedded:{tmp_path}/broker.db") as bridge:
-        with bridge.transaction() as txn:
-            txn.send("orders-a", b"1")
+        send(bridge, "orders-a", b"1")
         processor = bridge.processor("orders-*", group="g", each=each, fatal=errors.NotFound, retry_for=5)
         with pytest.raises(errors.NotFound, match="a test says so"):
             processor.run()
@@ -216,8 +211,7 @@ def test_a_paused_function_goes_on_when_one_of_its_topics_is_deleted(tmp_path):
             bridge.admin.delete_topic("orders-a")
             time.sleep(0.5)
             app.resume("ship")
-            with bridge.transaction() as txn:
-                txn.send("orders-b", b"1")
+            send(bridge, "orders-b", b"1")
             wait_until(lambda: not app.healthy or len(bridge.read("out", 9)) == 1)
 
 
@@ -225,15 +219,11 @@ def test_a_paused_function_goes_on_when_one_of_its_topics_is_deleted(tmp_path):
 def test_a_topic_that_is_deleted_and_made_anew_between_two_looks_is_read_from_its_begin(tmp_path, concurrency):
     settings, seen = {"group": "g", "concurrency": concurrency}, []
 
-    def send(value: bytes) -> None:
-        with bridge.transaction() as txn:
-            txn.send("orders-a", value)
-
     with connect(f"embedded:{tmp_path}/broker.db?lease_seconds=0.5") as bridge:
         bridge.ensure_topics("orders-a", "orders-b")
         with bridge.processor("orders-*", each=lambda order, txn: seen.append(order.value), **settings) as processor:
             for value in (b"1", b"2", b"3"):
-                send(value)
+                send(bridge, "orders-a", value)
                 wait_until(lambda: processor.stats.messages == len(seen) and value in seen)  # noqa: B023
                 bridge.admin.delete_topic("orders-a")
                 bridge.ensure_topics("orders-a")
