@@ -974,12 +974,16 @@ class PublishesTwice(Broken):
             self.inner.send(*message[:6], None, message[7])
 
 
+class Holding(Around):
+    """A publisher that keeps its messages to itself."""
+
+    def send(self, *message: Any) -> None:
+        self.held = [*getattr(self, "held", ()), message]
+
+
 @caught_by("test_messages_that_a_publisher_flushed_are_there_once_and_in_order")
 class FlushesNothing(Broken):
-    class Publishing(Around):
-        def send(self, *message: Any) -> None:
-            self.held = [*getattr(self, "held", ()), message]
-
+    class Publishing(Holding):
         def flush(self, deadline: Deadline) -> None:
             pass
 
@@ -996,10 +1000,7 @@ class FlushesNothing(Broken):
     "test_a_sequence_that_is_stored_is_not_stored_again",
 )
 class DropsWhatIsNotFlushed(Broken):
-    class Publishing(Around):
-        def send(self, *message: Any) -> None:
-            self.held = [*getattr(self, "held", ()), message]
-
+    class Publishing(Holding):
         def flush(self, deadline: Deadline) -> None:
             for message in getattr(self, "held", ()):
                 self.inner.send(*message)

@@ -466,7 +466,7 @@ class Actor:
         if self.random.random() < 0.5:
             self.decisions.ledger("X").record("prepare", token.id, {}, Deadline(30))
             token.prepared = True
-            self._check(lambda oracle: self._is_prepared(oracle, token), begin["at"])
+            self._expect_prepared(token)
         if self.random.random() < 0.7:
             self._claim(token.id, Decision.COMMIT, begin=begin, opening=opening)
 
@@ -486,16 +486,9 @@ class Actor:
     def ask_about_preparing(self) -> None:
         if token := self._some_token():
             seen = self._end()
-            found = self.decisions.ledger(token.owner, begin=token.begin).find(token.id, Deadline(30))
-            count = len(found)
-            self._check(
-                lambda oracle: (
-                    None
-                    if count >= len(oracle.notes((token.owner,), token.id, seen))
-                    else f"{self.name} missed a prepare record of {token.id}"
-                ),
-                token.begin["at"],
-            )
+            count = len(self.decisions.ledger(token.owner, begin=token.begin).find(token.id, Deadline(30)))
+            has_all = lambda oracle: count >= len(oracle.notes((token.owner,), token.id, seen))  # noqa: E731
+            self._expect(has_all, f"{self.name} missed a prepare record of {token.id}", token.begin["at"])
 
     def batch(self) -> None:
         """Act as a run of a query: open, claim a batch, sometimes mark the batch as done."""
@@ -552,12 +545,9 @@ class Actor:
         positions, read_up_to = ledger.positions("g", deadline)
         held, seen = ledger.held("g", deadline), (read_up_to[0] + 1,)
         holders = {place: holder.transaction for place, holder in held.items()}
-        self._check(
-            lambda oracle: (
-                None
-                if all(id in oracle.held(seen).get(("g", place), ()) for place, id in holders.items())
-                else f"{self.name} saw {holders} hold partitions, and {oracle.held(seen)} did"
-            ),
+        self._expect(
+            lambda oracle: all(id in oracle.held(seen).get(("g", place), ()) for place, id in holders.items()),
+            f"{self.name} saw {holders} hold partitions, and others did",
             token.begin["at"],
         )
         if all(
@@ -593,12 +583,9 @@ class Actor:
         return {"by": self.name, "bulk": self.random.choice(BULKS) if bulk is None else bulk}
 
     def _learnt(self, token: Token, claim: LedgerClaim) -> None:
-        self._check(
-            lambda oracle: (
-                None
-                if (winner := oracle.winner(token.id, token.begin)) and winner.decision is claim.decision
-                else f"{self.name} was told {claim.decision} about {token.id}, which does not count"
-            ),
+        self._expect(
+            lambda oracle: (winner := oracle.winner(token.id, token.begin)) and winner.decision is claim.decision,
+            f"{self.name} was told {claim.decision} about {token.id}, which does not count",
             token.begin["at"],
         )
 
@@ -611,7 +598,7 @@ class Actor:
             if self.random.random() < 0.6:
                 ledger.record("prepare", token.id, {}, Deadline(30))
                 token.prepared = True
-                self._check(lambda oracle: self._is_prepared(oracle, token), token.begin["at"])
+                self._expect_prepared(token)
             if self.random.random() < 0.7:
                 data = self._data()
                 self._learnt(token, ledger.claim(token.id, Decision.COMMIT, data, Deadline(30), log=token.begin))
@@ -672,23 +659,24 @@ class Actor:
         now = renewed.position if renewed else ()
         self.world.checks.append((now if at is None else tuple(at), check))
 
+    def _expect(self, holds: Callable[[Oracle], Any], otherwise: str, at: Iterable[int] | None = None) -> None:
+        """Make the finding `otherwise` if this does not hold; for `at` see `_check`."""
+        self._check(lambda oracle: None if holds(oracle) else otherwise, at)
+
     def _claim(self, id: Any, decision: Decision, **how: Any) -> Claim | None:
         try:
             claim = self.decisions.claim(id, decision, self._data(), **how)
         except errors.Fenced:
             at = self._end()
-            self._check(
-                lambda oracle: (
-                    f"{self.name} was called fenced about {id}, but it is the newest owner"
-                    if oracle.is_newest(_under(how["opening"]), at)
-                    else None
-                ),
+            self._expect(
+                lambda oracle: not oracle.is_newest(_under(how["opening"]), at),
+                f"{self.name} was called fenced about {id}, but it is the newest owner",
                 how["opening"].position,
             )
             raise
         except errors.InvalidState:
             at = self._end()
-            self._check(lambda oracle: None if oracle.is_done(id, at) else f"{id} was called done and is not")
+            self._expect(lambda oracle: oracle.is_done(id, at), f"{id} was called done and is not")
             raise
         self._saw(id, how.get("begin"), claim)
         return claim
@@ -699,17 +687,11 @@ class Actor:
         if reading.claim is not None:
             self._saw(id, begin, reading.claim)
         elif reading.done:
-            self._check(lambda oracle: None if oracle.is_done(id, self._end()) else f"{id} was called done and is not")
+            self._expect(lambda oracle: oracle.is_done(id, self._end()), f"{id} was called done and is not")
         else:
             self.world.told["undecided"] += 1
-            self._check(
-                lambda oracle: (
-                    f"{self.name} saw no decision about {id} where there was one"
-                    if oracle.winner(id, begin, seen)
-                    else None
-                ),
-                None if begin is None else begin["at"],
-            )
+            told = f"{self.name} saw no decision about {id} where there was one"
+            self._expect(lambda oracle: not oracle.winner(id, begin, seen), told, begin and begin["at"])
 
     def _saw(self, id: Any, begin: dict[str, Any] | None, claim: Claim) -> None:
         self.world.told[claim.decision.name] += 1
@@ -725,10 +707,9 @@ class Actor:
 
         self._check(check, claim.position)
 
-    def _is_prepared(self, oracle: Oracle, token: Token) -> str | None:
-        if oracle.notes((token.owner,), token.id, self._end()):
-            return None
-        return f"{self.name} was told that {token.id} is prepared, but its record stands behind a newer opening"
+    def _expect_prepared(self, token: Token) -> None:
+        otherwise = f"{self.name} was told that {token.id} is prepared, but its record stands behind a newer opening"
+        self._expect(lambda oracle: oracle.notes((token.owner,), token.id, self._end()), otherwise, token.begin["at"])
 
 
 def _under(opening: Opening) -> OpeningRef:

@@ -57,6 +57,15 @@ class Mutants:
 
         return add
 
+    def add_shared(self, module: object) -> None:
+        """Add the mutants that several backends have, of which `module` has or uses `end_prepared`."""
+
+        def says_what_was_asked() -> None:
+            say_what_was_asked(module)
+
+        self.mutant("split-decision", workload="transactions")(says_what_was_asked)
+        self.mutant("split-decision", workload="decisions")(lets_the_last_claim_win)
+
     def apply_chosen(self) -> None:
         """Change the backend of this process by the mutant that the environment variable names, if it names one."""
         if name := os.environ.get(VARIABLE):
@@ -74,7 +83,7 @@ def nothing(*args: object, **named: object) -> None:
     """Do nothing, in place of the function of a rule that is left out."""
 
 
-def let_the_last_claim_win() -> None:
+def lets_the_last_claim_win() -> None:
     """Let the last claim on an id of a decision log decide, instead of the first."""
 
     def claim(fold: IdFold, record: Any, found: Any) -> bool:

@@ -14,7 +14,7 @@ from txnbridge_kafka.write.prepared import KafkaPreparedWriter
 from txnbridge_kafka.write.replaceable_producer import ProducerSession
 from txnbridge_kafka.write.writer import KafkaWriter
 
-from tests.conformance.mutants import Mutants, let_the_last_claim_win, nothing, replace, say_what_was_asked
+from tests.conformance.mutants import Mutants, nothing, replace
 from txnbridge.spi import Deadline
 
 KAFKA = Mutants()
@@ -97,16 +97,5 @@ def aborts_what_is_prepared() -> None:
     replace(opening, "PREPARE", "no such kind")
 
 
-@KAFKA.mutant("split-decision", workload="transactions")
-def says_what_was_asked() -> None:
-    """The end of a transaction by its token returns the wanted outcome, not the true one."""
-    say_what_was_asked(broker)
-
-
-@KAFKA.mutant("split-decision", workload="decisions")
-def lets_the_last_claim_win() -> None:
-    """The last claim in a decision log counts, and not the first."""
-    let_the_last_claim_win()
-
-
+KAFKA.add_shared(broker)
 KAFKA.apply_chosen()

@@ -15,7 +15,7 @@ from txnbridge_pulsar.outcome.outcome import EndResult
 from txnbridge_pulsar.write import writer
 from txnbridge_pulsar.write.batching import PendingReceipts
 
-from tests.conformance.mutants import Mutants, let_the_last_claim_win, replace, say_what_was_asked
+from tests.conformance.mutants import Mutants, replace
 from txnbridge import TxnBridgeError
 from txnbridge.spi import Deadline
 
@@ -92,16 +92,5 @@ def fences_nobody() -> None:
     before = replace(PulsarBroker, "_owner_of", owner_of)
 
 
-@PULSAR.mutant("split-decision", workload="transactions")
-def says_what_was_asked() -> None:
-    """The end of a transaction by its token returns the wanted outcome, not the true one."""
-    say_what_was_asked(outcome)
-
-
-@PULSAR.mutant("split-decision", workload="decisions")
-def lets_the_last_claim_win() -> None:
-    """The last claim in a decision log counts, and not the first."""
-    let_the_last_claim_win()
-
-
+PULSAR.add_shared(outcome)
 PULSAR.apply_chosen()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,10 @@ def bridge(url: str) -> Iterator[Bridge]:
         yield opened
 
 
+# Of a processor whose messages are all dead letters.
+REFUSING: Any = {"group": "g", "dead_letter": "dead", "poison": ValueError, "max_dead_letters_in_a_row": None}
+
+
 def make_dead_letters(url: str, count: int, topics: int = 1) -> None:
     """Messages in `in0` … that a group could not process, and nothing else."""
     with txnbridge.connect(url) as bridge:
@@ -31,9 +36,7 @@ def make_dead_letters(url: str, count: int, topics: int = 1) -> None:
         with bridge.transaction() as txn:
             for number in range(count):
                 txn.send(inputs[number % topics], b"%d" % number, key=b"k%d" % number, headers={"n": str(number)})
-        bridge.processor(
-            inputs, group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
-        ).run(until_idle=True)
+        bridge.processor(inputs, each=refuse, **REFUSING).run(until_idle=True)
 
 
 def refuse(message: Message, txn: Transaction) -> None:
@@ -136,9 +139,7 @@ def test_dead_letters_of_a_deleted_topic_stay_and_the_others_go_back(like, url):
 
 def test_a_redriven_message_that_is_poison_again_does_not_go_round_in_circles(bridge, url):
     make_dead_letters(url, 3)
-    with bridge.processor(
-        "in0", group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
-    ) as processor:
+    with bridge.processor("in0", each=refuse, **REFUSING) as processor:
         assert Redrive(bridge, "dead").run() == (3, 0, 0, 0)
         while processor.stats.dead_letters < 3:
             time.sleep(0.01)
@@ -163,9 +164,7 @@ def test_a_message_without_a_key_comes_back_to_its_partition(bridge, url):
     with bridge.transaction() as txn:
         for number in range(8):
             txn.send("in", b"%d" % number, partition=number)
-    bridge.processor(
-        "in", group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
-    ).run(until_idle=True)
+    bridge.processor("in", each=refuse, **REFUSING).run(until_idle=True)
     Redrive(bridge, "dead").run()
     assert sorted((m.partition, m.value) for m in bridge.read("in", limit=100)) == sorted(
         [(number, b"%d" % number) for number in range(8)] * 2
