@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 import anyio.lowlevel
@@ -29,6 +29,14 @@ async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(SOON):
         while not condition():
             await anyio.sleep(pause := min(2 * pause, 0.02))  # some conditions open a bridge
+
+
+async def cancelled_when(condition: Callable[[], object], program: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """Run a program, and cancel it once this is true."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(program)
+        await until(condition)
+        tasks.cancel_scope.cancel()
 
 
 def values(url: str, topic: str) -> list[bytes]:

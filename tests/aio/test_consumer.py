@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge, until
+from tests.aio.kit import MOMENTS, SOON, Cancelling, cancelled_when, in_txnbridge
 from tests.conformance.broken import around
 from txnbridge import aio
 from txnbridge.errors import DeadlineExceeded
@@ -124,11 +124,7 @@ async def test_a_call_keeps_its_deadline_behind_a_cancelled_one_and_a_close_then
     scheme = broken_broker(Reading=around(lag=lag))
     bridge = await aio.connect(url.replace("embedded", scheme), timeout=2)
     consumer = await bridge.consumer("a", "g")
-    with anyio.CancelScope() as scope:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(consumer.lag)
-            await until(runs.is_set)
-            scope.cancel()
+    await cancelled_when(runs.is_set, consumer.lag)
     try:
         with anyio.fail_after(SOON), pytest.raises(DeadlineExceeded, match="an earlier call"):
             await consumer.close(timeout=0.01)

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 
 import anyio
 import anyio.lowlevel
@@ -10,7 +9,7 @@ import pytest
 from anyio import to_thread
 
 import txnbridge
-from tests.aio.kit import SOON, until, values
+from tests.aio.kit import SOON, cancelled_when, until, values
 from tests.inside import group_commit_of, writers_of
 from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
 from txnbridge._write.group_commit import GroupCommit
@@ -47,14 +46,6 @@ def held() -> Iterator[BatchHeld]:
         yield held
 
 
-@contextmanager
-def without_threads(monkeypatch):
-    """Inside, a call in a worker thread is an error."""
-    with monkeypatch.context() as patch:
-        patch.setattr(to_thread, "run_sync", None)
-        yield
-
-
 @pytest.fixture
 async def bridge(url, held, with_timing) -> AsyncIterator[aio.Bridge]:
     """A bridge whose thread of batches runs, and that has sent to the topic."""
@@ -72,7 +63,8 @@ async def one(bridge: aio.Bridge, value: bytes) -> aio.Transaction:
 
 
 async def test_a_gathered_transaction_needs_no_thread(url, monkeypatch, bridge):
-    with without_threads(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(to_thread, "run_sync", None)  # so a call in a worker thread is an error
         txn = await one(bridge, b"1")
         assert txn.outcome is Outcome.COMMITTED
         async with anyio.create_task_group() as tasks:
@@ -141,10 +133,7 @@ async def test_a_commit_that_is_cancelled_in_its_batch_goes_on(url, held, bridge
         async with txn:
             await txn.send("a", b"1")
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(commit)
-        await until(lambda: held.came)
-        tasks.cancel_scope.cancel()
+    await cancelled_when(lambda: held.came, commit)
     assert txn.outcome is Outcome.UNKNOWN
     held.go.set()
     assert await txn.settle() is Outcome.COMMITTED

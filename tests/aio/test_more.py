@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from anyio import to_thread
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from tests.aio.kit import SOON, undecided, until, values
+from tests.aio.kit import SOON, cancelled_when, undecided, until, values
 from txnbridge import Abort, Decision, HalfMessages, Outcome, aio
 from txnbridge.aio._loop_functions import LoopFunctions
 from txnbridge.aio._services import check_cancelled
@@ -65,10 +65,7 @@ async def test_work_whose_task_was_cancelled_goes_on(url, bridge):
             async with txn:
                 await txn.send("orders", b"1")
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sell)
-            await working.wait()
-            tasks.cancel_scope.cancel()
+        await cancelled_when(working.is_set, sell)
         assert txn.outcome is Outcome.UNKNOWN
         go.set()
         assert await txn.settle() is Outcome.COMMITTED
@@ -93,10 +90,7 @@ async def test_work_that_is_cancelled_with_its_block_is_decided_by_check(url):
 
     done: list[aio.HalfTransaction] = []
     async with aio.connect(url + "?half_check_seconds=0.1") as bridge:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sell)
-            await working.wait()
-            tasks.cancel_scope.cancel()
+        await cancelled_when(working.is_set, sell)
         assert await done[0].settle() is Outcome.UNKNOWN
         async with bridge.resolver("shop", check=committed) as resolver:
             await until(lambda: resolver.stats.committed)

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import SOON, until, values
+from tests.aio.kit import SOON, cancelled_when, until, values
 from txnbridge import Abort, Poison, Topic, aio, codecs
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, NotSupported
 
@@ -130,10 +130,8 @@ async def test_a_cancelled_processor_finishes_its_handler(url, how):
         async with processor:
             await anyio.sleep(SOON)
 
-    async with aio.connect(url) as bridge, anyio.create_task_group() as tasks:
-        tasks.start_soon(serve)
-        await entered.wait()
-        tasks.cancel_scope.cancel()
+    async with aio.connect(url) as bridge:
+        await cancelled_when(entered.is_set, serve)
     assert values(url, "out") == NUMBERS and left(url, "g") == 0
 
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import MOMENTS, Cancelling, values
+from tests.aio.kit import MOMENTS, Cancelling, cancelled_when, values
 from txnbridge import Outcome, aio
 from txnbridge.errors import Abort, InvalidOption, InvalidState
 from txnbridge.testing import listening
@@ -92,10 +92,7 @@ async def test_the_end_of_a_block_waits_for_a_send_whose_task_was_cancelled(tmp_
     with listening(wait):
         async with aio.connect(urls[0]) as here, aio.connect(urls[1]) as there:
             async with aio.spanning(here, there) as span:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(span.on(here).send, "t", b"1")
-                    await anyio.to_thread.run_sync(begun.wait)
-                    tasks.cancel_scope.cancel()
+                await cancelled_when(begun.is_set, partial(span.on(here).send, "t", b"1"))
                 await span.on(there).send("t", b"1")
             assert span.outcome is Outcome.COMMITTED
     assert [values(url, "t") for url in urls] == [[b"1"], [b"1"]]

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import SOON, undecided, until, values
+from tests.aio.kit import SOON, cancelled_when, undecided, until, values
 from txnbridge import Outcome, State, Topic, aio, codecs
 from txnbridge.errors import Abort, DeadlineExceeded, InvalidOption, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import listening, next_commit
@@ -44,10 +44,7 @@ def held() -> Iterator[Held]:
 
 async def cancelled_while_held(held: Held, program) -> None:
     """Run a program, and cancel it while a thread of its call is held."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(program)
-        await until(lambda: held.came)
-        tasks.cancel_scope.cancel()
+    await cancelled_when(lambda: held.came, program)
 
 
 async def test_the_end_of_a_block_commits_and_an_exception_aborts(url, bridge):
