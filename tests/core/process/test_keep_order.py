@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from txnbridge_conformance.observing import eventually
@@ -12,12 +13,13 @@ from txnbridge_conformance.observing import eventually
 import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, send, url_of, values
 from tests.failing import fail_call, note_calls
-from txnbridge import Batch, Bridge, DeadlineExceeded, InvalidOption, Message, NotSupported, PositionLost, Transaction
+from txnbridge import Batch, Bridge, Message, Processor, Transaction
 from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
 from txnbridge._process.waiting_keys import WaitingKeys
 from txnbridge._read.consumer import RawConsumer
+from txnbridge.errors import DeadlineExceeded, InvalidOption, NotSupported, PositionLost
 from txnbridge.testing import Child
 
 KEYS = 6
@@ -36,6 +38,12 @@ def feed(bridge: Bridge, *values: str) -> None:
     with bridge.transaction() as txn:
         for value in values:
             txn.send("in", value.encode(), key=value[:1].encode())
+
+
+def in_order(bridge: Bridge, each: Any, **settings: Any) -> Processor:
+    """A processor that keeps the order of each key."""
+    settings = {"group": "g", "retry": DELAYS, "keep_order": True, **settings}
+    return bridge.processor("in", each=each, **settings)
 
 
 class FailingFirst:
@@ -59,8 +67,8 @@ class FailingFirst:
 def test_messages_of_a_key_wait_behind_one_that_waits_and_others_do_not(bridge, settings):
     handler = FailingFirst(a1=4 if "batch" in settings else 2, b2=1)  # a batch is halved until its culprit is known
     feed(bridge, "a1", "b1", "a2", "b2", "c1", "a3", "b3")
-    called = {"batch": handler.batch} if settings.pop("batch", False) else {"each": handler}
-    with bridge.processor("in", group="g", retry=DELAYS, keep_order=True, **called, **settings):
+    called: Any = {"each": None, "batch": handler.batch} if settings.pop("batch", False) else {"each": handler}
+    with in_order(bridge, **called, **settings):
         eventually(lambda: b"c1" in values(bridge, "out"), "c1 waits for nothing")
         feed(bridge, "a4", "c2")
         eventually(lambda: len(values(bridge, "out")) == 9, "all come out")
@@ -73,11 +81,10 @@ def test_messages_of_a_key_wait_behind_one_that_waits_and_others_do_not(bridge, 
 
 def test_the_next_owner_of_a_partition_knows_what_waits(bridge):
     feed(bridge, "a1", "b1")
-    settings = {"inputs": "in", "group": "g", "retry": [1.0], "keep_order": True}
-    bridge.processor(each=FailingFirst(a1=1), **settings).run(until_idle=True)
+    in_order(bridge, FailingFirst(a1=1), retry=[1.0]).run(until_idle=True)
     assert values(bridge, "out") == [b"b1"]
     feed(bridge, "a2", "b2")
-    with bridge.processor(each=FailingFirst(), **settings):
+    with in_order(bridge, FailingFirst(), retry=[1.0]):
         eventually(lambda: len(values(bridge, "out")) == 4, "all come out")
     found = values(bridge, "out")
     assert found[0] == b"b1" and found.index(b"a1") < found.index(b"a2")
@@ -85,9 +92,7 @@ def test_the_next_owner_of_a_partition_knows_what_waits(bridge):
 
 def test_behind_a_dead_letter_the_next_messages_of_its_key_go_on(bridge):
     feed(bridge, "a1", "a2")
-    with bridge.processor(
-        "in", group="g", each=FailingFirst(a1=9), retry=DELAYS, keep_order=True, dead_letter="dead"
-    ) as running:
+    with in_order(bridge, FailingFirst(a1=9), dead_letter="dead") as running:
         eventually(lambda: values(bridge, "out"), "a2 comes out")
     assert (values(bridge, "dead"), values(bridge, "out")) == ([b"a1"], [b"a2"])
     assert running.stats.dead_letters == 1
@@ -95,22 +100,14 @@ def test_behind_a_dead_letter_the_next_messages_of_its_key_go_on(bridge):
 
 def test_kept_order_is_for_retries(bridge):
     with pytest.raises(InvalidOption, match="for retry="):
-        bridge.processor("in", group="g", each=FailingFirst(), keep_order=True)
+        in_order(bridge, FailingFirst(), retry=None)
 
 
 def test_a_database_cannot_keep_the_order(bridge):
     from txnbridge.sql import Outbox
 
     with pytest.raises(NotSupported, match="keep_order"):
-        bridge.processor(
-            "in",
-            group="g",
-            each=lambda *_: None,
-            retry=DELAYS,
-            keep_order=True,
-            db="sqlite:///x.db",
-            outbox=Outbox("o"),
-        )
+        in_order(bridge, lambda *_: None, db="sqlite:///x.db", outbox=Outbox("o"))
 
 
 def fail_now_and_then(message: Message, txn: Transaction) -> None:
@@ -122,9 +119,7 @@ def fail_now_and_then(message: Message, txn: Transaction) -> None:
 
 def serve(url: str, until_idle: bool = False) -> None:
     with txnbridge.connect(url) as bridge:
-        bridge.processor(
-            "in", group="g", each=fail_now_and_then, dead_letter="dead", retry=DELAYS, keep_order=True, max_messages=20
-        ).run(until_idle)
+        in_order(bridge, fail_now_and_then, dead_letter="dead", max_messages=20).run(until_idle)
 
 
 def feed_numbers(url: str, count: int, partitions: int) -> None:
@@ -174,9 +169,9 @@ def fail_first(message: Message, txn: Transaction) -> None:
 def work(url: str) -> None:
     with txnbridge.connect(url) as bridge:
         for _ in range(2):
-            bridge.processor("in", group="g", each=fail_first, retry=DELAYS, keep_order=True).run(until_idle=True)
+            in_order(bridge, fail_first).run(until_idle=True)
             time.sleep(DELAYS[0])
-        with bridge.processor("in", group="g", each=fail_first, retry=DELAYS, keep_order=True):
+        with in_order(bridge, fail_first):
             eventually(lambda: len(values(bridge, "out")) == 12, "all come out")
 
 
@@ -203,7 +198,7 @@ def put(bridge: Bridge, topic: str, original: Message, number: int, delay: float
 
 def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retry_topic(bridge):
     feed(bridge, "b1")
-    with bridge.processor("in", group="g", each=FailingFirst(b1=2), retry=DELAYS, keep_order=True):
+    with in_order(bridge, FailingFirst(b1=2)):
         eventually(lambda: values(bridge, "out") == [b"b1"], "b1 comes out of the last retry topic")
         [first] = bridge.read("in", 1)
         a2, a3 = (first._replace(position=(at, *first.position[1:]), value=b"a%d" % at, key=b"a") for at in (2, 3))
@@ -215,13 +210,12 @@ def test_a_message_waits_behind_one_that_another_member_has_sent_to_another_retr
 
 def test_a_new_member_sends_a_message_where_the_earlier_one_waits_now(bridge):
     feed(bridge, "a1")
-    settings = {"inputs": "in", "group": "g", "retry": [0.05, 2.0], "keep_order": True}
     handler = FailingFirst(a1=2)
-    with bridge.processor(each=handler, **settings):
+    with in_order(bridge, handler, retry=[0.05, 2.0]):
         eventually(lambda: not handler.left[b"a1"], "a1 has failed twice")
         eventually(lambda: b"a1" in values(bridge, "g-retry-2s"), "a1 waits")
     feed(bridge, "a2")
-    with bridge.processor(each=handler, **settings):
+    with in_order(bridge, handler, retry=[0.05, 2.0]):
         eventually(lambda: len(values(bridge, "out")) == 2, "both come out")
     assert values(bridge, "out") == [b"a1", b"a2"]
     assert values(bridge, "g-retry-50ms").count(b"a2") == 0
@@ -234,9 +228,7 @@ def test_damaged_headers_of_a_waiting_message_make_it_poison(bridge, damage):
     name, value = damage
     headers = dict([*origin_headers(PREFIX, first, "g", ValueError(), 1, "t"), *waiting_headers(1, 0), (KEPT, b"")])
     send(bridge, "g-retry-50ms", b"odd", key=b"a", headers={**headers, PREFIX + name: value})
-    bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, dead_letter="dead").run(
-        until_idle=True
-    )
+    in_order(bridge, FailingFirst(), dead_letter="dead").run(until_idle=True)
     assert (values(bridge, "out"), values(bridge, "dead")) == ([b"a1"], [b"odd"])
 
 
@@ -244,8 +236,7 @@ def test_a_position_that_retention_has_removed_makes_it_read_again_and_not_stop(
     at_once = lambda keys, timeout: timeout == 0.0  # noqa: E731
     lost = fail_call(monkeypatch, WaitingKeys, "read", PositionLost("retention"), when=at_once)
     feed(bridge, "a1", "a2", "b1")
-    settings = {"retry": DELAYS, "keep_order": True, "max_messages": 1}
-    with bridge.processor("in", group="g", each=FailingFirst(a1=1), **settings):
+    with in_order(bridge, FailingFirst(a1=1), max_messages=1):
         eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
     assert lost and [value for value in values(bridge, "out") if value != b"b1"] == [b"a1", b"a2"]
 
@@ -256,7 +247,7 @@ def test_a_note_that_is_read_long_before_its_message_is_not_forgotten(bridge, mo
     put(bridge, "g-retry-50ms", first, number=1, delay=0.0)
     send(bridge, "g-retry-200ms", b"", headers={DONE: place_of(first)})
     [entry], [note] = bridge.read("g-retry-50ms", 1), bridge.read("g-retry-200ms", 1)
-    keys = bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True)._waiting_keys
+    keys: Any = in_order(bridge, FailingFirst())._waiting_keys
     monkeypatch.setattr(keys, "read", lambda timeout: time.sleep(0.1))
     keys.take(note)
     for _ in range(3):
@@ -271,17 +262,17 @@ def test_while_the_outcome_of_an_earlier_pass_is_unknown_each_pass_reads_the_ret
     readings = note_calls(monkeypatch, WaitingKeys, "read_all")
     monkeypatch.setattr(RawConsumer, "in_doubt", True)
     feed(bridge, "a1", "a2", "a3")
-    with bridge.processor("in", group="g", each=FailingFirst(), retry=DELAYS, keep_order=True, max_messages=1):
+    with in_order(bridge, FailingFirst(), max_messages=1):
         eventually(lambda: len(values(bridge, "out")) == 3, "all come out")
     assert len(readings) >= 3
 
 
 def test_a_delay_that_is_taken_out_of_the_list_holds_no_key_back(bridge):
     feed(bridge, "a1")
-    settings = {"inputs": "in", "group": "g", "each": FailingFirst(a1=2), "keep_order": True}
-    with bridge.processor(retry=DELAYS, **settings):
+    handler = FailingFirst(a1=2)
+    with in_order(bridge, handler):
         eventually(lambda: values(bridge, "out") == [b"a1"], "a1 comes out of the last retry topic")
     feed(bridge, "a2")
-    with bridge.processor(retry=DELAYS[:1], **settings) as running:
+    with in_order(bridge, handler, retry=DELAYS[:1]) as running:
         eventually(lambda: values(bridge, "out") == [b"a1", b"a2"], "a2 comes out")
     assert running.stats.delayed == 0
