@@ -48,16 +48,6 @@ def taken(turns):
     return place
 
 
-def test_the_first_to_come_is_the_first_to_write(turns):
-    waiting = Waiting(turns)
-    place = taken(turns)
-    for number in range(5):
-        waiting.add(number)
-    place.leave()
-    waiting.join()
-    assert waiting.came == [0, 1, 2, 3, 4]
-
-
 def test_a_waiter_that_gives_up_for_a_moment_keeps_its_position_in_the_queue(turns):
     place, patient = taken(turns), turns.place()
     assert not patient.enter(Deadline(0.01))

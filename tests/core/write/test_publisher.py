@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.core.processor_kit import values
 from tests.core.toy import connect_toy
 from tests.in_time import Hold
 from txnbridge import Bridge, DeadlineExceeded, InvalidOption, connect
@@ -19,10 +19,6 @@ def bridge(tmp_path: Path) -> Iterator[Bridge]:
         yield bridge
 
 
-def values(bridge: Bridge) -> list[Any]:
-    return [message.value for message in bridge.read("rows", 100)]
-
-
 def test_a_sequence_that_goes_back_within_a_session_is_refused(bridge: Bridge) -> None:
     with bridge.publisher("import") as publisher:
         for sequence in (1, 5):
@@ -32,7 +28,7 @@ def test_a_sequence_that_goes_back_within_a_session_is_refused(bridge: Bridge) -
                 publisher.send("rows", b"%d" % sequence, sequence=sequence)
         publisher.send("rows", b"6", sequence=6)
         publisher.send("other-rows", b"1", sequence=1)
-    assert values(bridge) == [b"1", b"5", b"6"]
+    assert values(bridge, "rows") == [b"1", b"5", b"6"]
 
 
 def test_messages_sent_again_after_resuming_are_skipped_until_the_first_new_one(bridge: Bridge) -> None:
@@ -43,7 +39,7 @@ def test_messages_sent_again_after_resuming_are_skipped_until_the_first_new_one(
             publisher.send("rows", b"%d" % sequence, sequence=sequence)
         with pytest.raises(InvalidOption, match="comes after 7"):
             publisher.send("rows", b"6", sequence=6)
-    assert values(bridge) == [b"5", b"7"]
+    assert values(bridge, "rows") == [b"5", b"7"]
 
 
 @pytest.mark.parametrize(

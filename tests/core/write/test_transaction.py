@@ -568,14 +568,6 @@ def test_an_item_of_many_that_cannot_be_sent_is_named_and_leaves_only_abort(brid
     assert writer.calls[-1] == "abort"
 
 
-def test_a_refused_item_of_many_that_the_block_swallows_aborts_it_all_the_same(bridge: Bridge) -> None:
-    with pytest.raises(TransactionAborted, match=r"part of it failed \(InvalidOption: item 1"):
-        with bridge.transaction() as txn:
-            with pytest.raises(InvalidOption):
-                txn.send_many(Topic("orders", codecs.json), [1, object(), 3])
-    assert txn.outcome is Outcome.ABORTED
-
-
 def test_an_exception_of_the_items_own_generator_leaves_only_abort(bridge: Bridge) -> None:
     def items() -> Iterator[bytes]:
         yield b"1"
