@@ -78,12 +78,8 @@ def test_every_error_of_ours_has_a_code_by_its_class():
 def test_with_json_an_error_is_one_json_object_on_stderr(fail_with):
     result = fail_with(errors.OutcomeUnknown("no answer", token="txb1.abc"), "--json")
     assert result.stdout == ""
-    assert json.loads(result.stderr) == {
-        "error": "OutcomeUnknown",
-        "message": "no answer",
-        "exit_code": 4,
-        "token": "txb1.abc",
-    }
+    told = json.loads(result.stderr)
+    assert told == {"error": "OutcomeUnknown", "message": "no answer", "exit_code": 4, "token": "txb1.abc"}
 
 
 def test_debug_shows_the_traceback_and_the_steps_and_ends_with_its_command(fail_with):

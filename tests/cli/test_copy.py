@@ -286,7 +286,7 @@ def test_a_transaction_that_a_dead_process_left_prepared_is_listed_and_ended(inv
     for bridge in (source, target):
         bridge.ensure_topics("source", "target")
     send(source, "source", b"1", b"2")
-    with Child(copy_all, Pair(*urls, "source", "target"), kill="half.store/before") as dead:
+    with Child(copy_all, Pair(urls[0], urls[1], "source", "target"), kill="half.store/before") as dead:
         wait_until(lambda: len(source.admin.transactions()) == 1 == len(target.admin.transactions()))
         dead.kill()
     listed = invoke("spans", "list", urls[1], "--url", urls[0], "--json").stdout.splitlines()

@@ -19,15 +19,6 @@ def old(url):
         decisions.close()
 
 
-def make_anew(url, old):
-    """The log loses all that it has; the next record is of a process that has used it before."""
-    with sqlite3.connect(url.removeprefix("embedded:")) as file:
-        file.execute("DELETE FROM log_records")
-        file.execute("UPDATE logs SET first = 0, next = 0")
-    with pytest.raises(EvidenceLost):
-        old.claim(("late", 1), Decision.COMMIT)
-
-
 def stored(url):
     with sqlite3.connect(url.removeprefix("embedded:")) as file:
         return file.execute("SELECT count(*) FROM log_records").fetchone()[0]
@@ -36,7 +27,11 @@ def stored(url):
 def test_a_log_that_was_made_anew_is_renewed_only_with_yes_and_then_goes_on(invoke, url, old):
     begin = old.begin()
     old.claim("a-transaction", Decision.COMMIT, begin=begin)
-    make_anew(url, old)
+    with sqlite3.connect(url.removeprefix("embedded:")) as file:  # the log loses all that it has
+        file.execute("DELETE FROM log_records")
+        file.execute("UPDATE logs SET first = 0, next = 0")
+    with pytest.raises(EvidenceLost):  # the next record is of a process that has used it before
+        old.claim(("late", 1), Decision.COMMIT)
     with txnbridge.connect(url, application="billing") as bridge:
         with pytest.raises(EvidenceLost, match="txnbridge log renew"):
             bridge.decisions().open("owner")

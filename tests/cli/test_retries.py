@@ -30,26 +30,11 @@ def waits(bridge):
 
 def test_waiting_messages_are_listed_by_topic_without_processed_ones(invoke, bridge, waits):
     emptied, waiting = json.loads(invoke("retries", "list", "--json").stdout)
-    assert emptied == {
-        "topic": "shipping-retry-1ms",
-        "group": "shipping",
-        "delay": 0.001,
-        "waiting": 0,
-        "due": 0,
-        "next_due": None,
-        "attempts": None,
-        "reason": None,
-    }
+    both, unknown = {"group": "shipping", "due": 0}, {"next_due": None, "attempts": None, "reason": None}
+    assert emptied == {"topic": "shipping-retry-1ms", "delay": 0.001, "waiting": 0, **both, **unknown}
     assert 0 < waiting.pop("next_due") / 1000 <= waits + 3600
-    assert waiting == {
-        "topic": "shipping-retry-3600s",
-        "group": "shipping",
-        "delay": 3600,
-        "waiting": 3,
-        "due": 0,
-        "attempts": 2,
-        "reason": "KeyError: 'no stock'",
-    }
+    last = {"attempts": 2, "reason": "KeyError: 'no stock'"}
+    assert waiting == {"topic": "shipping-retry-3600s", "delay": 3600, "waiting": 3, **both, **last}
     shown = invoke("retries", "list", "--group", "shipping").stdout.splitlines()
     assert shown[1].split() == ["shipping-retry-1ms", "0", "0", "-", "-", "-"]
     assert shown[2].split()[:3] == ["shipping-retry-3600s", "3", "0"] and shown[2].endswith("KeyError: 'no stock'")

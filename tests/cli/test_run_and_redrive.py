@@ -84,14 +84,8 @@ def test_run_runs_a_processor_that_a_function_makes(invoke, bridge, shop, orders
     assert values(bridge, "shipments") == [b"1", b"2"]
     orders(b"3")
     result = invoke("run", "shop:shipping", "--until-idle", "--json")
-    assert json.loads(result.stdout) == {
-        "messages": 1,
-        "transactions": 1,
-        "dead_letters": 0,
-        "delayed": 0,
-        "retries": 0,
-        "last_error": None,
-    }
+    no_failures = {"dead_letters": 0, "delayed": 0, "retries": 0, "last_error": None}
+    assert json.loads(result.stdout) == {"messages": 1, "transactions": 1, **no_failures}
 
 
 def test_run_tells_what_its_group_does(url, shop, orders):

@@ -44,9 +44,8 @@ def test_a_missing_right_or_answer_is_an_error_on_the_screen_and_hides_no_other_
     with bridge.transaction(prepare=True) as txn:
         txn.send("orders", b"1")
     groups = raising(txnbridge.errors.AccessDenied("not yours"))
-    shown = invoke(
-        "top", "--once", "--url", url.replace("embedded", broken_broker(Administering=around(groups=groups)))
-    )
+    one = broken_broker(Administering=around(groups=groups))
+    shown = invoke("top", "--once", "--url", url.replace("embedded", one))
     assert "not yours" in shown.stdout and "oldest first: 1" in shown.stdout and shown.exit_code == 1
     away = raising(txnbridge.BrokerUnavailable("the broker is away"))
     both = broken_broker(Administering=around(groups=groups, transactions=away))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as aio
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
@@ -466,23 +467,24 @@ def test_settings_that_do_not_go_together_are_refused(engine, bridge):
         txn.ack([])
 
 
-def test_a_session_of_asyncio_works_inside_run_sync_and_an_engine_beside_it_has_a_resolver(shop, engine, bridge):
-    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+async def in_async_session(shop, work, note=lambda *_: None):
+    """Call `work` with a session of an asynchronous engine, each of whose statements `note` is told of."""
     pytest.importorskip("aiosqlite")
+    engine = aio.create_async_engine(shop.database.replace("sqlite:", "sqlite+aiosqlite:"))
+    sa.event.listen(engine.sync_engine, "before_cursor_execute", note)
+    async with aio.AsyncSession(engine) as session:
+        await session.run_sync(work)
+    await engine.dispose()
 
+
+def test_a_session_of_asyncio_works_inside_run_sync_and_an_engine_beside_it_has_a_resolver(shop, engine, bridge):
     def work(session):
         sell(bridge, session, b"0")
         with pytest.raises(InvalidState), bridge.transaction(db=session, group="shop"):
             session.execute(insert(b"1"))
             session.commit()
 
-    async def order():
-        engine = aio.create_async_engine(shop.database.replace("sqlite:", "sqlite+aiosqlite:"))
-        async with aio.AsyncSession(engine) as session:
-            await session.run_sync(work)
-        await engine.dispose()
-
-    asyncio.run(order())
+    asyncio.run(in_async_session(shop, work))
     assert one_for_one(shop, bridge) == [b"0"]
     assert barrier_rows(shop.database) == []
     sell(bridge, engine, b"1")
@@ -491,19 +493,10 @@ def test_a_session_of_asyncio_works_inside_run_sync_and_an_engine_beside_it_has_
 
 
 def test_a_session_of_another_event_loop_deletes_its_row_by_its_own_engine(shop, bridge):
-    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
-    pytest.importorskip("aiosqlite")
     used = []
-
-    async def order(value):
-        engine = aio.create_async_engine(shop.database.replace("sqlite:", "sqlite+aiosqlite:"))
-        sa.event.listen(engine.sync_engine, "before_cursor_execute", lambda *_: used.append(value))
-        async with aio.AsyncSession(engine) as session:
-            await session.run_sync(lambda session: sell(bridge, session, value))
-        await engine.dispose()
-
     for value in numbers(2):
-        asyncio.run(order(value))
+        work = lambda session: sell(bridge, session, value)  # noqa: B023, E731
+        asyncio.run(in_async_session(shop, work, lambda *_: used.append(value)))  # noqa: B023
     assert used == sorted(used)
     assert barrier_rows(shop.database) == []
 

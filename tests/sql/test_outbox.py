@@ -611,11 +611,14 @@ def test_a_relay_waits_for_its_database_and_stops_meanwhile(bridge, caplog):
     assert not relay.healthy
 
 
-def test_the_commands_publish_list_and_change_rows(engine, shop, bridge):
-    def invoke(*arguments):
-        given = ["--database", shop.database, "--outbox", "shop"]
-        return CliRunner().invoke(main, ["relay", arguments[0], *given, *arguments[1:]])
+@pytest.fixture
+def invoke(shop):
+    """Return a function that calls a command of relays for the shop's outbox."""
+    given = ["--database", shop.database, "--outbox", "shop"]
+    return lambda command, *more: CliRunner().invoke(main, ["relay", command, *given, *more])
 
+
+def test_the_commands_publish_list_and_change_rows(engine, shop, bridge, invoke):
     assert (invoke("parked").exit_code, invoke("status").exit_code) == (2, 2)  # no relay has opened it
     send(engine, b"1")
     send(engine, b"2", topic="nowhere")
@@ -634,13 +637,12 @@ def test_the_commands_publish_list_and_change_rows(engine, shop, bridge):
 
 
 @pytest.mark.parametrize("how", ["--published", "--again"])
-def test_a_batch_whose_outcome_can_never_be_known_is_ended_by_hand(engine, shop, bridge, how):
+def test_a_batch_whose_outcome_can_never_be_known_is_ended_by_hand(engine, shop, bridge, invoke, how):
     send(engine, b"1")
     die_before_the_commit(shop)
     token = str(OutboxStore(outbox(), engine).state(Deadline(SOON)).token)
-    given = ["relay", "end-batch", "--database", shop.database, "--outbox", "shop", how]
-    assert CliRunner().invoke(main, [*given, "another token", "--yes"]).exit_code == 2
-    would, done = (CliRunner().invoke(main, [*given, token, "--json", *more]) for more in ([], ["--yes"]))
+    assert invoke("end-batch", how, "another token", "--yes").exit_code == 2
+    would, done = (invoke("end-batch", how, token, "--json", *more) for more in ([], ["--yes"]))
     assert [json.loads(each.stdout)["published"] for each in (would, done)] == 2 * [how == "--published"]
     bridge.abort(token)  # it would hold back readers
     relay_all(bridge, engine)
@@ -648,7 +650,9 @@ def test_a_batch_whose_outcome_can_never_be_known_is_ended_by_hand(engine, shop,
 
 
 @pytest.mark.parametrize("batch", [None, "", "1-x"])
-def test_a_batch_whose_rows_the_database_has_lost_stays_until_it_is_ended_by_hand(engine, shop, bridge, caplog, batch):
+def test_a_batch_whose_rows_the_database_has_lost_stays_until_it_is_ended_by_hand(
+    engine, shop, bridge, invoke, caplog, batch
+):
     send(engine, b"1")
     die_before_the_commit(shop)
     with engine.begin() as connection:
@@ -656,9 +660,8 @@ def test_a_batch_whose_rows_the_database_has_lost_stays_until_it_is_ended_by_han
     with bridge.relay(outbox(), engine, takeover=0.1) as relay:
         eventually(lambda: "end-batch" in caplog.text, "it does not say so")
         assert (relay.lag, values(bridge)) == (1, [b"1"])
-    given = ["relay", "end-batch", "--database", shop.database, "--outbox", "shop", "--yes"]
     token = str(OutboxStore(outbox(), engine).state(Deadline(SOON)).token)
-    codes = [CliRunner().invoke(main, [*given, how, token]).exit_code for how in ("--published", "--again")]
+    codes = [invoke("end-batch", "--yes", how, token).exit_code for how in ("--published", "--again")]
     assert codes == [3, 0]
 
 

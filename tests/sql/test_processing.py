@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -13,7 +14,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.conformance.broken import around
-from tests.core.processor_kit import LEASE_SECONDS, numbers, values
+from tests.core.processor_kit import LEASE_SECONDS, numbers, send, values
 from tests.failing import fail_call, raising
 from tests.sql.outbox_programs import Shop, confuse_names, scalars
 from tests.sql.test_database_chaos import started
@@ -50,18 +51,13 @@ def record_and_send(message: txnbridge.Message, db: sa.Connection) -> None:
         raise txnbridge.Poison("a test says so")
 
 
+SMALL_BATCHES: Any = {"group": "g", "dead_letter": "dead", "outbox": BOX, "max_messages": 2}
+
+
 def process(shop: Shop):
+    settings = SMALL_BATCHES | {"max_dead_letters_in_a_row": None}
     with txnbridge.connect(shop.url) as bridge:
-        processor = bridge.processor(
-            "in",
-            group="g",
-            each=record_and_send,
-            dead_letter="dead",
-            db=shop.database,
-            outbox=BOX,
-            max_messages=2,
-            max_dead_letters_in_a_row=None,
-        )
+        processor = bridge.processor("in", each=record_and_send, db=shop.database, **settings)
         processor.run(until_idle=True)
     return processor.stats
 
@@ -75,20 +71,10 @@ def fail_a_third(message: txnbridge.Message, db: sa.Connection) -> None:
 def process_with_retries(shop: Shop) -> None:
     """Process until all messages are done or dead, with a relay that takes those that wait to their retry topic."""
     with txnbridge.connect(shop.url) as bridge, bridge.relay(BOX, shop.database) as relay:
-        is_dead = False
-        while not is_dead:
-            bridge.processor(
-                "in",
-                group="g",
-                each=fail_a_third,
-                retry=[0.001],
-                dead_letter="dead",
-                db=shop.database,
-                outbox=BOX,
-                max_messages=2,
-            ).run(until_idle=True)
+        settings = SMALL_BATCHES | {"retry": [0.001]}
+        while not values(bridge, "dead"):
+            bridge.processor("in", each=fail_a_third, db=shop.database, **settings).run(until_idle=True)
             eventually(lambda: relay.lag == 0, "rows wait")
-            is_dead = values(bridge, "dead") != []
 
 
 def process_plainly(shop: Shop):
@@ -298,8 +284,7 @@ def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_
         ids["in"] = "new"
 
     with txnbridge.connect(shop.url.replace("embedded", scheme)) as bridge:
-        with bridge.transaction() as txn:
-            txn.send_many("in", [(value, b"key") for value in numbers(4)])
+        send(bridge, "in", *numbers(4), key=b"key")
         with pytest.raises(txnbridge.TransactionAborted, match="recreated"):
             run(each, bridge, max_messages=2, retry_for=0.3)
         assert done(shop.database) == numbers(2)
@@ -412,8 +397,7 @@ def test_a_message_behind_poison_is_not_judged_by_what_the_poison_has_written(br
         if message.value == b"1":
             raise txnbridge.Poison("a test says so")
 
-    with bridge.transaction() as txn:
-        txn.send_many("in", [(b"1", b"key"), (b"2", b"key")])
+    send(bridge, "in", b"1", b"2", key=b"key")
     settings = {"poison": sa.exc.IntegrityError, "dead_letter": "dead", "outbox": BOX}
     assert run(each, **settings).dead_letters == 1
     assert done(shop.database) == [b"2"]
@@ -551,8 +535,7 @@ def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_proce
             if writes_on:  # in the transaction that the driver begins by itself
                 record(message, db)
 
-    with bridge.transaction() as txn:
-        txn.send_many("in", [(value, b"key") for value in numbers(3)])
+    send(bridge, "in", *numbers(3), key=b"key")
     with pytest.raises(txnbridge.InvalidState, match="has ended the database transaction"):
         run(each)
     assert done(shop.database) == (numbers(3) if end is end_by_definition else [])
