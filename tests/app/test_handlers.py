@@ -279,14 +279,11 @@ def test_the_value_that_a_function_returns_is_sent_with_the_key_of_its_message(b
 
 
 def test_a_key_is_encoded_for_the_topic_that_it_goes_to(bridge):
-    def keep(value: bytes) -> bytes:
-        return value
-
     send(bridge, b"1", key=b"7")
-    run(keep, Topic("in", key=codecs.json), to="out")
+    run(one, Topic("in", key=codecs.json), to="out")
     send(bridge, b"2", key=b"7")
     app = App()
-    app.process(Topic("in", key=codecs.json), group="g", to=Topic("out", key=codecs.json))(keep)
+    app.process(Topic("in", key=codecs.json), group="g", to=Topic("out", key=codecs.json))(one)
     app.run(until_idle=True)
     assert sent(bridge) == [(b"7", b"1"), (b"7", b"2")]
 

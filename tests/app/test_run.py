@@ -105,9 +105,6 @@ lifeless = one(wait, lifespan=without_database)
 """
 
 
-ALIVE = {"alive": False, "silent_workers": []}
-
-
 class Service:
     """A process of `txnbridge run`."""
 
@@ -228,7 +225,8 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
     orders(b"1")
     with Service(folder, "shop:waiting", "--health-port", "0") as service:
         assert service.line() == "here\n"
-        wait_until(lambda: service.get("/healthz") == (503, {**ALIVE, "hanging_functions": ["wait"]}))  # `hang_after`
+        hanging = {"alive": False, "silent_workers": [], "hanging_functions": ["wait"]}
+        wait_until(lambda: service.get("/healthz") == (503, hanging))  # `hang_after`
         wait_until(service.is_ready)
         service.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not service.is_ready())

@@ -39,6 +39,8 @@ from txnbridge._decisions.records import (
 )
 from txnbridge.spi import Ack, DecisionLog, Ledger, LedgerClaim
 
+Records = Iterator[tuple[Position, bytes]]
+
 
 def follower_of(decisions: Decisions) -> Any:
     """Return the `Follower` by which a process reads its log."""
@@ -73,9 +75,7 @@ class MemoryLog(DecisionLog):
         self.archive.append((position, record))
         return position
 
-    def read(
-        self, first: Position | None, last: Position | None, deadline: Deadline | None = None
-    ) -> Iterator[tuple[Position, bytes]]:
+    def read(self, first: Position | None, last: Position | None, deadline: Deadline | None = None) -> Records:
         begin = self.records[0][0] if self.records else (self.next,)
         first = begin if first is None else first
         if first < begin:
@@ -691,7 +691,8 @@ class Actor:
         else:
             self.world.told["undecided"] += 1
             told = f"{self.name} saw no decision about {id} where there was one"
-            self._expect(lambda oracle: not oracle.winner(id, begin, seen), told, begin and begin["at"])
+            at = None if begin is None else begin["at"]
+            self._expect(lambda oracle: not oracle.winner(id, begin, seen), told, at)
 
     def _saw(self, id: Any, begin: dict[str, Any] | None, claim: Claim) -> None:
         self.world.told[claim.decision.name] += 1
@@ -755,9 +756,7 @@ class _StepLog(DecisionLog):
         self._step(may_fail=False)
         raise errors.OutcomeUnknown("no answer")
 
-    def read(
-        self, first: Position | None, last: Position | None, deadline: Deadline
-    ) -> Iterator[tuple[Position, bytes]]:
+    def read(self, first: Position | None, last: Position | None, deadline: Deadline) -> Records:
         self._step()
         # In pieces, as brokers do: others may append and trim while a reader is on its way.
         at = first

@@ -25,6 +25,7 @@ from txnbridge.testing import Child, tell
 WORKERS = 4
 # Opens a log: where, which one, and how long its calls may take.
 OpenLog = Callable[[str, str, float], DecisionLog]
+Records = Iterable[tuple[Position, bytes]]
 # A worker ends by itself, with a reason, where nothing is settled for as long as its own time limit.
 SILENCE = 300
 # Presences live for minutes at least. A worker's clock goes on by so many seconds with each race that it has settled,
@@ -47,9 +48,7 @@ class Through(DecisionLog):
     def append(self, record: bytes, deadline: Deadline) -> Position:
         return self._log.append(record, deadline)
 
-    def read(
-        self, first: Position | None, last: Position | None, deadline: Deadline
-    ) -> Iterable[tuple[Position, bytes]]:
+    def read(self, first: Position | None, last: Position | None, deadline: Deadline) -> Records:
         return self._log.read(first, last, deadline)
 
     def trim(self, before: Position, deadline: Deadline) -> None:
@@ -81,9 +80,7 @@ class Unreliable(Through):
             raise OutcomeUnknown("lost on its way back")
         return position
 
-    def read(
-        self, first: Position | None, last: Position | None, deadline: Deadline
-    ) -> Iterable[tuple[Position, bytes]]:
+    def read(self, first: Position | None, last: Position | None, deadline: Deadline) -> Records:
         self._maybe_die()
         return self._log.read(first, last, deadline)
 

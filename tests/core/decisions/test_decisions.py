@@ -44,17 +44,10 @@ class FaultyLog(MemoryLog):
         super().append(record)
         raise errors.OutcomeUnknown("no answer")
 
-    def lose_record(self, record: bytes) -> Position:
-        raise errors.OutcomeUnknown("no answer")
-
-    def refuse(self, record: bytes) -> Position:
-        raise errors.BrokerUnavailable("not now")
-
-    def fill_up(self, record: bytes) -> Position:
-        raise errors.StorageFailed("disk full")
-
-    def deny(self, record: bytes) -> Position:
-        raise errors.AccessDenied("not any more")
+    lose_record, refuse, fill_up, deny = (
+        staticmethod(raising(error))
+        for error in (errors.OutcomeUnknown, errors.BrokerUnavailable, errors.StorageFailed, errors.AccessDenied)
+    )
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 UNDER = records.OpeningRef(("billing",), "b7e1", 3)
 BATCH = ("query", "sink", 7, 0)
+BEGIN = records.EvidenceBegin((12, 3), "n2")
+RANGES = records.AckRange("g", ("orders", 0), (100,), (180,)), records.AckRange("g", ("orders", 7), (1, 2), (1, 3))
 
 
 def opened(data: Mapping[str, Any]) -> records.Opened:
@@ -35,22 +37,10 @@ EXAMPLES: dict[str, records.LogRecord] = {
     "presence of a process that does not know the log": records.Presence(log=None, nonce="n3", until=1),
     "opened": opened({"writers": 4}),
     "entry": records.EntryRecord(log="a1", nonce="n5", under=UNDER, about="prepare", transaction="t1", data={"pid": 9}),
-    "claim by a token": claimed("n6", ("t1",), begin=records.EvidenceBegin((12, 3), "n2"), by=None, body={}),
+    "claim by a token": claimed("n6", ("t1",), begin=BEGIN, by=None, body={}),
     "claim of a run": claimed("n7", BATCH, Decision.ABORT, body={"tokens": ["é"]}),
     "claim with parts": claimed("n8", BATCH, body=None, stored=records.StoredBody(((4,), (6,)), "d1")),
-    "claim that acknowledges": claimed(
-        "n12",
-        ("t1",),
-        begin=records.EvidenceBegin((12, 3), "n2"),
-        acked=records.ClaimAcks(
-            (39,),
-            (
-                records.AckRange("g", ("orders", 0), (100,), (180,)),
-                records.AckRange("g", ("orders", 7), (1, 2), (1, 3)),
-            ),
-        ),
-        body={},
-    ),
+    "claim that acknowledges": claimed("n12", ("t1",), begin=BEGIN, acked=records.ClaimAcks((39,), RANGES), body={}),
     "done": records.Done(log="a1", nonce="n9", id=("query", "sink"), up_to=7),
     "part": records.BodyPart(log="a1", nonce="n10", payload=b'{"half\n of it\x00\xff'),
     "snapshot": records.Snapshot(

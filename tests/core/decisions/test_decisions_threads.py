@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance.observing import eventually
 
-from tests.core.decisions_kit import MemoryLog, follower_of
+from tests.core.decisions_kit import MemoryLog, Records, follower_of
 from tests.failing import raising
 from tests.interrupts import Interrupted
 from txnbridge._base.deadline import Deadline
@@ -61,9 +61,7 @@ class HeldLog(MemoryLog):
         self._pass("end")
         return end
 
-    def read(
-        self, first: Position | None, last: Position | None, deadline: Deadline | None = None
-    ) -> Iterator[tuple[Position, bytes]]:
+    def read(self, first: Position | None, last: Position | None, deadline: Deadline | None = None) -> Records:
         self.readings += 1
         records = list(super().read(first, last))
         self._pass("read")

@@ -95,9 +95,7 @@ class MemoryBroker(ToyBroker):
         self.begun = 0
         self.committed: list[Committed] = []
 
-    def open_writers(
-        self, identity: spi.Identity, count: int, ledger: spi.Ledger, deadline: spi.Deadline
-    ) -> list[spi.Writer]:
+    def open_writers(self, identity: spi.Identity, count: int, *_: Any) -> list[spi.Writer]:
         return [MemoryWriter(self) for _ in range(count)]
 
     def reader(
@@ -127,9 +125,7 @@ class MemoryBroker(ToyBroker):
 
 
 class MemoryBackend(ToyBackend):
-    def open(
-        self, url: spi.Url, options: Mapping[str, Any], context: spi.Context, deadline: spi.Deadline
-    ) -> spi.Broker:
+    def open(self, *_: Any) -> spi.Broker:
         broker = MemoryBroker(self)
         self.brokers.append(broker)
         return broker

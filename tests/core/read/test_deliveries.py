@@ -421,16 +421,8 @@ class InOrder(Program):
         if not self.take(lambda: self.consumer.poll(count, timeout=0)):
             return
         txn = self.bridge.transaction(prepare=True, timeout=60)
-        with (
-            suppress(
-                errors.OutcomeUnknown,
-                errors.BrokerUnavailable,
-                errors.TransactionAborted,
-                errors.InvalidState,
-                errors.Conflict,
-            ),
-            txn,
-        ):
+        refused = errors.TransactionAborted, errors.InvalidState, errors.Conflict
+        with suppress(errors.OutcomeUnknown, errors.BrokerUnavailable, *refused), txn:
             txn.ack(self.delivered[came:])
 
     @precondition(lambda self: self.world.prepared)
