@@ -19,6 +19,9 @@ from txnbridge_conformance.brokers import _broker, _jars
 from tests.in_time import wait_until
 from txnbridge import Topic, codecs
 
+# The registry's clients leave their sockets to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @dataclasses.dataclass
 class Order:
@@ -70,7 +73,7 @@ def registry() -> Iterator[Registry]:
         found.kill()
     for each in gc.get_objects():
         if type(each) is SchemaRegistryClient:
-            each.close()  # else it leaves its sockets to the garbage collector
+            each.close()  # else its sockets may be collected in a later module
 
 
 def test_avro_is_read_as_a_dataclass_and_waits_while_the_registry_is_away(bridge, registry, unique):
