@@ -88,9 +88,9 @@ class EmbeddedHalves(HalfStore):
             except DeadlineExceeded:
                 if deadline.left() <= _POLL_SECONDS:  # other processes kept the file locked until now
                     raise
-            if deadline.left() <= _POLL_SECONDS:
+            time.sleep(pause := min(_POLL_SECONDS, deadline.left()))
+            if pause < _POLL_SECONDS:
                 return []
-            time.sleep(_POLL_SECONDS)
 
     def _due(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         query = (

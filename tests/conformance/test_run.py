@@ -69,7 +69,7 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     hook, calls = recording_hook(tmp_path)
     more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net", "--version=1.2"]
     more += [f"--floor={name}={least}" for name, least in TRIED.items()]
-    for seconds in ("3", "30"):  # a loaded machine may commit nothing in three
+    for seconds in ("3", "12"):  # a loaded machine may commit nothing in three
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         done = conformance("run", url, "--time", seconds, "--seed", "1", "--out", str(tmp_path / "out"), *more)
         if done.returncode != 4:

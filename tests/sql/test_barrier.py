@@ -639,7 +639,7 @@ def test_a_bridge_publishes_what_another_process_has_left_and_no_other_database_
 
 def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, broken_broker):
     away = broken_broker(Halving=around(end=raising(BrokerUnavailable("it is away"))))
-    with txnbridge.connect(shop.url.replace("embedded", away)) as other:
+    with txnbridge.connect(shop.url.replace("embedded", away), timeout=3) as other:
         assert sell(other, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
         time.sleep(1.2)  # longer than a resolver takes to delete rows
         assert barrier_rows(shop.database) == ["commit"]
