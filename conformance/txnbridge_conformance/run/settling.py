@@ -251,17 +251,15 @@ class Settling:
         """Return whether a member that has all partitions of the source topic receives nothing for some seconds."""
         until = time.monotonic() + _SETTLING_SECONDS
         while time.monotonic() < until:
-            quiet_since: float | None = None
             with suppress(TxnBridgeError), self._client.bridge() as bridge:
                 sharing = self._plan.sharing(group, bridge.capabilities)
                 with bridge.consumer(self._plan.named("source"), group, sharing=sharing) as consumer:
+                    quiet_since = time.monotonic()
                     while (now := time.monotonic()) < until:
                         if consumer.poll(1, timeout=1):
                             return False
                         if len(consumer.assignment) < PARTITIONS:
-                            quiet_since = None
-                        elif quiet_since is None:
-                            quiet_since = now
+                            quiet_since = time.monotonic()
                         elif now > quiet_since + _QUIET_SECONDS:
                             return True
             time.sleep(_LOOK_SECONDS)  # a call failed, perhaps because the machine is busy
