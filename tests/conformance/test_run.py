@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import count, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -494,6 +496,59 @@ def test_a_reader_that_stalls_although_there_is_more_to_read_is_found(tmp_path, 
             Settling(run, bridge, ("watch",), lambda _: None, lambda: None, raw=False).settle()
             assert check(read_history([tmp_path])).names == found
             run.transact(bridge, run.single(plan.named("left")))
+
+
+@pytest.mark.parametrize(
+    ("left", "found"), [(range(20, -1, -1), []), (cycle((2, 1)), ["hang"])], ids=["slow but sure", "again and again"]
+)
+def test_a_run_waits_for_readers_as_long_as_they_get_on(left, found, tmp_path, monkeypatch):
+    clock, lefts = [0.0], iter(left)
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 60.0
+
+    def is_watched(self: Settling) -> bool:
+        self._left = next(lefts)
+        return not self._left
+
+    monkeypatch.setattr(
+        "txnbridge_conformance.run.settling.time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    )
+    monkeypatch.setattr(Settling, "_is_watched", is_watched)
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+    with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
+        client = Client(plan, "run", recorder, random.Random(1))
+        with client.bridge() as bridge:
+            for topic in plan.all_topics:
+                bridge.admin.create_topic(topic, 3)
+            Settling(client, bridge, ("watch",), lambda _: None, lambda: None, raw=False).settle()
+    assert check(read_history([tmp_path])).names == found
+
+
+def test_a_group_without_members_has_read_everything_although_a_look_at_it_failed_once(tmp_path, monkeypatch):
+    clock, opened, open_bridge = count(), count(), Client.bridge
+
+    @contextmanager
+    def bridge(self: Client, **settings: Any) -> Iterator[txnbridge.Bridge]:
+        if not settings and next(opened) == 0:
+            raise BrokerUnavailable("the machine is busy")
+        with open_bridge(self, **settings) as found:
+            yield found
+
+    plan = Plan(f"embedded:{tmp_path / 'broker.db'}", "a", 1, 1.0, str(tmp_path))
+    with closing(Recorder(tmp_path / "run.jsonl", "run", "c")) as recorder:
+        client = Client(plan, "run", recorder, random.Random(1))
+        with client.bridge() as its_bridge:
+            for topic in plan.all_topics:
+                its_bridge.admin.create_topic(topic, 3)
+            virtual = SimpleNamespace(monotonic=lambda: next(clock) / 10, sleep=lambda seconds: None)
+            monkeypatch.setattr("txnbridge_conformance.run.settling.time", virtual)
+            monkeypatch.setattr("txnbridge_conformance.run.settling._QUIET_SECONDS", 0.0)
+            monkeypatch.setattr(Client, "bridge", bridge)
+            answer_calls(monkeypatch, Settling, "_is_drained", False)  # its positions cannot be compared
+            answer_calls(monkeypatch, Settling, "_is_repaired", True)
+            Settling(client, its_bridge, ("process",), lambda _: None, lambda: None, raw=False).settle()
+    assert check(read_history([tmp_path])).names == []
 
 
 def test_the_end_of_a_run_tells_the_settings_and_waits_for_markers_that_a_killed_broker_left_out(

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -18,6 +18,8 @@ from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.client.errors import server_error
+from txnbridge_pulsar.client.format.codec import encode
+from txnbridge_pulsar.client.format.frames import command, parse, send_command
 from txnbridge_pulsar.decision_log import PulsarLog
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
@@ -777,7 +779,9 @@ def test_a_reader_that_seeks_a_time_fails_only_at_unreadable_entries_from_then_o
 
 
 @contextmanager
-def member_of(partitions: list[int], broken: set[int], group: str | None) -> Iterator[tuple[Member, FakeBroker, Any]]:
+def member_of(
+    partitions: list[int], broken: set[int], group: str | None, **given: Any
+) -> Iterator[tuple[Member, FakeBroker, Any]]:
     """A reader of so many partitions, of which the broken ones cannot be opened; and those that it has opened."""
     made: list[tuple[Peer, int]] = []
 
@@ -796,7 +800,7 @@ def member_of(partitions: list[int], broken: set[int], group: str | None) -> Ite
     with fake_broker(partition_metadata=count, get_last_message_id=last) as broker:
         owns_everything(broker)
         broker.handlers["subscribe"] = subscribe
-        member = Member(f"{broker.url}/public/default", "t", group)
+        member = Member(f"{broker.url}/public/default", "t", group, **given)
         yield member, broker, made
         member.leave()
 
@@ -858,6 +862,36 @@ def test_a_partition_whose_broker_stands_still_keeps_no_other_one_from_being_ass
         silent = lambda peer, fields: fields["consumer_id"] == made[0][1] or answer(peer, fields)  # noqa: E731
         broker.handlers["get_last_message_id"] = silent
         member.until(lambda: "assigned" in [what for what, _ in member.listener.told], SOON / 4)
+
+
+def deliver(peer: Peer, consumer: int, numbers: Iterable[int], **more: Any) -> None:
+    for number in numbers:
+        metadata = encode("MessageMetadata", {"producer_name": "p", "sequence_id": number, "publish_time": 1})
+        tail = parse(send_command({"producer_id": 1, "sequence_id": number}, metadata, b"%d" % number)[4:]).tail
+        message = command("message", consumer_id=consumer, message_id={"ledger_id": 1, "entry_id": number}, **more)
+        peer.raw((len(message) - 4 + len(tail)).to_bytes(4, "big") + message[4:] + tail)
+
+
+@pytest.mark.parametrize("admin_url", ["", "http://127.0.0.1:1"], ids=["no REST", "REST is away"])
+def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_abort(admin_url: str) -> None:
+    """No later entry comes that would show it, and no transaction aborts (hazard H94)."""
+    bounds = {"last_message_id": (1, 3), "consumer_mark_delete_position": (1, 0)}
+    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+    often: dict[str, Any] = {"admin_url": admin_url, "timing": Timing(idle_check_seconds=0.5)}
+
+    def go_back(peer: Peer, fields: dict[str, Any]) -> None:
+        if len(broker.wait_for("redeliver")) > 1:  # the first time the broker skips all of them
+            deliver(peer, fields["consumer_id"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
+
+    with member_of([1], set(), "group", **often) as (member, broker, ((peer, id),)):
+        answer = replies("get_last_message_id_response", **told)
+        broker.handlers.update(get_last_message_id=answer, redeliver=go_back)
+        member.has(1)
+        deliver(peer, id, (1, 2, 3))
+        found = member.take(3)
+        member.seek({("t", 0): found[0].position})
+        again = member.take(3, SOON / 4)
+        assert [message.position for message in again] == [message.position for message in found]
 
 
 @pytest.mark.parametrize("call", ["append", "end"])

@@ -6,6 +6,7 @@ import time
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -455,9 +456,9 @@ def token_of(process: Process, number: int, writer: Any) -> Token:
     return Token("rocketmq", "cluster", f"{process.id}/x/{number}", {}, True, found.expires_at, 5, log=found.log)
 
 
-def prepared(process: Process, number: int = 1, hold: float = 60) -> Token:
+def prepared(process: Process, number: int = 1, hold: float = 60, messages: int = 3) -> Token:
     writer = process.begin(number, hold=hold)
-    send(writer, "a", *(b"%d" % (10 * number + n) for n in range(3)))
+    send(writer, "a", *(b"%d" % (10 * number + n) for n in range(messages)))
     writer.prepare(Deadline(60))
     return token_of(process, number, writer)
 
@@ -566,12 +567,24 @@ def test_messages_published_by_another_process_right_after_the_decision_are_not_
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_fewer_messages_are_looked_up_at_once_where_look_ups_are_slow(owner, broker, log):
-    other = Process(broker, log, "other", look_up_valid=0.1)
-    token = prepared(owner)
-    broker.fault = lambda request: time.sleep(0.04) if request.code == RequestCode.QUERY_MESSAGE else None
-    assert finish(other, token) is Outcome.COMMITTED  # three look-ups take 0.12 seconds, one takes 0.04
-    assert broker.seen("a") == [b"10", b"11", b"12"]
+@pytest.mark.parametrize("slow", [1, 55, 80, 1500])
+def test_a_slow_broker_needs_hardly_more_look_ups_than_a_fast_one(owner, broker, log, monkeypatch, slow):
+    """A look-up becomes too old before all its messages are committed, and the others are looked up again."""
+    other, clock = Process(broker, log, "other"), [0.0]
+    virtual = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(end_transaction, "time", virtual)
+    asked = Counter[int]()
+
+    def take_time(request: RpcRequest[Any]) -> None:
+        asked[request.code] += 1
+        clock[0] += slow * 0.0003
+
+    token = prepared(owner, messages=200)
+    broker.fault = take_time
+    assert finish(other, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"%d" % (10 + number) for number in range(200)]
+    assert asked[RequestCode.END_TRANSACTION] == 200
+    assert asked[RequestCode.QUERY_MESSAGE] < 8 * 200
 
 
 def test_a_process_that_publishes_for_long_keeps_its_lock(owner, broker, log):

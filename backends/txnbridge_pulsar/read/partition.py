@@ -116,7 +116,7 @@ class PulsarPartition:
         self._repeated_redeliveries = 0
         # The progress that a check has found while the partition was idle and the group had not read all, and whether
         # the check before had found the same: then the broker has skipped messages.
-        self._unread: tuple[_EntryId, wire.MessageId | None, int] | None = None
+        self._unread: tuple[int, wire.MessageId | None, int] | None = None
         self.is_behind = False
         self._count = 0  # of entries put here
         self._heard = (0, 0)  # the consumer's generation and `_count` at the last entry
@@ -201,14 +201,14 @@ class PulsarPartition:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether all received messages are acknowledged, none waits for redelivery, and no seek skipped any."""
-        return not (self.waiting or self._outstanding or self._expected or self._skipped)
+        """Return whether all received messages are acknowledged or to come again, and no seek has skipped any."""
+        return not (self.waiting or self._outstanding or self._skipped)
 
     def note_progress(self, last: wire.MessageId, acknowledged: wire.MessageId | None) -> None:
         """Note the broker's answer: the id of the last message, and the group's mark-delete position."""
         before = self._unread
         is_unread = self.is_idle and acknowledged is not None and acknowledged[:2] < last[:2]
-        self._unread = (self.received, acknowledged, self.consumer.generation) if is_unread else None
+        self._unread = (self._count, acknowledged, self.consumer.generation) if is_unread else None
         self.is_behind = self._unread is not None and self._unread == before
 
     def expect_again(self, dropped: Iterable[wire.MessageId] = ()) -> None:

@@ -352,11 +352,11 @@ class PulsarReader(Reader):
         deadline = Deadline(_IDLE_CHECK_SECONDS)
         for partition in partitions:
             try:
-                if self._cluster.rest and self._may_release:
-                    release(self._cluster, partition.topic, deadline)
-                if self._mode.in_order:
+                if self._mode.in_order:  # first, because REST may be away
                     with translated(f"asking for the end of {partition.topic}"):
                         partition.note_progress(*partition.consumer.progress(deadline.left()))
+                if self._cluster.rest and self._may_release:
+                    release(self._cluster, partition.topic, deadline)
             except errors.AccessDenied as error:
                 self._may_release = False
                 _log.warning(

@@ -269,8 +269,8 @@ class HalfEnder:
         while missing:
             some, others = missing[:at_once], missing[at_once:]
             left = self._publish_some(some, deadline)
-            # If none of them was published, their look-up took longer than a look-up stays valid: look fewer up.
-            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, most)
+            # If some of them were not published, look fewer up: their look-up was too old before all were committed.
+            at_once = max(1, at_once // 2) if left else min(at_once + at_once // 8 + 1, most)
             missing = left + others
             if missing:
                 deadline.check("publishing a transaction")

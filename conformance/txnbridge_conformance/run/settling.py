@@ -106,12 +106,11 @@ class Settling:
     def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
         """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false.
 
-        The time begins again whenever `_left` changes, because a long run leaves much to read. All extensions together
-        are at most the time of the run's work: if each transaction has to be repeated, the reading would never end.
+        The time begins again whenever fewer messages are `_left` than ever before, because a long run leaves much to
+        read, and a busy machine reads slowly. A group that only repeats its transactions does not prolong the wait.
         """
-        until, left = time.monotonic() + seconds, self._left
-        latest = until + self._plan.seconds
-        failure = ""
+        until, self._left = time.monotonic() + seconds, ALL
+        least, failure = ALL, ""
         while time.monotonic() < until:
             self._replace_dead()
             try:
@@ -119,8 +118,8 @@ class Settling:
                     return None
             except TxnBridgeError as error:
                 failure = f"{type(error).__name__}: {error}"
-            if self._left != left:
-                until, left = min(latest, time.monotonic() + seconds), self._left
+            if self._left < least:
+                until, least = time.monotonic() + seconds, self._left
             time.sleep(0.2)
         return failure
 
@@ -250,19 +249,20 @@ class Settling:
 
     def _receives_nothing(self, group: str) -> bool:
         """Return whether a member that has all partitions of the source topic receives nothing for some seconds."""
-        until, quiet_since = time.monotonic() + _SETTLING_SECONDS, None
-        with suppress(TxnBridgeError), self._client.bridge() as bridge:
-            sharing = self._plan.sharing(group, bridge.capabilities)
-            with bridge.consumer(self._plan.named("source"), group, sharing=sharing) as consumer:
-                while (now := time.monotonic()) < until:
-                    if consumer.poll(1, timeout=1):
-                        return False
-                    if len(consumer.assignment) < PARTITIONS:
-                        quiet_since = None
-                    elif quiet_since is None:
-                        quiet_since = now
-                    elif now > quiet_since + _QUIET_SECONDS:
-                        return True
+        until = time.monotonic() + _SETTLING_SECONDS
+        while time.monotonic() < until:
+            with suppress(TxnBridgeError), self._client.bridge() as bridge:
+                sharing = self._plan.sharing(group, bridge.capabilities)
+                with bridge.consumer(self._plan.named("source"), group, sharing=sharing) as consumer:
+                    quiet_since = time.monotonic()
+                    while (now := time.monotonic()) < until:
+                        if consumer.poll(1, timeout=1):
+                            return False
+                        if len(consumer.assignment) < PARTITIONS:
+                            quiet_since = time.monotonic()
+                        elif now > quiet_since + _QUIET_SECONDS:
+                            return True
+            time.sleep(_LOOK_SECONDS)  # a call failed, perhaps because the machine is busy
         return False
 
     def _is_drained(self, group: str, sent: Collection[str]) -> bool:
