@@ -107,8 +107,11 @@ class HalfBroker:
         self.open.add(number)
         return self.halves[-1]
 
+    def half_of(self, fields: Mapping[str, str]) -> Kept:
+        return self.halves[int(fields["commitLogOffset"]) - 1000]
+
     def _end(self, fields: Mapping[str, str]) -> RemotingCommand:
-        half = self.halves[int(fields["commitLogOffset"]) - 1000]
+        half = self.half_of(fields)
         assert half.queue_offset == int(fields["tranStateTableOffset"])
         assert half.properties[Property.GROUP] == fields["producerGroup"]
         if self.late and fields["fromTransactionCheck"] != "true":

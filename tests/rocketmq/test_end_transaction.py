@@ -587,6 +587,22 @@ def test_a_slow_broker_needs_hardly_more_look_ups_than_a_fast_one(owner, broker,
     assert asked[RequestCode.QUERY_MESSAGE] < 8 * 200
 
 
+def test_a_topic_whose_messages_cannot_be_published_keeps_no_others_from_it(owner, broker, log):
+    writer = owner.begin(1, hold=60)
+    for topic in ("a", "b"):
+        send(writer, topic, *VALUES)
+    writer.prepare(Deadline(60))
+
+    def refuse_b(request: RpcRequest[Any]) -> int | None:
+        is_b = request.code == RequestCode.END_TRANSACTION and broker.half_of(request.fields).topic == "b"
+        return int(ResponseCode.SYSTEM_BUSY) if is_b and broker.seen("a") != VALUES else None
+
+    broker.fault = refuse_b
+    other = Process(broker, log, "other", published_at_once=2)
+    assert finish(other, token_of(owner, 1, writer), Decision.COMMIT, 5) is Outcome.COMMITTED
+    assert broker.seen("a") == broker.seen("b") == VALUES
+
+
 def test_a_process_that_publishes_for_long_keeps_its_lock(owner, broker, log):
     other = Process(broker, log, "other", published_at_once=1)
     token = prepared(owner)

@@ -271,7 +271,8 @@ class HalfEnder:
             left = self._publish_some(some, deadline)
             # If some of them were not published, look fewer up: their look-up was too old before all were committed.
             at_once = max(1, at_once // 2) if left else min(at_once + at_once // 8 + 1, most)
-            missing = left + others
+            stuck = {(each.broker, each.topic) for each in left}  # others go first, in their order
+            missing = sorted(left + others, key=lambda each: (each.broker, each.topic) in stuck)
             if missing:
                 deadline.check("publishing a transaction")
                 self._send_lock_request(self._lock_of(transaction), groups.lock)  # once more, to keep the lock
