@@ -193,6 +193,39 @@ def test_only_one_of_two_members_that_hold_a_shared_entry_acknowledges_its_last_
     assert not newer.until(lambda: newer.partition(topic).consumer.progress(SOON)[1][:2] >= first.position[:2])
 
 
+@pytest.mark.parametrize("holder", ["a member that has left", "the member with the rest"])
+def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
+    pulsar_broker, client, topic, member, holder
+):
+    """A broker sends nothing of a key to its new member as long as another one has an entry of it, in its view."""
+    write(client, topic, batch_of(b"1", b"2", b"3"))
+    first = older = member(topic, sharing="key")
+    aborted, *rest = older.take(3)
+    txn = older.begin((topic, 0))
+    older.ack(txn, [aborted])
+    if holder == "a member that has left":
+        older.leave()
+        first = member(topic, sharing="key")
+        rest = first.take(2)
+    first.pass_on(rest).acknowledge_committed_entries()
+    members = [first]
+
+    def is_held_back() -> bool:
+        [group] = admin(pulsar_broker, "GET", f"{path_of(topic)}/stats")["subscriptions"].values()
+        return any(consumer["drainingHashesCount"] for consumer in group["consumers"])
+
+    while not is_held_back():
+        members.append(member(topic, sharing="key"))
+    client.transactions.end(txn, False, SOON)
+    if first is older:
+        first.nack(by_partition([aborted]))
+    write(client, topic, b"later")
+    left, deadline = {b"1", b"later"}, Deadline(SOON)
+    while left:
+        left -= {value for each in members for value in values(each.poll())}
+        deadline.check(f"{left}")
+
+
 def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_again(monkeypatch, client, topic, member):
     def acknowledged(reader):
         return reader.partition(topic).consumer.progress(SOON)[1][:2]

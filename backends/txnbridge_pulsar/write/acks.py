@@ -280,6 +280,8 @@ def finish_entries(
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
             return
+        # Else the broker takes these entries for this member's, and may hold their keys back (hazard H160).
+        consumer.redeliver([wire.MessageId(*key) for key in partition.unfinished if unfinished.get(key, (0, 0))[1]])
         for entry_id, (size, unknown, vain, due) in unfinished.items():
             before = partition.unfinished.pop(entry_id, None)
             if before is not None and not unknown:
