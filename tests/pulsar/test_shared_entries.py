@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ class Broker:
         self.pending: tuple[int | None, int] | None = None
         self.is_deleted = False
         self.records: dict[int, int | None] = {}
-        self.deliveries = 0
+        self.deliveries = self.asked = 0
         self.transactions = self
         self._numbers = itertools.count(1)
 
@@ -74,6 +75,7 @@ class Broker:
 
     def request(self, name: str, _: Any, message_id: Any, txnid_least_bits: int, **__: Any) -> Response:
         (fields,) = message_id
+        self.asked += 1
         bits = sum((word & (1 << 64) - 1) << 64 * at for at, word in enumerate(fields["ack_set"]))
         response = Response(lambda: None, name, "ack_response")
         answer = self._acknowledge(txnid_least_bits, bits if fields["ack_set"] else None, fields["batch_size"])
@@ -193,9 +195,11 @@ class Member:
     def check_unfinished(self) -> None:
         for entry_id, (size, unknown, *_) in self.partition.unfinished.items():
             self.partition.unfinished[entry_id] = size, unknown, 0, 0.0
-        if self.partition.unfinished:
-            nowhere: Any = SimpleNamespace(ended=lambda *_: None)
-            finish_entries(cast(Any, self.broker), nowhere, "g", self.partition, self.guard, SOON)
+        self.finish_entries()
+
+    def finish_entries(self) -> None:
+        nowhere: Any = SimpleNamespace(ended=lambda *_: None)
+        finish_entries(cast(Any, self.broker), nowhere, "g", self.partition, self.guard, SOON)
 
     def end(self, commit: bool, next_member: Member, is_told: bool = True) -> None:
         if self._open is None:
@@ -254,3 +258,25 @@ def test_each_message_is_committed_once_in_every_order_of_three_members(aborting
     for parts in itertools.product(PARTS, repeat=3):
         for order in ORDERS:
             run(parts, order, aborting, is_told, copies)
+
+
+def test_an_entry_that_a_prepared_transaction_holds_is_asked_about_ever_less_often_although_it_comes_again():
+    broker, waits = Broker(), list[float]()
+    member = Member(broker)
+    broker.deliveries = 1
+    broker.deliver(member)
+    member.acknowledge(ALL)
+    assert member._open is not None
+    member._open[1].note_prepared()
+    for _ in range(8):
+        [(size, unknown, vain, due)] = member.partition.unfinished.values()
+        waits.append(due - time.monotonic())
+        member.partition.unfinished[7, 8] = size, unknown, vain, 0.0
+        asked = broker.asked
+        member.finish_entries()
+        assert broker.asked - asked == (SIZE if vain == 0 else 1)
+        broker.deliver(member)
+    assert waits[0] < 4 and waits[-1] > 40
+    member.broker.end(member._open[0], True)
+    member.check_unfinished()
+    assert broker.is_deleted

@@ -53,8 +53,12 @@ _MAX_COMMITTED_IN_PART = 1000
 # Seconds without an entry, growing, after which the broker of a shared group is asked to go on.
 _SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 5.0, 60.0
 
-# Seconds until the broker is asked whether all of an entry is committed: then most transactions with parts have ended.
-FIRST_QUERY_SECONDS = 3.0
+
+def query_pause(vain: int) -> float:
+    """Return the seconds until the broker is asked whether all of an entry is committed, after `vain` deliveries of the
+    entry or questions about it: at first so long that most transactions with parts of it have ended.
+    """
+    return 3.0 * 2 ** min(vain, 4)
 
 
 class PulsarPartition:
@@ -102,8 +106,8 @@ class PulsarPartition:
         # Entries that other members may have, too, and the messages that their newest delivery here left out.
         self._left_out: _Bits = {}
         # Entries whose messages are all acknowledged or pending, as size, indexes of which it is not known whether
-        # their transactions are committed, how often the broker was asked in vain, and when to ask it again (see
-        # `finish_entries`).
+        # their transactions are committed, how often the entry was redelivered or the broker asked in vain, and when to
+        # ask it again (see `finish_entries`).
         self.unfinished: dict[_EntryId, tuple[int, int, int, float]] = {}
         self._sizes: dict[_EntryId, int] = {}  # batch sizes of outstanding entries
         # Chunk ids of outstanding messages that came in chunks.
@@ -456,7 +460,7 @@ class PulsarPartition:
         self._left_out.pop(entry_id, None)
         if entry.left_out or entry.redeliveries:
             self._left_out[entry_id] = entry.left_out
-            self._find_unfinished(entry_id, entry.count)
+            self._find_unfinished(entry_id, entry.count, entry.redeliveries)
 
     def note_prepared(self, ids: Sequence[wire.MessageId]) -> None:
         """Note that a prepared transaction has acknowledged `ids`."""
@@ -465,10 +469,10 @@ class PulsarPartition:
                 self._left_out[id[:2]] = self._left_out.get(id[:2], 0) | 1 << id.batch_index
                 self._find_unfinished(id[:2], id.batch_size)
 
-    def _find_unfinished(self, entry_id: _EntryId, size: int) -> None:
+    def _find_unfinished(self, entry_id: _EntryId, size: int, vain: int = 0) -> None:
         unknown = (1 << size) - 1 & ~self._committed.get(entry_id, 0)
         if not unknown & ~self._left_out.get(entry_id, 0):
-            self.unfinished[entry_id] = size, unknown, 0, time.monotonic() + FIRST_QUERY_SECONDS
+            self.unfinished[entry_id] = size, unknown, vain, time.monotonic() + query_pause(vain)
         for known in (self._committed, self._left_out, self.unfinished):
             if len(known) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
                 for oldest in [each for each in known if each not in self._outstanding][: _MAX_COMMITTED_IN_PART // 2]:

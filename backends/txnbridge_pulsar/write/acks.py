@@ -31,15 +31,13 @@ from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
-from txnbridge_pulsar.read.partition import FIRST_QUERY_SECONDS, AckedMessages, PulsarPartition
+from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition, query_pause
 
 # A broker's reason to refuse an acknowledgement in a transaction, if a committed one has acknowledged the message.
 _COMMITTED_REASON = "already acked before"
 # The time-out of a transaction that only asks for these reasons, and the most messages in it.
 _QUERY_TTL_MS = 10_000
 _MAX_QUERIES = 1000
-# The most such transactions in vain for one entry, in a minute and a half: then it stays until it is delivered again.
-_MAX_VAIN_QUERIES = 5
 
 
 @dataclass(eq=False)
@@ -247,8 +245,8 @@ def finish_entries(
     are committed. An ACK that removes the entry too early would take an aborted transaction's messages from the group.
     So each message is acknowledged once more, in a transaction that is aborted: the broker refuses that with one reason
     for messages of committed transactions, and with another one for pending messages. If it accepts an acknowledgement,
-    the message's transaction was aborted, and the entry comes again. Raise the errors of `PulsarClient`; then nothing
-    has changed, and the transaction times out.
+    the message's transaction was aborted, and the entry comes again. After a question in vain only one message of the
+    entry is asked about. Raise the errors of `PulsarClient`; then nothing has changed, and the transaction times out.
     """
     with guard:
         consumer, generation = partition.consumer, partition.consumer.generation
@@ -259,20 +257,20 @@ def finish_entries(
     client.transactions.register(txn, deadline.left(), subscriptions=[(partition.topic, subscription)])
     indexes = [
         (entry_id, wire.MessageId(*entry_id, -1, index, size))
-        for entry_id, (size, unknown, *_) in unfinished.items()
+        for entry_id, (size, unknown, vain, _) in unfinished.items()
         for index in range(size)
-        if unknown >> index & 1
+        if (unknown & -unknown if vain else unknown) >> index & 1
     ][:_MAX_QUERIES]
     asked = [(key, id, consumer.start_acknowledge([id], txn, timeout=deadline.left())) for key, id in indexes]
+    aborted = set()
     for entry_id, id, answers in asked:
         size, unknown, vain, due = unfinished[entry_id]
         try:
             answers[0].result(deadline.left())
-            vain = _MAX_VAIN_QUERIES
+            aborted.add(entry_id)
         except wire.TransactionConflict as error:
             if _COMMITTED_REASON in str(error):
-                unknown &= ~(1 << id.batch_index)
-        unfinished[entry_id] = size, unknown, vain, due
+                unfinished[entry_id] = size, unknown & ~(1 << id.batch_index), vain, due
     participant = Participant(partition.topic, subscription, consumer, consumer.generation)
     client.transactions.end(txn, False, deadline.left())
     end_delivery.ended(txn, False, [participant], deadline)
@@ -287,9 +285,10 @@ def finish_entries(
             if before is not None and not unknown:
                 consumer.acknowledge_entries([wire.MessageId(*entry_id)])
                 partition.finished(entry_id)
-            elif before is not None and vain < _MAX_VAIN_QUERIES:
-                if entry_id in queried and unknown == before[1]:
-                    vain, due = vain + 1, time.monotonic() + FIRST_QUERY_SECONDS * 2**vain
+            elif before is not None and entry_id not in aborted:
+                if entry_id in queried:
+                    vain = vain + 1 if unknown == before[1] else 0
+                    due = time.monotonic() + query_pause(vain)
                 partition.unfinished[entry_id] = size, unknown, vain, due
 
 
