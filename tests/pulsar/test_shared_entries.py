@@ -23,10 +23,11 @@ from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import parse, send_command
 from txnbridge_pulsar.client.format.ids import ack_set
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
+from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks, finish_entries
 
 from txnbridge import TxnBridgeError
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Subscription
 
 pytestmark = pytest.mark.offline
 
@@ -61,7 +62,7 @@ class Broker:
         self.pending: tuple[int | None, int] | None = None
         self.is_deleted = False
         self.records: dict[int, int | None] = {}
-        self.deliveries = self.asked = 0
+        self.deliveries = self.asked = self.redelivered = 0
         self.transactions = self
         self._numbers = itertools.count(1)
 
@@ -109,6 +110,7 @@ class Broker:
 
     def post(self, frame: bytes) -> None:
         command = parse(frame[4:])
+        self.redelivered += command.name == "redeliver"
         if command.name == "ack":
             assert "ack_set" not in command.fields["message_id"][0] and "txnid_least_bits" not in command.fields
             self._delete()
@@ -163,10 +165,10 @@ def overlap(one: int, other: int) -> bool:
 class Member:
     """A reader's partition and its acknowledgements; `done` are the messages that its transactions have committed."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, type: SubscriptionType = SubscriptionType.SHARED) -> None:
         self.broker = broker
         inbox: Any = SimpleNamespace(wake=lambda: None)
-        self.consumer = PulsarConsumer(None, None, "t", OPTIONS, inbox)  # type: ignore[arg-type]
+        self.consumer = PulsarConsumer(None, None, "t", OPTIONS._replace(type=type), inbox)  # type: ignore[arg-type]
         self.consumer._connection, self.consumer._lost = broker, None  # type: ignore[assignment]
         self.partition = PulsarPartition(KEY, "t", self.consumer, True, 100)
         self.partition.arrive(None, BEGIN)
@@ -280,3 +282,18 @@ def test_an_entry_that_a_prepared_transaction_holds_is_asked_about_ever_less_oft
     member.broker.end(member._open[0], True)
     member.check_unfinished()
     assert broker.is_deleted
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("sharing", ["message", "key"])
+def test_only_for_its_keys_a_member_asks_for_entries_that_an_abort_brings_again(sharing: str, is_whole: bool):
+    """A request that the broker gets after it has delivered such an entry gives the entry to one more member."""
+    broker, group = Broker(), mode_of(cast(Any, None), Subscription(("t",), "g", sharing=sharing), cast(Any, None), "")
+    member = Member(broker, SubscriptionType.KEY_SHARED if sharing == "key" else SubscriptionType.SHARED)
+    broker.deliver(member)
+    member.acknowledge(ALL if is_whole else (0,))
+    assert member._open is not None
+    member._open[1].drop_rest_of_entries()
+    broker.end(member._open[0], False)
+    group.nack(member.partition, [(7, 8, index) for index in (ALL if is_whole else (0,))])
+    assert broker.redelivered == (sharing == "key" and not is_whole)

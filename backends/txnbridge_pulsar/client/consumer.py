@@ -127,6 +127,11 @@ class PulsarConsumer:
         return self._lost
 
     @property
+    def by_key(self) -> bool:
+        """Return whether the subscription is key-shared."""
+        return self._options.type is SubscriptionType.KEY_SHARED
+
+    @property
     def all_taken(self) -> bool:
         """Return whether the caller has taken all entries of this consumer that have arrived in the inbox."""
         return self._taken == self.arrived

@@ -91,7 +91,8 @@ class PulsarPartition:
         # Deadline of the wait for open transactions that hold earlier messages; None without a wait.
         self.waits_until: float | None = None
         self.received: _EntryId = (-1, -1)  # the highest entry that arrived
-        # Entries whose acknowledgement the broker refused: it redelivers them only on request.
+        # Entries whose acknowledgement the broker refused: it redelivers them only on request. In a key-shared group
+        # also entries that an aborted transaction acknowledged in part: else the broker takes them for this member's.
         self.refused: list[wire.MessageId] = []
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
         # Set by a seek to a time: messages with earlier timestamps are skipped, at most up to this position.

@@ -281,11 +281,9 @@ class SharedMode(FailoverMode):
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         # Entries are redelivered whole, perhaps to another member, so this reader drops their other messages, too.
-        entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
-        given_up = partition.give_up(entry_ids, delivered_again=False)
+        given_up = partition.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
         # The broker redelivers what an aborted transaction had acknowledged, unless it had refused the acknowledgement.
-        # It still takes entries that were acknowledged in part for this member's (hazard H160).
-        wanted = [*given_up, *partition.refused, *(wire.MessageId(*entry_id) for entry_id in entry_ids)]
+        wanted = [*given_up, *partition.refused]
         partition.refused.clear()
         with suppress(wire.BrokerConnectionLost):
             partition.consumer.redeliver(wanted)

@@ -149,6 +149,8 @@ class SentAcks:
             for each in self._sent:
                 if each.partition.assignment is each.assignment:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
+                    if each.partition.consumer.by_key:  # hazard H160
+                        each.partition.refused += (id for id in each.ids if id.batch_index >= 0)
 
     def redeliver_rest(self) -> None:
         """Have the broker redeliver the entries of which `drop_rest_of_entries` has dropped messages.
@@ -278,8 +280,9 @@ def finish_entries(
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
             return
-        # Else the broker takes these entries for this member's, and may hold their keys back (hazard H160).
-        consumer.redeliver([wire.MessageId(*key) for key in partition.unfinished if unfinished.get(key, (0, 0))[1]])
+        if consumer.by_key:  # else the broker takes these entries for this member's, and may hold their keys back
+            held = [key for key in queried & partition.unfinished.keys() if unfinished[key][1]]
+            consumer.redeliver([wire.MessageId(*key) for key in held])  # hazard H160
         for entry_id, (size, unknown, vain, due) in unfinished.items():
             before = partition.unfinished.pop(entry_id, None)
             if before is not None and not unknown:
