@@ -227,6 +227,29 @@ def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
         deadline.check(f"{left}")
 
 
+def test_entries_of_an_aborted_transaction_come_again_to_one_member(client, topic, member):
+    """The broker delivers them again at once, so a request for them would give them to one more member."""
+    contents = [b"%d" % number for number in range(100)]
+    write(client, topic, *contents)
+    older, found = member(topic, sharing="message"), []
+    while len(found) < len(contents):
+        found += older.poll()
+    txn = older.begin((topic, 0))
+    sent = older.ack(txn, found)
+    sent.drop_rest_of_entries()
+    older.end(txn, commit=False)
+    deadline, consumer = Deadline(SOON), older.partition(topic).consumer
+    while consumer.arrived < 2 * len(contents):
+        deadline.check("they come again")
+    newer = member(topic, sharing="message")
+    newer.has(1)
+    newer.poll()  # so that the broker may deliver to it
+    older.nack(by_partition(found))
+    older.pass_on(older.take(len(contents)))
+    older.leave()
+    has_left(client, newer, topic)
+
+
 def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_again(monkeypatch, client, topic, member):
     def acknowledged(reader):
         return reader.partition(topic).consumer.progress(SOON)[1][:2]
@@ -338,6 +361,16 @@ def test_a_member_that_gives_back_a_part_of_an_entry_gives_up_the_rest(open_brid
     assert values(take(first, 1)) == [b"marker"]
 
 
+def lose_answers(patched, commit):
+    """Let transactions end so, whatever is asked for, and their writers get no answer."""
+
+    def answers_nothing(cluster, number, *asked):
+        end(cluster, number, commit, (), Deadline(SOON))
+        raise OutcomeUnknown("the answer was lost")
+
+    patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
+
+
 @pytest.mark.parametrize("commit", [False, True])
 def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridge, monkeypatch, commit):
     """Another process may abort the transaction, and then the broker delivers the entry whole to another member."""
@@ -348,14 +381,10 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     ours = take(first, 10)
     second = b.consumer(topic, "group", sharing="message")
 
-    def answers_nothing(cluster, number, *asked):
-        end(cluster, number, commit, (), Deadline(SOON))
-        raise OutcomeUnknown("the answer was lost")
-
     refused = nullcontext() if commit else pytest.raises(TransactionAborted, match="answer was lost")
     with monkeypatch.context() as patched, refused, a.transaction() as txn:
         txn.ack(ours[:3])
-        patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
+        lose_answers(patched, commit)
     theirs = [] if commit else take(second, 10)
     with pytest.raises(Conflict), a.transaction() as txn:
         txn.ack(ours[3:])
@@ -365,6 +394,31 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     else:
         with b.transaction() as txn:
             txn.ack(theirs)
+
+
+@BOTH_SHARED
+def test_an_entry_leaves_the_group_although_the_commit_of_its_last_part_was_not_answered(
+    open_bridge, pulsar_broker, monkeypatch, sharing
+):
+    """Else it stays in the backlog, and a key-shared group gets nothing of its key once that moves (hazard H160)."""
+    bridge = open_bridge()
+    topic = new_topic(bridge)
+    send(bridge, topic, *[b"%d" % number for number in range(10)])
+    with bridge.consumer(topic, "group", sharing=sharing) as consumer:
+        found = take(consumer, 10)
+        with bridge.transaction() as txn:
+            txn.ack(found[:4])
+        with monkeypatch.context() as patched, bridge.transaction() as txn:
+            txn.ack(found[4:])
+            lose_answers(patched, True)
+        finish(pulsar_broker, topic, consumer)
+
+
+def finish(broker, topic, consumer):
+    """Poll, and get nothing, until the group has nothing left in its backlog."""
+    until = time.monotonic() + 2 * SOON
+    while admin(broker, "GET", f"{path_of(concrete(topic))}/stats")["subscriptions"]["group"]["msgBacklog"]:
+        assert not consumer.poll(1, 0.2) and time.monotonic() < until
 
 
 @BOTH_ENDS
@@ -384,9 +438,7 @@ def test_a_prepared_transaction_of_a_shared_group_acknowledges_a_part_of_an_entr
             with bridge.transaction() as txn:
                 txn.ack(again)
         assert sorted(values(again)) == ([] if commit else values(found[:4]))
-        until = time.monotonic() + 2 * SOON
-        while admin(pulsar_broker, "GET", f"{path_of(concrete(topic))}/stats")["subscriptions"]["group"]["msgBacklog"]:
-            assert not consumer.poll(1, 0.2) and time.monotonic() < until
+        finish(pulsar_broker, topic, consumer)
 
 
 @BOTH_SHARED

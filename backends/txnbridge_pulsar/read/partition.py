@@ -58,7 +58,7 @@ def query_pause(vain: int) -> float:
     """Return the seconds until the broker is asked whether all of an entry is committed, after `vain` deliveries of the
     entry or questions about it: at first so long that most transactions with parts of it have ended.
     """
-    return 3.0 * 2 ** min(vain, 4)
+    return 3.0 * (1 << min(vain, 4))
 
 
 class PulsarPartition:
@@ -399,6 +399,7 @@ class PulsarPartition:
         for entry_id in set(entry_ids):
             size = self._sizes.pop(entry_id, 1)
             had = self._outstanding.pop(entry_id, 0)
+            self.unfinished.pop(entry_id, None)
             if self._rest and self._rest_of is not None and entry_id == self._rest_of.id[:2]:
                 had = 1
                 self._rest.clear()
@@ -464,7 +465,7 @@ class PulsarPartition:
             self._find_unfinished(entry_id, entry.count, entry.redeliveries)
 
     def note_prepared(self, ids: Sequence[wire.MessageId]) -> None:
-        """Note that a prepared transaction has acknowledged `ids`."""
+        """Note that a transaction has acknowledged `ids` that is prepared, or whose outcome is unknown."""
         for id in ids:
             if id.batch_index >= 0:
                 self._left_out[id[:2]] = self._left_out.get(id[:2], 0) | 1 << id.batch_index

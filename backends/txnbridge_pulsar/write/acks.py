@@ -179,7 +179,7 @@ class SentAcks:
                         each.partition.consumer.acknowledge_entries(each.partition.committed(each.ids))
 
     def note_prepared(self) -> None:
-        """Note that the transaction is prepared: another process may commit it, without this reader's knowledge."""
+        """Note that the transaction is prepared, or its outcome unknown: this reader may not learn that it commits."""
         with self._guard:
             for each in self._sent:
                 each.partition.note_prepared(each.ids)
@@ -280,9 +280,9 @@ def finish_entries(
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
             return
-        if consumer.by_key:  # else the broker takes these entries for this member's, and may hold their keys back
-            held = [key for key in queried & partition.unfinished.keys() if unfinished[key][1]]
-            consumer.redeliver([wire.MessageId(*key) for key in held])  # hazard H160
+        # Else the broker takes these entries for this member's, and may hold their keys back (hazard H160).
+        held = [key for key in queried & partition.unfinished.keys() if consumer.by_key and unfinished[key][1]]
+        consumer.redeliver([wire.MessageId(*key) for key in held])
         for entry_id, (size, unknown, vain, due) in unfinished.items():
             before = partition.unfinished.pop(entry_id, None)
             if before is not None and not unknown:
