@@ -193,6 +193,12 @@ def test_only_one_of_two_members_that_hold_a_shared_entry_acknowledges_its_last_
     assert not newer.until(lambda: newer.partition(topic).consumer.progress(SOON)[1][:2] >= first.position[:2])
 
 
+def is_held_back(broker, topic):
+    """Return whether the broker holds keys back from their new members."""
+    [group] = admin(broker, "GET", f"{path_of(topic)}/stats")["subscriptions"].values()
+    return any(consumer["drainingHashesCount"] for consumer in group["consumers"])
+
+
 @pytest.mark.parametrize("holder", ["a member that has left", "the member with the rest"])
 def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
     pulsar_broker, client, topic, member, holder
@@ -209,12 +215,7 @@ def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
         rest = first.take(2)
     first.pass_on(rest).acknowledge_committed_entries()
     members = [first]
-
-    def is_held_back() -> bool:
-        [group] = admin(pulsar_broker, "GET", f"{path_of(topic)}/stats")["subscriptions"].values()
-        return any(consumer["drainingHashesCount"] for consumer in group["consumers"])
-
-    while not is_held_back():
+    while not is_held_back(pulsar_broker, topic):
         members.append(member(topic, sharing="key"))
     sent.drop_rest_of_entries()
     client.transactions.end(txn, False, SOON)
@@ -225,6 +226,28 @@ def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
     while left:
         left -= {value for each in members for value in values(each.poll())}
         deadline.check(f"{left}")
+
+
+def test_a_member_that_waits_holds_no_key_back_although_the_broker_takes_an_entry_for_its_own(
+    pulsar_broker, client, topic, member
+):
+    """The member has not learnt that its transactions with parts of the entry were committed."""
+    batch = wire.MessageBatch()
+    for content in (b"1", b"2"):
+        batch.append(content, "key")
+    write(client, topic, batch)
+    timing = Timing(idle_check_seconds=0.5)
+    members = [member(topic, sharing="key", timing=timing)]
+    for message in members[0].take(2):
+        members[0].pass_on([message])
+    while not is_held_back(pulsar_broker, topic):
+        members.append(member(topic, sharing="key", timing=timing))
+    write(client, topic, wire.Single(b"later", "key"))
+    found, deadline = [], Deadline(SOON)
+    while not found:
+        found = [value for each in members for value in values(each.poll())]
+        deadline.check("the next message of the key")
+    assert found == [b"later"]
 
 
 def test_entries_of_an_aborted_transaction_come_again_to_one_member(client, topic, member):

@@ -33,7 +33,6 @@ pytestmark = pytest.mark.offline
 
 SIZE, ALL = 3, (0, 1, 2)
 KEY, SOON = ("t", 0), Deadline(3600)
-OPTIONS = ConsumerOptions("g", SubscriptionType.SHARED, EARLIEST, True, None, 0, "", True)
 
 
 def made_entry() -> bytes:
@@ -168,14 +167,15 @@ class Member:
     def __init__(self, broker: Broker, type: SubscriptionType = SubscriptionType.SHARED) -> None:
         self.broker = broker
         inbox: Any = SimpleNamespace(wake=lambda: None)
-        self.consumer = PulsarConsumer(None, None, "t", OPTIONS._replace(type=type), inbox)  # type: ignore[arg-type]
+        options = ConsumerOptions("g", type, EARLIEST, True, None, 0, "", True)
+        self.consumer = PulsarConsumer(None, None, "t", options, inbox)  # type: ignore[arg-type]
         self.consumer._connection, self.consumer._lost = broker, None  # type: ignore[assignment]
         self.partition = PulsarPartition(KEY, "t", self.consumer, True, 100)
         self.partition.arrive(None, BEGIN)
         self.guard = threading.Lock()
         self.context = PulsarAckContext("g", True, {KEY: self.partition}, self.guard)
         self.done: list[int] = []
-        self._open: tuple[TxnId, SentAcks, list[int]] | None = None
+        self.opened: tuple[TxnId, SentAcks, list[int]] | None = None
 
     def receive(self, index_words: list[int], redeliveries: int) -> None:
         position = {"ledger_id": 7, "entry_id": 8}
@@ -192,7 +192,7 @@ class Member:
             sent = self.context.acknowledge(txn, {KEY: [(7, 8, index) for index in mine]}, SOON)
             with suppress(TxnBridgeError):
                 sent.settle(SOON)
-            self._open = txn, sent, mine
+            self.opened = txn, sent, mine
 
     def check_unfinished(self) -> None:
         for entry_id, (size, unknown, *_) in self.partition.unfinished.items():
@@ -204,9 +204,9 @@ class Member:
         finish_entries(cast(Any, self.broker), nowhere, "g", self.partition, self.guard, SOON)
 
     def end(self, commit: bool, next_member: Member, is_told: bool = True) -> None:
-        if self._open is None:
+        if self.opened is None:
             return
-        (txn, sent, mine), self._open = self._open, None
+        (txn, sent, mine), self.opened = self.opened, None
         if commit and sent._error is None:
             self.broker.end(txn, True)
             self.done += mine
@@ -268,8 +268,8 @@ def test_an_entry_that_a_prepared_transaction_holds_is_asked_about_ever_less_oft
     broker.deliveries = 1
     broker.deliver(member)
     member.acknowledge(ALL)
-    assert member._open is not None
-    member._open[1].note_prepared()
+    assert member.opened is not None
+    member.opened[1].note_prepared()
     for _ in range(8):
         [(size, unknown, vain, due)] = member.partition.unfinished.values()
         waits.append(due - time.monotonic())
@@ -279,7 +279,7 @@ def test_an_entry_that_a_prepared_transaction_holds_is_asked_about_ever_less_oft
         assert broker.asked - asked == (SIZE if vain == 0 else 1)
         broker.deliver(member)
     assert waits[0] < 4 and waits[-1] > 40
-    member.broker.end(member._open[0], True)
+    member.broker.end(member.opened[0], True)
     member.check_unfinished()
     assert broker.is_deleted
 
@@ -292,8 +292,8 @@ def test_only_for_its_keys_a_member_asks_for_entries_that_an_abort_brings_again(
     member = Member(broker, SubscriptionType.KEY_SHARED if sharing == "key" else SubscriptionType.SHARED)
     broker.deliver(member)
     member.acknowledge(ALL if is_whole else (0,))
-    assert member._open is not None
-    member._open[1].drop_rest_of_entries()
-    broker.end(member._open[0], False)
+    assert member.opened is not None
+    member.opened[1].drop_rest_of_entries()
+    broker.end(member.opened[0], False)
     group.nack(member.partition, [(7, 8, index) for index in (ALL if is_whole else (0,))])
     assert broker.redelivered == (sharing == "key" and not is_whole)

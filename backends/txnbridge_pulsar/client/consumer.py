@@ -94,6 +94,7 @@ class PulsarConsumer:
         self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
     ) -> None:
         self.topic = topic
+        self.by_key = options.type is SubscriptionType.KEY_SHARED
         self.inbox = Inbox() if inbox is None else inbox
         self.generation = 0
         self.active: bool | None = None
@@ -125,11 +126,6 @@ class PulsarConsumer:
     def lost(self) -> PulsarError | None:
         """Return the error after which the consumer has to be reopened; None while it is subscribed."""
         return self._lost
-
-    @property
-    def by_key(self) -> bool:
-        """Return whether the subscription is key-shared."""
-        return self._options.type is SubscriptionType.KEY_SHARED
 
     @property
     def all_taken(self) -> bool:

@@ -55,9 +55,7 @@ _SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 5.0, 60.0
 
 
 def query_pause(vain: int) -> float:
-    """Return the seconds until the broker is asked whether all of an entry is committed, after `vain` deliveries of the
-    entry or questions about it: at first so long that most transactions with parts of it have ended.
-    """
+    """Return the seconds until the broker is asked whether all of an entry is committed, as it mostly is by then."""
     return 3.0 * (1 << min(vain, 4))
 
 

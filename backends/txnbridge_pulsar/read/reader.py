@@ -347,12 +347,13 @@ class PulsarReader(Reader):
     def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
         """Look for the reason why partitions deliver nothing, and remove it. Return an empty result.
 
-        A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
+        A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94), or
+        take some for this member's that it has not (hazard H160).
         """
         deadline = Deadline(_IDLE_CHECK_SECONDS)
         for partition in partitions:
             try:
-                if self._mode.in_order:  # first, because REST may be away
+                if self._mode.grouped:  # first, because REST may be away
                     with translated(f"asking for the end of {partition.topic}"):
                         partition.note_progress(*partition.consumer.progress(deadline.left()))
                 if self._cluster.rest and self._may_release:
@@ -371,7 +372,7 @@ class PulsarReader(Reader):
         """Have brokers redeliver partitions in which the last two checks found messages that the reader never got."""
         for partition in partitions:
             with self._guard:
-                if partition.is_assigned and partition.is_behind and partition.is_idle:
+                if partition.is_assigned and partition.is_behind and partition.is_idle and partition.consumer.all_taken:
                     self._mode.redeliver(partition)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:

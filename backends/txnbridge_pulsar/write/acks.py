@@ -273,9 +273,8 @@ def finish_entries(
         except wire.TransactionConflict as error:
             if _COMMITTED_REASON in str(error):
                 unfinished[entry_id] = size, unknown & ~(1 << id.batch_index), vain, due
-    participant = Participant(partition.topic, subscription, consumer, consumer.generation)
     client.transactions.end(txn, False, deadline.left())
-    end_delivery.ended(txn, False, [participant], deadline)
+    end_delivery.ended(txn, False, [Participant(partition.topic, subscription, consumer, generation)], deadline)
     queried = {entry_id for entry_id, _ in indexes}
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
