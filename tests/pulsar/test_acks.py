@@ -250,25 +250,32 @@ def test_a_member_that_waits_holds_no_key_back_although_the_broker_takes_an_entr
     assert found == [b"later"]
 
 
-def test_entries_of_an_aborted_transaction_come_again_to_one_member(client, topic, member):
-    """The broker delivers them again at once, so a request for them would give them to one more member."""
+@pytest.mark.parametrize("others", [0, 1])
+def test_entries_of_an_aborted_transaction_come_again_to_one_member(client, topic, member, others):
+    """The broker delivers them again at once, so a request for them would give them to one more member. With a message
+    among them that another transaction holds, the broker refuses them all at first.
+    """
     contents = [b"%d" % number for number in range(100)]
     write(client, topic, *contents)
     older, found = member(topic, sharing="message"), []
     while len(found) < len(contents):
         found += older.poll()
-    txn = older.begin((topic, 0))
-    sent = older.ack(txn, found)
+    other, txn, consumer = older.begin((topic, 0)), older.begin((topic, 0)), older.partition(topic).consumer
+    for message in found[:others]:
+        consumer.start_acknowledge([wire.MessageId(*message.position[:2])], other, timeout=SOON)[0].result(SOON)
+    sent = older.reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
+    with pytest.raises(Conflict) if others else nullcontext():
+        sent.settle(Deadline(SOON))
     sent.drop_rest_of_entries()
     older.end(txn, commit=False)
-    deadline, consumer = Deadline(SOON), older.partition(topic).consumer
-    while consumer.arrived < 2 * len(contents):
+    deadline = Deadline(SOON)
+    while consumer.arrived < 2 * len(contents) - others:
         deadline.check("they come again")
     newer = member(topic, sharing="message")
     newer.has(1)
     newer.poll()  # so that the broker may deliver to it
     older.nack(by_partition(found))
-    older.pass_on(older.take(len(contents)))
+    older.pass_on(older.take(len(contents) - others))
     older.leave()
     has_left(client, newer, topic)
 

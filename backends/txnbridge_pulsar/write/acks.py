@@ -52,6 +52,7 @@ class _PartitionAcks:
     acked: AckedMessages
     answers: list[wire.Response] = field(default_factory=list)
     given_up: list[wire.MessageId] = field(default_factory=list)
+    pending: set[tuple[int, int]] = field(default_factory=set)  # entries acknowledged after a first refusal
 
 
 @dataclass(eq=False, repr=False)
@@ -220,9 +221,10 @@ class SentAcks:
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
             for id in sent.ids:
                 answers += sent.partition.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
-            for answer in answers:
+            for id, answer in zip(sent.ids, answers, strict=True):
                 with suppress(wire.TransactionConflict):
                     answer.result(deadline.left())
+                    sent.pending.add(id[:2])
 
     def _note_result(self) -> None:
         with self._guard:
@@ -230,7 +232,7 @@ class SentAcks:
                 if self._error is None:
                     each.partition.acknowledged(each.acked)
                 else:
-                    each.partition.not_acknowledged(each.acked, each.ids)
+                    each.partition.not_acknowledged(each.acked, [id for id in each.ids if id[:2] not in each.pending])
 
 
 def finish_entries(
