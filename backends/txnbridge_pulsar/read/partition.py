@@ -418,9 +418,8 @@ class PulsarPartition:
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)
         self._expected = deque(each for each in self._expected if each not in entry_ids)
-        acked = AckedMessages(
-            {entry_id: bits & ~self._outstanding.get(entry_id, 0) for entry_id, bits in before.items()}
-        )
+        bits = {entry_id: had & ~self._outstanding.get(entry_id, 0) for entry_id, had in before.items()}
+        acked = AckedMessages(bits)
         self._acked.append(acked)
         return ids, acked
 

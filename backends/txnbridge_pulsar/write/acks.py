@@ -85,10 +85,8 @@ class PulsarAckContext:
             for partition, given in partitions.items():
                 partition.check_outstanding(given)
             taken = [
-                _PartitionAcks(
-                    partition, partition.assignment, partition.consumer.generation, txn, *partition.acknowledge(given)
-                )
-                for partition, given in partitions.items()
+                _PartitionAcks(at, at.assignment, at.consumer.generation, txn, *at.acknowledge(given))
+                for at, given in partitions.items()
             ]
         return SentAcks(taken, self._subscription, self._shared, self._guard, deadline)
 
@@ -125,12 +123,8 @@ class SentAcks:
     @property
     def has_lost_partition(self) -> bool:
         """Return whether the reader has lost a partition of these messages, a likely cause of an unexpected abort."""
-        return any(
-            each.partition.assignment is not each.assignment
-            or not each.partition.is_assigned
-            or each.partition.is_leaving
-            for each in self._sent
-        )
+        used = [(each.partition, each.assignment) for each in self._sent]
+        return any(at.assignment is not assignment or not at.is_assigned or at.is_leaving for at, assignment in used)
 
     @property
     def participants(self) -> list[Participant]:
