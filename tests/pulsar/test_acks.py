@@ -354,6 +354,27 @@ def test_a_member_waits_no_longer_for_a_prepared_transaction_than_for_others(pul
     assert values(other.take(1)) == [b"1"]
 
 
+@pytest.mark.full
+@BOTH_SHARED
+def test_a_member_gets_messages_however_often_it_has_aborted_parts_of_entries(start_pulsar, monkeypatch, sharing):
+    """The broker counts what it delivers again as unacknowledged once more, and stops at a number (hazard H161)."""
+    broker = start_pulsar(settings={"maxUnackedMessagesPerConsumer": "20"})
+    monkeypatch.setattr("txnbridge_pulsar.read.reader.MAX_OVERCOUNT", 4)
+    with connect_to(broker.url, broker.admin_url) as bridge:
+        topic = new_topic(bridge)
+        contents = [b"%d" % number for number in range(10)]
+        with bridge.consumer(topic, "group", sharing=sharing) as consumer:
+            send(bridge, topic, *contents)
+            for _ in range(8):
+                with suppress(KeyError), bridge.transaction() as txn:
+                    txn.ack(take(consumer, 5))
+                    raise KeyError
+            with bridge.transaction() as txn:
+                txn.ack(take(consumer, 10))
+            send(bridge, topic, *contents)
+            assert sorted(values(take(consumer, 10))) == contents
+
+
 def test_a_message_in_chunks_is_acknowledged_with_all_of_them(client, topic, member):
     write_chunks(client, topic, [b"a" * 10, b"b" * 10, b"c"])
     write(client, topic, b"alone")

@@ -50,6 +50,9 @@ _MAX_REPEATED_REDELIVERIES = 5
 # Entries whose committed parts are kept, besides the outstanding entries. Another transaction may acknowledge the rest.
 _MAX_COMMITTED_IN_PART = 1000
 
+# A broker stops at 50,000 messages of one consumer that it counts as unacknowledged, by default.
+MAX_OVERCOUNT = 10_000
+
 # Seconds without an entry, growing, after which the broker of a shared group is asked to go on.
 _SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 5.0, 60.0
 
@@ -92,6 +95,7 @@ class PulsarPartition:
         # Entries whose acknowledgement the broker refused: it redelivers them only on request. In a key-shared group
         # also entries that an aborted transaction acknowledged in part: else the broker takes them for this member's.
         self.refused: list[wire.MessageId] = []
+        self.overcount = 0  # messages that the broker may count twice as unacknowledged (hazard H161)
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
         # Set by a seek to a time: messages with earlier timestamps are skipped, at most up to this position.
         self.since: tuple[int, Position] | None = None
@@ -148,13 +152,12 @@ class PulsarPartition:
         """End the assignment. Messages that were delivered in this assignment can no longer be acknowledged."""
         self.is_assigned = False
         self.drop()
-        self._outstanding.clear()
+        self.overcount = 0
+        for known in (self._outstanding, self._sizes, self._parts, self._delivery_counts):
+            known.clear()
         self._acked.clear()
-        self._sizes.clear()
-        self._parts.clear()
         self.refused.clear()
         self._skipped.clear()
-        self._delivery_counts.clear()
         self._handed = self._arrived = (-1, -1)
         self._expected.clear()
 

@@ -30,7 +30,7 @@ from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.forgotten_transactions import release
 from txnbridge_pulsar.read.group_registry import GroupRegistry
-from txnbridge_pulsar.read.partition import PulsarPartition
+from txnbridge_pulsar.read.partition import MAX_OVERCOUNT, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.write.acks import PulsarAckContext, finish_entries
 
@@ -250,7 +250,8 @@ class PulsarReader(Reader):
 
     def _start_work(self) -> None:
         partitions = self._partitions.values()
-        lost = [partition for partition in partitions if partition.consumer.lost is not None]
+        over = {each for each in partitions if each.overcount > MAX_OVERCOUNT and each.is_idle}
+        lost = [partition for partition in partitions if partition.consumer.lost is not None or partition in over]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
         check_topics = time.monotonic() >= self._check_partitions_at

@@ -230,7 +230,7 @@ class FailoverMode(SubscriptionMode):
         return partition.consumer.lost is None and bool(partition.consumer.active)
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
-        return partition.consumer.lost is None and partition.consumer.active is None
+        return self.in_order and partition.consumer.lost is None and partition.consumer.active is None
 
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         _, acknowledged = partition.consumer.progress(deadline.left())
@@ -269,9 +269,6 @@ class SharedMode(FailoverMode):
 
     def is_due(self, partition: PulsarPartition) -> bool:
         return partition.consumer.lost is None
-
-    def is_undecided(self, partition: PulsarPartition) -> bool:
-        return False
 
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         raise NotSupported(

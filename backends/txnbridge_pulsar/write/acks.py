@@ -144,8 +144,10 @@ class SentAcks:
             for each in self._sent:
                 if each.partition.assignment is each.assignment:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
+                    parts = [id for id in each.ids if id.batch_index >= 0]
+                    each.partition.overcount += sum({id[:2]: id.batch_size for id in parts}.values()) - len(parts)
                     if each.partition.consumer.by_key:  # hazard H160
-                        each.partition.refused += (id for id in each.ids if id.batch_index >= 0)
+                        each.partition.refused += parts
 
     def redeliver_rest(self) -> None:
         """Have the broker redeliver the entries of which `drop_rest_of_entries` has dropped messages.
