@@ -193,6 +193,12 @@ def test_only_one_of_two_members_that_hold_a_shared_entry_acknowledges_its_last_
     assert not newer.until(lambda: newer.partition(topic).consumer.progress(SOON)[1][:2] >= first.position[:2])
 
 
+def is_held_back(broker, topic):
+    """Return whether the broker holds keys back from their new members."""
+    [group] = admin(broker, "GET", f"{path_of(topic)}/stats")["subscriptions"].values()
+    return any(consumer["drainingHashesCount"] for consumer in group["consumers"])
+
+
 @pytest.mark.parametrize("holder", ["a member that has left", "the member with the rest"])
 def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
     pulsar_broker, client, topic, member, holder
@@ -202,20 +208,16 @@ def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
     first = older = member(topic, sharing="key")
     aborted, *rest = older.take(3)
     txn = older.begin((topic, 0))
-    older.ack(txn, [aborted])
+    sent = older.ack(txn, [aborted])
     if holder == "a member that has left":
         older.leave()
         first = member(topic, sharing="key")
         rest = first.take(2)
     first.pass_on(rest).acknowledge_committed_entries()
     members = [first]
-
-    def is_held_back() -> bool:
-        [group] = admin(pulsar_broker, "GET", f"{path_of(topic)}/stats")["subscriptions"].values()
-        return any(consumer["drainingHashesCount"] for consumer in group["consumers"])
-
-    while not is_held_back():
+    while not is_held_back(pulsar_broker, topic):
         members.append(member(topic, sharing="key"))
+    sent.drop_rest_of_entries()
     client.transactions.end(txn, False, SOON)
     if first is older:
         first.nack(by_partition([aborted]))
@@ -224,6 +226,58 @@ def test_an_aborted_part_of_an_entry_comes_again_although_its_key_has_moved(
     while left:
         left -= {value for each in members for value in values(each.poll())}
         deadline.check(f"{left}")
+
+
+def test_a_member_that_waits_holds_no_key_back_although_the_broker_takes_an_entry_for_its_own(
+    pulsar_broker, client, topic, member
+):
+    """The member has not learnt that its transactions with parts of the entry were committed."""
+    batch = wire.MessageBatch()
+    for content in (b"1", b"2"):
+        batch.append(content, "key")
+    write(client, topic, batch)
+    timing = Timing(idle_check_seconds=0.5)
+    members = [member(topic, sharing="key", timing=timing)]
+    for message in members[0].take(2):
+        members[0].pass_on([message])
+    while not is_held_back(pulsar_broker, topic):
+        members.append(member(topic, sharing="key", timing=timing))
+    write(client, topic, wire.Single(b"later", "key"))
+    found, deadline = [], Deadline(SOON)
+    while not found:
+        found = [value for each in members for value in values(each.poll())]
+        deadline.check("the next message of the key")
+    assert found == [b"later"]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_entries_of_an_aborted_transaction_come_again_to_one_member(client, topic, member, others):
+    """The broker delivers them again at once, so a request for them would give them to one more member. With a message
+    among them that another transaction holds, the broker refuses them all at first.
+    """
+    contents = [b"%d" % number for number in range(100)]
+    write(client, topic, *contents)
+    older, found = member(topic, sharing="message"), []
+    while len(found) < len(contents):
+        found += older.poll()
+    other, txn, consumer = older.begin((topic, 0)), older.begin((topic, 0)), older.partition(topic).consumer
+    for message in found[:others]:
+        consumer.start_acknowledge([wire.MessageId(*message.position[:2])], other, timeout=SOON)[0].result(SOON)
+    sent = older.reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
+    with pytest.raises(Conflict) if others else nullcontext():
+        sent.settle(Deadline(SOON))
+    sent.drop_rest_of_entries()
+    older.end(txn, commit=False)
+    deadline = Deadline(SOON)
+    while consumer.arrived < 2 * len(contents) - others:
+        deadline.check("they come again")
+    newer = member(topic, sharing="message")
+    newer.has(1)
+    newer.poll()  # so that the broker may deliver to it
+    older.nack(by_partition(found))
+    older.pass_on(older.take(len(contents) - others))
+    older.leave()
+    has_left(client, newer, topic)
 
 
 def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_again(monkeypatch, client, topic, member):
@@ -300,6 +354,27 @@ def test_a_member_waits_no_longer_for_a_prepared_transaction_than_for_others(pul
     assert values(other.take(1)) == [b"1"]
 
 
+@pytest.mark.full
+@BOTH_SHARED
+def test_a_member_gets_messages_however_often_it_has_aborted_parts_of_entries(start_pulsar, monkeypatch, sharing):
+    """The broker counts what it delivers again as unacknowledged once more, and stops at a number (hazard H161)."""
+    broker = start_pulsar(settings={"maxUnackedMessagesPerConsumer": "20"})
+    monkeypatch.setattr("txnbridge_pulsar.read.reader.MAX_OVERCOUNT", 4)
+    with connect_to(broker.url, broker.admin_url) as bridge:
+        topic = new_topic(bridge)
+        contents = [b"%d" % number for number in range(10)]
+        with bridge.consumer(topic, "group", sharing=sharing) as consumer:
+            send(bridge, topic, *contents)
+            for _ in range(8):
+                with suppress(KeyError), bridge.transaction() as txn:
+                    txn.ack(take(consumer, 5))
+                    raise KeyError
+            with bridge.transaction() as txn:
+                txn.ack(take(consumer, 10))
+            send(bridge, topic, *contents)
+            assert sorted(values(take(consumer, 10))) == contents
+
+
 def test_a_message_in_chunks_is_acknowledged_with_all_of_them(client, topic, member):
     write_chunks(client, topic, [b"a" * 10, b"b" * 10, b"c"])
     write(client, topic, b"alone")
@@ -337,6 +412,16 @@ def test_a_member_that_gives_back_a_part_of_an_entry_gives_up_the_rest(open_brid
     assert values(take(first, 1)) == [b"marker"]
 
 
+def lose_answers(patched, commit):
+    """Let transactions end so, whatever is asked for, and their writers get no answer."""
+
+    def answers_nothing(cluster, number, *asked):
+        end(cluster, number, commit, (), Deadline(SOON))
+        raise OutcomeUnknown("the answer was lost")
+
+    patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
+
+
 @pytest.mark.parametrize("commit", [False, True])
 def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridge, monkeypatch, commit):
     """Another process may abort the transaction, and then the broker delivers the entry whole to another member."""
@@ -347,14 +432,10 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     ours = take(first, 10)
     second = b.consumer(topic, "group", sharing="message")
 
-    def answers_nothing(cluster, number, *asked):
-        end(cluster, number, commit, (), Deadline(SOON))
-        raise OutcomeUnknown("the answer was lost")
-
     refused = nullcontext() if commit else pytest.raises(TransactionAborted, match="answer was lost")
     with monkeypatch.context() as patched, refused, a.transaction() as txn:
         txn.ack(ours[:3])
-        patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
+        lose_answers(patched, commit)
     theirs = [] if commit else take(second, 10)
     with pytest.raises(Conflict), a.transaction() as txn:
         txn.ack(ours[3:])
@@ -364,6 +445,31 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     else:
         with b.transaction() as txn:
             txn.ack(theirs)
+
+
+@BOTH_SHARED
+def test_an_entry_leaves_the_group_although_the_commit_of_its_last_part_was_not_answered(
+    open_bridge, pulsar_broker, monkeypatch, sharing
+):
+    """Else it stays in the backlog, and a key-shared group gets nothing of its key once that moves (hazard H160)."""
+    bridge = open_bridge()
+    topic = new_topic(bridge)
+    send(bridge, topic, *[b"%d" % number for number in range(10)])
+    with bridge.consumer(topic, "group", sharing=sharing) as consumer:
+        found = take(consumer, 10)
+        with bridge.transaction() as txn:
+            txn.ack(found[:4])
+        with monkeypatch.context() as patched, bridge.transaction() as txn:
+            txn.ack(found[4:])
+            lose_answers(patched, True)
+        finish(pulsar_broker, topic, consumer)
+
+
+def finish(broker, topic, consumer):
+    """Poll, and get nothing, until the group has nothing left in its backlog."""
+    until = time.monotonic() + 2 * SOON
+    while admin(broker, "GET", f"{path_of(concrete(topic))}/stats")["subscriptions"]["group"]["msgBacklog"]:
+        assert not consumer.poll(1, 0.2) and time.monotonic() < until
 
 
 @BOTH_ENDS
@@ -383,9 +489,7 @@ def test_a_prepared_transaction_of_a_shared_group_acknowledges_a_part_of_an_entr
             with bridge.transaction() as txn:
                 txn.ack(again)
         assert sorted(values(again)) == ([] if commit else values(found[:4]))
-        until = time.monotonic() + 2 * SOON
-        while admin(pulsar_broker, "GET", f"{path_of(concrete(topic))}/stats")["subscriptions"]["group"]["msgBacklog"]:
-            assert not consumer.poll(1, 0.2) and time.monotonic() < until
+        finish(pulsar_broker, topic, consumer)
 
 
 @BOTH_SHARED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -22,16 +23,16 @@ from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import parse, send_command
 from txnbridge_pulsar.client.format.ids import ack_set
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
+from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks, finish_entries
 
 from txnbridge import TxnBridgeError
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Subscription
 
 pytestmark = pytest.mark.offline
 
 SIZE, ALL = 3, (0, 1, 2)
 KEY, SOON = ("t", 0), Deadline(3600)
-OPTIONS = ConsumerOptions("g", SubscriptionType.SHARED, EARLIEST, True, None, 0, "", True)
 
 
 def made_entry() -> bytes:
@@ -60,7 +61,7 @@ class Broker:
         self.pending: tuple[int | None, int] | None = None
         self.is_deleted = False
         self.records: dict[int, int | None] = {}
-        self.deliveries = 0
+        self.deliveries = self.asked = self.redelivered = 0
         self.transactions = self
         self._numbers = itertools.count(1)
 
@@ -74,6 +75,7 @@ class Broker:
 
     def request(self, name: str, _: Any, message_id: Any, txnid_least_bits: int, **__: Any) -> Response:
         (fields,) = message_id
+        self.asked += 1
         bits = sum((word & (1 << 64) - 1) << 64 * at for at, word in enumerate(fields["ack_set"]))
         response = Response(lambda: None, name, "ack_response")
         answer = self._acknowledge(txnid_least_bits, bits if fields["ack_set"] else None, fields["batch_size"])
@@ -107,6 +109,7 @@ class Broker:
 
     def post(self, frame: bytes) -> None:
         command = parse(frame[4:])
+        self.redelivered += command.name == "redeliver"
         if command.name == "ack":
             assert "ack_set" not in command.fields["message_id"][0] and "txnid_least_bits" not in command.fields
             self._delete()
@@ -161,17 +164,18 @@ def overlap(one: int, other: int) -> bool:
 class Member:
     """A reader's partition and its acknowledgements; `done` are the messages that its transactions have committed."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, type: SubscriptionType = SubscriptionType.SHARED) -> None:
         self.broker = broker
         inbox: Any = SimpleNamespace(wake=lambda: None)
-        self.consumer = PulsarConsumer(None, None, "t", OPTIONS, inbox)  # type: ignore[arg-type]
+        options = ConsumerOptions("g", type, EARLIEST, True, None, 0, "", True)
+        self.consumer = PulsarConsumer(None, None, "t", options, inbox)  # type: ignore[arg-type]
         self.consumer._connection, self.consumer._lost = broker, None  # type: ignore[assignment]
         self.partition = PulsarPartition(KEY, "t", self.consumer, True, 100)
         self.partition.arrive(None, BEGIN)
         self.guard = threading.Lock()
         self.context = PulsarAckContext("g", True, {KEY: self.partition}, self.guard)
         self.done: list[int] = []
-        self._open: tuple[TxnId, SentAcks, list[int]] | None = None
+        self.opened: tuple[TxnId, SentAcks, list[int]] | None = None
 
     def receive(self, index_words: list[int], redeliveries: int) -> None:
         position = {"ledger_id": 7, "entry_id": 8}
@@ -188,19 +192,21 @@ class Member:
             sent = self.context.acknowledge(txn, {KEY: [(7, 8, index) for index in mine]}, SOON)
             with suppress(TxnBridgeError):
                 sent.settle(SOON)
-            self._open = txn, sent, mine
+            self.opened = txn, sent, mine
 
     def check_unfinished(self) -> None:
         for entry_id, (size, unknown, *_) in self.partition.unfinished.items():
             self.partition.unfinished[entry_id] = size, unknown, 0, 0.0
-        if self.partition.unfinished:
-            nowhere: Any = SimpleNamespace(ended=lambda *_: None)
-            finish_entries(cast(Any, self.broker), nowhere, "g", self.partition, self.guard, SOON)
+        self.finish_entries()
+
+    def finish_entries(self) -> None:
+        nowhere: Any = SimpleNamespace(ended=lambda *_: None)
+        finish_entries(cast(Any, self.broker), nowhere, "g", self.partition, self.guard, SOON)
 
     def end(self, commit: bool, next_member: Member, is_told: bool = True) -> None:
-        if self._open is None:
+        if self.opened is None:
             return
-        (txn, sent, mine), self._open = self._open, None
+        (txn, sent, mine), self.opened = self.opened, None
         if commit and sent._error is None:
             self.broker.end(txn, True)
             self.done += mine
@@ -254,3 +260,40 @@ def test_each_message_is_committed_once_in_every_order_of_three_members(aborting
     for parts in itertools.product(PARTS, repeat=3):
         for order in ORDERS:
             run(parts, order, aborting, is_told, copies)
+
+
+def test_an_entry_that_a_prepared_transaction_holds_is_asked_about_ever_less_often_although_it_comes_again():
+    broker, waits = Broker(), list[float]()
+    member = Member(broker)
+    broker.deliveries = 1
+    broker.deliver(member)
+    member.acknowledge(ALL)
+    assert member.opened is not None
+    member.opened[1].note_prepared()
+    for _ in range(8):
+        [(size, unknown, vain, due)] = member.partition.unfinished.values()
+        waits.append(due - time.monotonic())
+        member.partition.unfinished[7, 8] = size, unknown, vain, 0.0
+        asked = broker.asked
+        member.finish_entries()
+        assert broker.asked - asked == (SIZE if vain == 0 else 1)
+        broker.deliver(member)
+    assert waits[0] < 4 and waits[-1] > 40
+    member.broker.end(member.opened[0], True)
+    member.check_unfinished()
+    assert broker.is_deleted
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("sharing", ["message", "key"])
+def test_only_for_its_keys_a_member_asks_for_entries_that_an_abort_brings_again(sharing: str, is_whole: bool):
+    """A request that the broker gets after it has delivered such an entry gives the entry to one more member."""
+    broker, group = Broker(), mode_of(cast(Any, None), Subscription(("t",), "g", sharing=sharing), cast(Any, None), "")
+    member = Member(broker, SubscriptionType.KEY_SHARED if sharing == "key" else SubscriptionType.SHARED)
+    broker.deliver(member)
+    member.acknowledge(ALL if is_whole else (0,))
+    assert member.opened is not None
+    member.opened[1].drop_rest_of_entries()
+    broker.end(member.opened[0], False)
+    group.nack(member.partition, [(7, 8, index) for index in (ALL if is_whole else (0,))])
+    assert broker.redelivered == (sharing == "key" and not is_whole)

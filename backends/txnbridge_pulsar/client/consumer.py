@@ -94,6 +94,7 @@ class PulsarConsumer:
         self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
     ) -> None:
         self.topic = topic
+        self.by_key = options.type is SubscriptionType.KEY_SHARED
         self.inbox = Inbox() if inbox is None else inbox
         self.generation = 0
         self.active: bool | None = None
@@ -373,8 +374,7 @@ class PulsarConsumer:
                 self._epoch += 1
             dropped = self._drop_waiting()
         else:
-            entries = {(id.ledger, id.entry) for id in ids or ()}
-            fields = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in sorted(entries)]
+            fields = [position_fields(MessageId(*entry)) for entry in sorted({id[:2] for id in ids or ()})]
             if ids is not None and not fields:
                 return dropped
         epoch = self._epoch if self._options.ordered else None

@@ -50,11 +50,16 @@ _MAX_REPEATED_REDELIVERIES = 5
 # Entries whose committed parts are kept, besides the outstanding entries. Another transaction may acknowledge the rest.
 _MAX_COMMITTED_IN_PART = 1000
 
+# A broker stops at 50,000 messages of one consumer that it counts as unacknowledged, by default.
+MAX_OVERCOUNT = 10_000
+
 # Seconds without an entry, growing, after which the broker of a shared group is asked to go on.
 _SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 5.0, 60.0
 
-# Seconds until the broker is asked whether all of an entry is committed: then most transactions with parts have ended.
-FIRST_QUERY_SECONDS = 3.0
+
+def query_pause(vain: int) -> float:
+    """Return the seconds until the broker is asked whether all of an entry is committed, as it mostly is by then."""
+    return 3.0 * (1 << min(vain, 4))
 
 
 class PulsarPartition:
@@ -87,8 +92,10 @@ class PulsarPartition:
         # Deadline of the wait for open transactions that hold earlier messages; None without a wait.
         self.waits_until: float | None = None
         self.received: _EntryId = (-1, -1)  # the highest entry that arrived
-        # Entries whose acknowledgement the broker refused: it redelivers them only on request.
+        # Entries whose acknowledgement the broker refused: it redelivers them only on request. In a key-shared group
+        # also entries that an aborted transaction acknowledged in part: else the broker takes them for this member's.
         self.refused: list[wire.MessageId] = []
+        self.overcount = 0  # messages that the broker may count twice as unacknowledged (hazard H161)
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
         # Set by a seek to a time: messages with earlier timestamps are skipped, at most up to this position.
         self.since: tuple[int, Position] | None = None
@@ -102,8 +109,8 @@ class PulsarPartition:
         # Entries that other members may have, too, and the messages that their newest delivery here left out.
         self._left_out: _Bits = {}
         # Entries whose messages are all acknowledged or pending, as size, indexes of which it is not known whether
-        # their transactions are committed, how often the broker was asked in vain, and when to ask it again (see
-        # `finish_entries`).
+        # their transactions are committed, how often the entry was redelivered or the broker asked in vain, and when to
+        # ask it again (see `finish_entries`).
         self.unfinished: dict[_EntryId, tuple[int, int, int, float]] = {}
         self._sizes: dict[_EntryId, int] = {}  # batch sizes of outstanding entries
         # Chunk ids of outstanding messages that came in chunks.
@@ -145,13 +152,12 @@ class PulsarPartition:
         """End the assignment. Messages that were delivered in this assignment can no longer be acknowledged."""
         self.is_assigned = False
         self.drop()
-        self._outstanding.clear()
+        self.overcount = 0
+        for known in (self._outstanding, self._sizes, self._parts, self._delivery_counts):
+            known.clear()
         self._acked.clear()
-        self._sizes.clear()
-        self._parts.clear()
         self.refused.clear()
         self._skipped.clear()
-        self._delivery_counts.clear()
         self._handed = self._arrived = (-1, -1)
         self._expected.clear()
 
@@ -394,6 +400,7 @@ class PulsarPartition:
         for entry_id in set(entry_ids):
             size = self._sizes.pop(entry_id, 1)
             had = self._outstanding.pop(entry_id, 0)
+            self.unfinished.pop(entry_id, None)
             if self._rest and self._rest_of is not None and entry_id == self._rest_of.id[:2]:
                 had = 1
                 self._rest.clear()
@@ -414,9 +421,8 @@ class PulsarPartition:
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)
         self._expected = deque(each for each in self._expected if each not in entry_ids)
-        acked = AckedMessages(
-            {entry_id: bits & ~self._outstanding.get(entry_id, 0) for entry_id, bits in before.items()}
-        )
+        bits = {entry_id: had & ~self._outstanding.get(entry_id, 0) for entry_id, had in before.items()}
+        acked = AckedMessages(bits)
         self._acked.append(acked)
         return ids, acked
 
@@ -456,19 +462,19 @@ class PulsarPartition:
         self._left_out.pop(entry_id, None)
         if entry.left_out or entry.redeliveries:
             self._left_out[entry_id] = entry.left_out
-            self._find_unfinished(entry_id, entry.count)
+            self._find_unfinished(entry_id, entry.count, entry.redeliveries)
 
     def note_prepared(self, ids: Sequence[wire.MessageId]) -> None:
-        """Note that a prepared transaction has acknowledged `ids`."""
+        """Note that a transaction has acknowledged `ids` that is prepared, or whose outcome is unknown."""
         for id in ids:
             if id.batch_index >= 0:
                 self._left_out[id[:2]] = self._left_out.get(id[:2], 0) | 1 << id.batch_index
                 self._find_unfinished(id[:2], id.batch_size)
 
-    def _find_unfinished(self, entry_id: _EntryId, size: int) -> None:
+    def _find_unfinished(self, entry_id: _EntryId, size: int, vain: int = 0) -> None:
         unknown = (1 << size) - 1 & ~self._committed.get(entry_id, 0)
         if not unknown & ~self._left_out.get(entry_id, 0):
-            self.unfinished[entry_id] = size, unknown, 0, time.monotonic() + FIRST_QUERY_SECONDS
+            self.unfinished[entry_id] = size, unknown, vain, time.monotonic() + query_pause(vain)
         for known in (self._committed, self._left_out, self.unfinished):
             if len(known) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
                 for oldest in [each for each in known if each not in self._outstanding][: _MAX_COMMITTED_IN_PART // 2]:

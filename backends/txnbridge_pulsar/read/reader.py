@@ -30,7 +30,7 @@ from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.forgotten_transactions import release
 from txnbridge_pulsar.read.group_registry import GroupRegistry
-from txnbridge_pulsar.read.partition import PulsarPartition
+from txnbridge_pulsar.read.partition import MAX_OVERCOUNT, PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.write.acks import PulsarAckContext, finish_entries
 
@@ -250,7 +250,8 @@ class PulsarReader(Reader):
 
     def _start_work(self) -> None:
         partitions = self._partitions.values()
-        lost = [partition for partition in partitions if partition.consumer.lost is not None]
+        over = {each for each in partitions if each.overcount > MAX_OVERCOUNT and each.is_idle}
+        lost = [partition for partition in partitions if partition.consumer.lost is not None or partition in over]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
         check_topics = time.monotonic() >= self._check_partitions_at
@@ -347,12 +348,13 @@ class PulsarReader(Reader):
     def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
         """Look for the reason why partitions deliver nothing, and remove it. Return an empty result.
 
-        A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
+        A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94), or
+        take some for this member's that it has not (hazard H160).
         """
         deadline = Deadline(_IDLE_CHECK_SECONDS)
         for partition in partitions:
             try:
-                if self._mode.in_order:  # first, because REST may be away
+                if self._mode.grouped:  # first, because REST may be away
                     with translated(f"asking for the end of {partition.topic}"):
                         partition.note_progress(*partition.consumer.progress(deadline.left()))
                 if self._cluster.rest and self._may_release:
@@ -371,7 +373,7 @@ class PulsarReader(Reader):
         """Have brokers redeliver partitions in which the last two checks found messages that the reader never got."""
         for partition in partitions:
             with self._guard:
-                if partition.is_assigned and partition.is_behind and partition.is_idle:
+                if partition.is_assigned and partition.is_behind and partition.is_idle and partition.consumer.all_taken:
                     self._mode.redeliver(partition)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:

@@ -230,7 +230,7 @@ class FailoverMode(SubscriptionMode):
         return partition.consumer.lost is None and bool(partition.consumer.active)
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
-        return partition.consumer.lost is None and partition.consumer.active is None
+        return self.in_order and partition.consumer.lost is None and partition.consumer.active is None
 
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         _, acknowledged = partition.consumer.progress(deadline.left())
@@ -270,9 +270,6 @@ class SharedMode(FailoverMode):
     def is_due(self, partition: PulsarPartition) -> bool:
         return partition.consumer.lost is None
 
-    def is_undecided(self, partition: PulsarPartition) -> bool:
-        return False
-
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         raise NotSupported(
             "members of a group that share messages have no position of their own to seek: nack gives messages back,"
@@ -281,11 +278,9 @@ class SharedMode(FailoverMode):
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         # Entries are redelivered whole, perhaps to another member, so this reader drops their other messages, too.
-        entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
-        given_up = partition.give_up(entry_ids, delivered_again=False)
+        given_up = partition.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
         # The broker redelivers what an aborted transaction had acknowledged, unless it had refused the acknowledgement.
-        # It still takes entries that were acknowledged in part for this member's (hazard H160).
-        wanted = [*given_up, *partition.refused, *(wire.MessageId(*entry_id) for entry_id in entry_ids)]
+        wanted = [*given_up, *partition.refused]
         partition.refused.clear()
         with suppress(wire.BrokerConnectionLost):
             partition.consumer.redeliver(wanted)

@@ -31,15 +31,13 @@ from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
-from txnbridge_pulsar.read.partition import FIRST_QUERY_SECONDS, AckedMessages, PulsarPartition
+from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition, query_pause
 
 # A broker's reason to refuse an acknowledgement in a transaction, if a committed one has acknowledged the message.
 _COMMITTED_REASON = "already acked before"
 # The time-out of a transaction that only asks for these reasons, and the most messages in it.
 _QUERY_TTL_MS = 10_000
 _MAX_QUERIES = 1000
-# The most such transactions in vain for one entry, in a minute and a half: then it stays until it is delivered again.
-_MAX_VAIN_QUERIES = 5
 
 
 @dataclass(eq=False)
@@ -54,6 +52,7 @@ class _PartitionAcks:
     acked: AckedMessages
     answers: list[wire.Response] = field(default_factory=list)
     given_up: list[wire.MessageId] = field(default_factory=list)
+    pending: set[tuple[int, int]] = field(default_factory=set)  # entries acknowledged after a first refusal
 
 
 @dataclass(eq=False, repr=False)
@@ -86,10 +85,8 @@ class PulsarAckContext:
             for partition, given in partitions.items():
                 partition.check_outstanding(given)
             taken = [
-                _PartitionAcks(
-                    partition, partition.assignment, partition.consumer.generation, txn, *partition.acknowledge(given)
-                )
-                for partition, given in partitions.items()
+                _PartitionAcks(at, at.assignment, at.consumer.generation, txn, *at.acknowledge(given))
+                for at, given in partitions.items()
             ]
         return SentAcks(taken, self._subscription, self._shared, self._guard, deadline)
 
@@ -126,12 +123,8 @@ class SentAcks:
     @property
     def has_lost_partition(self) -> bool:
         """Return whether the reader has lost a partition of these messages, a likely cause of an unexpected abort."""
-        return any(
-            each.partition.assignment is not each.assignment
-            or not each.partition.is_assigned
-            or each.partition.is_leaving
-            for each in self._sent
-        )
+        used = [(each.partition, each.assignment) for each in self._sent]
+        return any(at.assignment is not assignment or not at.is_assigned or at.is_leaving for at, assignment in used)
 
     @property
     def participants(self) -> list[Participant]:
@@ -151,6 +144,10 @@ class SentAcks:
             for each in self._sent:
                 if each.partition.assignment is each.assignment:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
+                    parts = [id for id in each.ids if id.batch_index >= 0]
+                    each.partition.overcount += sum({id[:2]: id.batch_size for id in parts}.values()) - len(parts)
+                    if each.partition.consumer.by_key:  # hazard H160
+                        each.partition.refused += parts
 
     def redeliver_rest(self) -> None:
         """Have the broker redeliver the entries of which `drop_rest_of_entries` has dropped messages.
@@ -179,7 +176,7 @@ class SentAcks:
                         each.partition.consumer.acknowledge_entries(each.partition.committed(each.ids))
 
     def note_prepared(self) -> None:
-        """Note that the transaction is prepared: another process may commit it, without this reader's knowledge."""
+        """Note that the transaction is prepared, or its outcome unknown: this reader may not learn that it commits."""
         with self._guard:
             for each in self._sent:
                 each.partition.note_prepared(each.ids)
@@ -220,9 +217,10 @@ class SentAcks:
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
             for id in sent.ids:
                 answers += sent.partition.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
-            for answer in answers:
+            for id, answer in zip(sent.ids, answers, strict=True):
                 with suppress(wire.TransactionConflict):
                     answer.result(deadline.left())
+                    sent.pending.add(id[:2])
 
     def _note_result(self) -> None:
         with self._guard:
@@ -230,7 +228,7 @@ class SentAcks:
                 if self._error is None:
                     each.partition.acknowledged(each.acked)
                 else:
-                    each.partition.not_acknowledged(each.acked, each.ids)
+                    each.partition.not_acknowledged(each.acked, [id for id in each.ids if id[:2] not in each.pending])
 
 
 def finish_entries(
@@ -247,8 +245,8 @@ def finish_entries(
     are committed. An ACK that removes the entry too early would take an aborted transaction's messages from the group.
     So each message is acknowledged once more, in a transaction that is aborted: the broker refuses that with one reason
     for messages of committed transactions, and with another one for pending messages. If it accepts an acknowledgement,
-    the message's transaction was aborted, and the entry comes again. Raise the errors of `PulsarClient`; then nothing
-    has changed, and the transaction times out.
+    the message's transaction was aborted, and the entry comes again. After a question in vain only one message of the
+    entry is asked about. Raise the errors of `PulsarClient`; then nothing has changed, and the transaction times out.
     """
     with guard:
         consumer, generation = partition.consumer, partition.consumer.generation
@@ -259,37 +257,38 @@ def finish_entries(
     client.transactions.register(txn, deadline.left(), subscriptions=[(partition.topic, subscription)])
     indexes = [
         (entry_id, wire.MessageId(*entry_id, -1, index, size))
-        for entry_id, (size, unknown, *_) in unfinished.items()
+        for entry_id, (size, unknown, vain, _) in unfinished.items()
         for index in range(size)
-        if unknown >> index & 1
+        if (unknown & -unknown if vain else unknown) >> index & 1
     ][:_MAX_QUERIES]
     asked = [(key, id, consumer.start_acknowledge([id], txn, timeout=deadline.left())) for key, id in indexes]
+    aborted = set()
     for entry_id, id, answers in asked:
         size, unknown, vain, due = unfinished[entry_id]
         try:
             answers[0].result(deadline.left())
-            vain = _MAX_VAIN_QUERIES
+            aborted.add(entry_id)
         except wire.TransactionConflict as error:
             if _COMMITTED_REASON in str(error):
-                unknown &= ~(1 << id.batch_index)
-        unfinished[entry_id] = size, unknown, vain, due
-    participant = Participant(partition.topic, subscription, consumer, consumer.generation)
+                unfinished[entry_id] = size, unknown & ~(1 << id.batch_index), vain, due
     client.transactions.end(txn, False, deadline.left())
-    end_delivery.ended(txn, False, [participant], deadline)
+    end_delivery.ended(txn, False, [Participant(partition.topic, subscription, consumer, generation)], deadline)
     queried = {entry_id for entry_id, _ in indexes}
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
             return
         # Else the broker takes these entries for this member's, and may hold their keys back (hazard H160).
-        consumer.redeliver([wire.MessageId(*key) for key in partition.unfinished if unfinished.get(key, (0, 0))[1]])
+        held = [key for key in queried & partition.unfinished.keys() if consumer.by_key and unfinished[key][1]]
+        consumer.redeliver([wire.MessageId(*key) for key in held])
         for entry_id, (size, unknown, vain, due) in unfinished.items():
             before = partition.unfinished.pop(entry_id, None)
             if before is not None and not unknown:
                 consumer.acknowledge_entries([wire.MessageId(*entry_id)])
                 partition.finished(entry_id)
-            elif before is not None and vain < _MAX_VAIN_QUERIES:
-                if entry_id in queried and unknown == before[1]:
-                    vain, due = vain + 1, time.monotonic() + FIRST_QUERY_SECONDS * 2**vain
+            elif before is not None and entry_id not in aborted:
+                if entry_id in queried:
+                    vain = vain + 1 if unknown == before[1] else 0
+                    due = time.monotonic() + query_pause(vain)
                 partition.unfinished[entry_id] = size, unknown, vain, due
 
 

@@ -361,8 +361,9 @@ class PulsarWriter(Writer):
             raise
         except BaseException:  # also KeyboardInterrupt: the caller gets a token in any case
             self.unknown = True
-            for sent in self._acks:  # the transaction may have been aborted
+            for sent in self._acks:  # the transaction may have been aborted, or committed
                 sent.drop_rest_of_entries()
+                sent.note_prepared()
             raise
         for sent in self._acks:
             sent.acknowledge_committed_entries()
