@@ -21,7 +21,7 @@ from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.writing_kit import concrete, connect_to, new_topic
 from txnbridge.errors import Conflict, OutcomeUnknown, TransactionAborted
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Message
 
 ALL_SHARINGS = pytest.mark.parametrize("sharing", ["partition", "message", "key"])
 BOTH_SHARED = pytest.mark.parametrize("sharing", ["message", "key"])
@@ -243,7 +243,8 @@ def test_a_member_that_waits_holds_no_key_back_although_the_broker_takes_an_entr
     while not is_held_back(pulsar_broker, topic):
         members.append(member(topic, sharing="key", timing=timing))
     write(client, topic, wire.Single(b"later", "key"))
-    found, deadline = [], Deadline(SOON)
+    found: list[bytes] = []
+    deadline = Deadline(SOON)
     while not found:
         found = [value for each in members for value in values(each.poll())]
         deadline.check("the next message of the key")
@@ -257,12 +258,14 @@ def test_entries_of_an_aborted_transaction_come_again_to_one_member(client, topi
     """
     contents = [b"%d" % number for number in range(100)]
     write(client, topic, *contents)
-    older, found = member(topic, sharing="message"), []
+    older = member(topic, sharing="message")
+    found: list[Message] = []
     while len(found) < len(contents):
         found += older.poll()
     other, txn, consumer = older.begin((topic, 0)), older.begin((topic, 0)), older.partition(topic).consumer
     for message in found[:others]:
-        consumer.start_acknowledge([wire.MessageId(*message.position[:2])], other, timeout=SOON)[0].result(SOON)
+        ledger, entry, _ = message.position
+        consumer.start_acknowledge([wire.MessageId(ledger, entry)], other, timeout=SOON)[0].result(SOON)
     sent = older.reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
     with pytest.raises(Conflict) if others else nullcontext():
         sent.settle(Deadline(SOON))
