@@ -16,9 +16,10 @@ import pytest
 from confluent_kafka import ConsumerGroupType, KafkaError, KafkaException, TopicPartition
 from txnbridge_kafka import broker as broker_module
 from txnbridge_kafka.admin import admin, groups
-from txnbridge_kafka.client import wire
+from txnbridge_kafka.client import request_retry, wire
 from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.protocol_types import (
     ActiveProducer,
     CommittedOffset,
@@ -130,6 +131,21 @@ def test_a_topic_that_one_broker_does_not_know_yet_is_not_missing(cluster: Clust
         cluster.unaware = 1000
         with pytest.raises(NotFound):
             requests.counts(["orders"], Deadline(seconds))
+
+
+def test_acknowledgements_in_a_topic_that_is_gone_are_refused_before_the_deadline(cluster, requests, monkeypatch):
+    """The coordinator stores the offsets of other topics; the transaction's abort takes them back."""
+    answer_calls(monkeypatch, Connections, "coordinator", COORDINATOR)
+    asked: Any = "id", 1, 1, GroupMembership("group", 1, "member", None), {("gone", 0): 5, ("orders", 0): 3}
+    refused = Fields(name="gone", partitions=[Fields(partition_index=0, error_code=UNKNOWN_TOPIC)])
+    cluster.answers = [Fields(error_code=0), *[Fields(topics=[*ends(0).topics, refused])] * 2, ends(0)]
+    cluster.unaware = 1  # each broker learns of a new topic a little later than the first one
+    assert requests.acknowledge(*asked, Deadline(30)).code == 0
+    cluster.topics.append(topic("gone", UNKNOWN_TOPIC))
+    cluster.answers = [Fields(error_code=0), *[Fields(topics=[*ends(0).topics, refused])] * 1000]
+    monkeypatch.setattr(request_retry, "_MISSING_SECONDS", 0.05)
+    with pytest.raises(NotFound, match="there is no topic 'gone'"):
+        requests.acknowledge(*asked, Deadline(5))
 
 
 @pytest.mark.parametrize("hidden", [topic("secret", DENIED), topic("leaderless", leader=-1)], ids=["denied", "offline"])

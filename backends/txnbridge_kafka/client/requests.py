@@ -169,7 +169,7 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Add offsets of a member's group to a transaction; return the final answer, or raise `DeadlineExceeded`."""
+        """Add a group's offsets to a transaction; return the final answer. Raise `NotFound` if a topic is gone."""
         added, out, lost = False, False, False
 
         def send(connections: Connections, node: int, request: Any) -> Any:
@@ -200,6 +200,8 @@ class Requests:
             refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
             if final := refusals - ACK_RETRY_CODES:
                 return int(min(final))
+            if UNKNOWN_TOPIC in refusals:
+                connections.counts({topic for topic, _ in offsets})
             if refusals:
                 raise RetryLaterError(f"the coordinator of group {member.group!r} answered {error_name(min(refusals))}")
             return DONE
