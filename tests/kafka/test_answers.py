@@ -36,7 +36,7 @@ from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import answer_calls, raising
+from tests.failing import answer_calls, fail_call, raising
 from tests.in_time import wait_until
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
@@ -172,6 +172,15 @@ def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(clust
     assert group.positions == {("orders", 0): (0,)}
 
 
+def test_a_topic_that_is_deleted_meanwhile_hides_no_lag_in_others(requests, administrator, monkeypatch) -> None:
+    fail_call(monkeypatch, Requests, "ends", NotFound("there is no topic 'gone'"))
+    answer_calls(monkeypatch, Requests, "list_offsets", {("orders", 0): 0})
+    told = iter([{"gone": Fields(partitions={0: None})}, {}])
+    topics = Fields(all=lambda deadline: {"orders": Fields(partitions={0: None}), **next(told)})
+    kafka: Any = Fields(settings=read(), requests=requests, topics=topics)
+    assert groups.KafkaGroups(kafka, Deadline(1)).group("billing").lag == {("orders", 0): 0}
+
+
 def test_a_group_that_this_user_may_not_describe_hides_no_other_one(administrator: None) -> None:
     """A user that may describe the cluster is told the names of all groups."""
     kafka: Any = Fields(settings=read())
@@ -182,7 +191,7 @@ def test_a_group_that_this_user_may_not_describe_hides_no_other_one(administrato
 
 
 class Administrator:
-    """A client by which a group has positions in two partitions of a topic that has one. Another group is secret."""
+    """A client by which a group has positions in a partition that is gone, and in a topic. Another group is secret."""
 
     def list_consumer_groups(self, request_timeout: float) -> Future[Any]:
         valid = [Fields(group_id=name, type=ConsumerGroupType.CLASSIC) for name in ("secret", "billing")]
@@ -196,7 +205,7 @@ class Administrator:
         return answers
 
     def list_consumer_group_offsets(self, asked: list[Any], request_timeout: float) -> dict[str, Future[Any]]:
-        offsets = [TopicPartition("orders", number, 0) for number in (0, 7)]
+        offsets = [TopicPartition(*partition, 0) for partition in (("orders", 0), ("orders", 7), ("gone", 0))]
         return {each.group_id: told(Fields(topic_partitions=offsets)) for each in asked}
 
 

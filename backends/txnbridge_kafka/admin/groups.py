@@ -48,7 +48,10 @@ class KafkaGroups:
         """Return groups with members, offsets and lag, without those that have neither members nor offsets."""
         members = {name: _members(group) for name, group in self._described(names).items()}
         positions = self._positions(names)
-        lags = self._lags(positions)
+        try:
+            lags = self._lags(positions)
+        except NotFound:  # a topic was deleted meanwhile, and so were the positions in it
+            return self.describe(names)
         return {
             name: GroupInfo(name, members[name], {p: (at,) for p, at in positions[name].items()}, lags[name])
             for name in names
