@@ -232,7 +232,7 @@ def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pyt
 
 def group_starts(
     requests: Requests, count: int, positions: Sequence[int | None] = (), start: str = "earliest"
-) -> start_positions.KafkaStartPositions:
+) -> start_positions.KafkaGroupStartPositions:
     read, ledger = Subscription(("orders",), "group", start), Decisions(MemoryLog(), timeout=30).ledger
     context: Any = Fields(application="a", ledger=lambda _, id: ledger(id))
     if positions:
@@ -249,6 +249,22 @@ def test_a_group_has_lost_no_position_in_a_topic_that_is_deleted_meanwhile(clust
     assert starts.resolve(asked, Deadline(30)).offsets == {}
     cluster.deleted_at = 0
     assert isinstance(starts.resolve(asked, Deadline(30)).offsets["orders", 0], start_positions.LostPosition)
+
+
+def test_a_topic_that_is_deleted_while_beginnings_are_recorded_keeps_no_other_one_from_being_read(
+    requests, monkeypatch
+):
+    """A new group has committed its first offsets; the messages are read once their record is written."""
+    answer_calls(monkeypatch, Requests, "counts", {"orders": 1})
+    fail_call(
+        monkeypatch, Requests, "counts", NotFound("there is no topic 'gone'"), when=lambda _, of, *__: "gone" in of
+    )
+    answer_calls(monkeypatch, Requests, "committed", {("orders", 0): 7})
+    starts = group_starts(requests, 1)
+    starts.unrecorded = {"gone", "orders"}
+    with pytest.raises(NotFound, match="gone"):
+        starts.record(["gone", "orders"], Deadline(5))
+    assert starts.unrecorded == {"gone"} and not starts.unchecked
 
 
 def test_a_partition_that_another_member_knew_first_is_read_from_its_begin(cluster, requests, monkeypatch):
