@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from txnbridge_conformance.observing import eventually
 from txnbridge_kafka.client.requests import Requests
 
 import txnbridge
-from tests.failing import on_call
-from tests.renewed_topics import delete_topic
+from tests.renewed_topics import delete_at_first
 from txnbridge import Bridge
 
 
@@ -74,17 +72,10 @@ def test_a_topic_that_is_deleted_meanwhile_hides_no_lag_in_others(
         txn.send(gone, b"1")
     for name in (group, gone):
         read_up_to(bridge, gone, name, 1)
-    left = [gone]
-
-    def delete(*_: object) -> None:
-        if left:
-            delete_topic(bridge, left.pop())
-            eventually(lambda: gone not in [each.name for each in bridge.admin.topics()], "the topic is gone")
-
-    on_call(monkeypatch, Requests, "ends", delete)
+    delete_at_first(monkeypatch, Requests, "ends", bridge, gone)
     found = bridge.admin.describe_groups([group, gone])
     assert {name: each.lag for name, each in found.items()} == {group: {(topic, 0): 2}}  # with the marker
-    assert not left and bridge.admin.group(group).lag == {(topic, 0): 2}
+    assert bridge.admin.group(group).lag == {(topic, 0): 2}
 
 
 def test_a_member_tells_what_it_waits_for_and_what_it_gets(bridge, read, caplog):
