@@ -135,16 +135,10 @@ class KafkaGroups:
 
     def _positions(self, names: Sequence[str]) -> dict[str, dict[Partition, int]]:
         """Return groups' committed offsets in the partitions that still exist."""
-        answers = {
-            name: self._client.list_consumer_group_offsets(
-                [ConsumerGroupTopicPartitions(name)], request_timeout=seconds(self._deadline)
-            )[name]
-            for name in names
-        }
-        offsets = {
-            name: self._result(answer, f"reading the positions of group {name!r}").topic_partitions
-            for name, answer in answers.items()
-        }
+        ask, wait = self._client.list_consumer_group_offsets, seconds(self._deadline)
+        answers = {name: ask([ConsumerGroupTopicPartitions(name)], request_timeout=wait)[name] for name in names}
+        what = "reading the positions of group"
+        offsets = {name: self._result(each, f"{what} {name!r}").topic_partitions for name, each in answers.items()}
         topics = self._cluster.topics.all(self._deadline).items()
         there = {(name, number) for name, topic in topics for number in topic.partitions}
         return {
