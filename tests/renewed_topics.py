@@ -12,6 +12,7 @@ from txnbridge_conformance.observing import eventually, seen, send, take, values
 
 import txnbridge
 from tests import chaos
+from tests.failing import on_call
 from txnbridge import Bridge, InvalidState, Message, PositionLost, TxnBridgeError
 
 FEW = [b"old %d" % number for number in range(10)]
@@ -30,13 +31,29 @@ def delete_topic(bridge: Bridge, topic: str) -> None:
     eventually(is_deleted, "the topic is deleted")
 
 
+def delete_for_good(bridge: Bridge, topic: str) -> None:
+    """Delete a topic, and return when the broker lists it no more."""
+    delete_topic(bridge, topic)
+    eventually(lambda: topic not in [each.name for each in bridge.admin.topics()], "the topic is gone")
+
+
+def delete_at_first(patch: pytest.MonkeyPatch, owner: type, name: str, bridge: Bridge, topic: str) -> None:
+    """Let a topic be deleted right before a method's first call."""
+    left = [topic]
+
+    def delete(*_: object) -> None:
+        if left:
+            delete_for_good(bridge, left.pop())
+
+    on_call(patch, owner, name, delete)
+
+
 @pytest.fixture
 def renew(bridge: Bridge) -> Callable[[str], None]:
     """Delete a topic and make it anew, with more messages than it had."""
 
     def renew(topic: str) -> None:
-        delete_topic(bridge, topic)
-        eventually(lambda: topic not in [each.name for each in bridge.admin.topics()], "the topic is gone")
+        delete_for_good(bridge, topic)
         bridge.admin.create_topic(topic, 1)
         send(bridge, topic, *MORE)
 

@@ -251,6 +251,28 @@ def test_a_topic_that_grows_during_the_copy_does_not_hold_it_up(copy_all_orders,
     assert values(target, "orders") == [b"1"]
 
 
+def test_topics_of_a_pattern_come_and_go_during_the_copy(invoke, urls, source, target, broken_broker, caplog):
+    def renew(broker: Broken, *given: Any) -> Any:
+        opened = broker.inner.reader(*given)
+        if "orders-gone" in {topic.name for topic in source.admin.topics()}:
+            source.admin.delete_topic("orders-gone")
+            send(source, "orders-new", b"new")
+        return opened
+
+    source.ensure_topics("orders-gone")
+    send(source, "orders", b"1")
+    send(source, "orders-retry-5s", b"waits")
+    renewed = urls[0].replace("embedded", broken_broker(reader=renew))
+    copied = invoke("copy", urls[1], "--topics", "ord*", "--until-idle", "--json", "--url", renewed)
+    assert json.loads(copied.stdout) == {"copied": 3}
+    assert [values(target, name) for name in ("orders", "orders-new", "orders-retry-5s")] == [
+        [b"1"],
+        [b"new"],
+        [b"waits"],
+    ]
+    assert caplog.text.count("topic 'orders-gone' is gone") == 1
+
+
 def test_a_copy_that_is_killed_goes_on_where_it_stood(urls: tuple[str, str]):
     urls = f"{urls[0]}?like=kafka", urls[1]
     with txnbridge.connect(urls[0]) as source, txnbridge.connect(urls[1]) as target:

@@ -16,9 +16,10 @@ import pytest
 from confluent_kafka import ConsumerGroupType, KafkaError, KafkaException, TopicPartition
 from txnbridge_kafka import broker as broker_module
 from txnbridge_kafka.admin import admin, groups
-from txnbridge_kafka.client import wire
+from txnbridge_kafka.client import request_retry, wire
 from txnbridge_kafka.client.connection import AttemptError
 from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.protocol_types import (
     ActiveProducer,
     CommittedOffset,
@@ -35,7 +36,7 @@ from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import answer_calls, raising
+from tests.failing import answer_calls, fail_call, raising
 from tests.in_time import wait_until
 from tests.kafka.mock_kit import Coordinator
 from tests.kafka.test_settings import read
@@ -132,6 +133,21 @@ def test_a_topic_that_one_broker_does_not_know_yet_is_not_missing(cluster: Clust
             requests.counts(["orders"], Deadline(seconds))
 
 
+def test_acknowledgements_in_a_topic_that_is_gone_are_refused_before_the_deadline(cluster, requests, monkeypatch):
+    """The coordinator stores the offsets of other topics; the transaction's abort takes them back."""
+    answer_calls(monkeypatch, Connections, "coordinator", COORDINATOR)
+    asked: Any = "id", 1, 1, GroupMembership("group", 1, "member", None), {("gone", 0): 5, ("orders", 0): 3}
+    refused = Fields(name="gone", partitions=[Fields(partition_index=0, error_code=UNKNOWN_TOPIC)])
+    cluster.answers = [Fields(error_code=0), *[Fields(topics=[*ends(0).topics, refused])] * 2, ends(0)]
+    cluster.unaware = 1  # each broker learns of a new topic a little later than the first one
+    assert requests.acknowledge(*asked, Deadline(30)).code == 0
+    cluster.topics.append(topic("gone", UNKNOWN_TOPIC))
+    cluster.answers = [Fields(error_code=0), *[Fields(topics=[*ends(0).topics, refused])] * 1000]
+    monkeypatch.setattr(request_retry, "_MISSING_SECONDS", 0.05)
+    with pytest.raises(NotFound, match="there is no topic 'gone'"):
+        requests.acknowledge(*asked, Deadline(5))
+
+
 @pytest.mark.parametrize("hidden", [topic("secret", DENIED), topic("leaderless", leader=-1)], ids=["denied", "offline"])
 def test_a_topic_whose_producers_are_not_told_hides_no_other(cluster: Cluster, requests: Requests, hidden: Fields):
     """A right to one of the topics that a bridge has used may be taken away."""
@@ -156,6 +172,15 @@ def test_a_position_in_a_partition_that_is_gone_holds_no_list_of_groups_up(clust
     assert group.positions == {("orders", 0): (0,)}
 
 
+def test_a_topic_that_is_deleted_meanwhile_hides_no_lag_in_others(requests, administrator, monkeypatch) -> None:
+    fail_call(monkeypatch, Requests, "ends", NotFound("there is no topic 'gone'"))
+    answer_calls(monkeypatch, Requests, "list_offsets", {("orders", 0): 0})
+    told = iter([{"gone": Fields(partitions={0: None})}, {}])
+    topics = Fields(all=lambda deadline: {"orders": Fields(partitions={0: None}), **next(told)})
+    kafka: Any = Fields(settings=read(), requests=requests, topics=topics)
+    assert groups.KafkaGroups(kafka, Deadline(1)).group("billing").lag == {("orders", 0): 0}
+
+
 def test_a_group_that_this_user_may_not_describe_hides_no_other_one(administrator: None) -> None:
     """A user that may describe the cluster is told the names of all groups."""
     kafka: Any = Fields(settings=read())
@@ -166,7 +191,7 @@ def test_a_group_that_this_user_may_not_describe_hides_no_other_one(administrato
 
 
 class Administrator:
-    """A client by which a group has positions in two partitions of a topic that has one. Another group is secret."""
+    """A client by which a group has positions in a partition that is gone, and in a topic. Another group is secret."""
 
     def list_consumer_groups(self, request_timeout: float) -> Future[Any]:
         valid = [Fields(group_id=name, type=ConsumerGroupType.CLASSIC) for name in ("secret", "billing")]
@@ -180,7 +205,7 @@ class Administrator:
         return answers
 
     def list_consumer_group_offsets(self, asked: list[Any], request_timeout: float) -> dict[str, Future[Any]]:
-        offsets = [TopicPartition("orders", number, 0) for number in (0, 7)]
+        offsets = [TopicPartition(*partition, 0) for partition in (("orders", 0), ("orders", 7), ("gone", 0))]
         return {each.group_id: told(Fields(topic_partitions=offsets)) for each in asked}
 
 
@@ -207,7 +232,7 @@ def test_a_topic_that_is_missing_is_not_looked_up_again_at_once(monkeypatch: pyt
 
 def group_starts(
     requests: Requests, count: int, positions: Sequence[int | None] = (), start: str = "earliest"
-) -> start_positions.KafkaStartPositions:
+) -> start_positions.KafkaGroupStartPositions:
     read, ledger = Subscription(("orders",), "group", start), Decisions(MemoryLog(), timeout=30).ledger
     context: Any = Fields(application="a", ledger=lambda _, id: ledger(id))
     if positions:
@@ -224,6 +249,22 @@ def test_a_group_has_lost_no_position_in_a_topic_that_is_deleted_meanwhile(clust
     assert starts.resolve(asked, Deadline(30)).offsets == {}
     cluster.deleted_at = 0
     assert isinstance(starts.resolve(asked, Deadline(30)).offsets["orders", 0], start_positions.LostPosition)
+
+
+def test_a_topic_that_is_deleted_while_beginnings_are_recorded_keeps_no_other_one_from_being_read(
+    requests, monkeypatch
+):
+    """A new group has committed its first offsets; the messages are read once their record is written."""
+    answer_calls(monkeypatch, Requests, "counts", {"orders": 1})
+    fail_call(
+        monkeypatch, Requests, "counts", NotFound("there is no topic 'gone'"), when=lambda _, of, *__: "gone" in of
+    )
+    answer_calls(monkeypatch, Requests, "committed", {("orders", 0): 7})
+    starts = group_starts(requests, 1)
+    starts.unrecorded = {"gone", "orders"}
+    with pytest.raises(NotFound, match="gone"):
+        starts.record(["gone", "orders"], Deadline(5))
+    assert starts.unrecorded == {"gone"} and not starts.unchecked
 
 
 def test_a_partition_that_another_member_knew_first_is_read_from_its_begin(cluster, requests, monkeypatch):

@@ -20,7 +20,7 @@ from txnbridge_kafka.write.acks import KafkaAckContext
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
-from tests.failing import raising
+from tests.failing import fail_call, raising
 from tests.in_time import within
 from tests.kafka.kit import writer_of
 from tests.kafka.mock_kit import HANG_UP, KEYS, Coordinator, MockCluster
@@ -512,6 +512,20 @@ def test_an_owner_that_cannot_see_the_topic_of_positions_acknowledges(world: Wor
     world.cluster.fail_topic("__consumer_offsets", code)
     assert one_transaction(world, bridge, acks=True).outcome is Outcome.COMMITTED
     assert ("cannot be looked for" in caplog.text) is (code == K.TOPIC_AUTHORIZATION_FAILED)
+
+
+@pytest.mark.offline
+def test_a_transaction_that_acknowledges_in_a_deleted_topic_is_aborted_at_once_and_the_next_one_is_not(
+    world: World, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_call(monkeypatch, Coordinator, "acknowledge", errors.NotFound(f"there is no topic {INPUT!r}"))
+    with told(errors.Conflict, f"group {GROUP}: .*'{INPUT}' any more"):
+        with (txn := bridge.transaction()):
+            txn.send(TOPIC, b"2")
+            acknowledge(world, txn)
+            world.coordinator.becomes("Ongoing")
+    assert txn.outcome is Outcome.ABORTED
+    assert one_transaction(world, bridge, acks=True).outcome is Outcome.COMMITTED
 
 
 def test_an_owner_that_opens_an_id_while_a_newer_one_does_is_fenced(world: World) -> None:

@@ -26,6 +26,7 @@ class InputTopics:
         self._look_at = 0.0  # when to look for the topics that fit, by `time.monotonic`
         self._denied: set[str] = set()  # the fitting topics that this user may not read
         self._missed: set[str] = set()  # the topics that were read, and that the last look did not find
+        self.with_retry_topics = False  # whether retry topics may fit
         self.now = given
         self.gone: bool = False  # whether the last look found none
 
@@ -41,8 +42,8 @@ class InputTopics:
         if not self.patterns or (not now and time.monotonic() < self._look_at):
             return False
         admin, deadline = connection.broker.admin, connection.deadline()
-        names = admin.topic_names(deadline)
-        fitting = {name: topic for name in names if (topic := self.topic(name)) and not parse_retry_topic(name)}
+        names = [each for each in admin.topic_names(deadline) if self.with_retry_topics or not parse_retry_topic(each)]
+        fitting = {name: topic for name in names if (topic := self.topic(name))}
         denied = set(admin.unreadable([*fitting.keys() - self.named], deadline))
         for name in sorted(denied - self._denied):
             _log.warning("topic %r fits a pattern, and is left out: this user may not read it", name)
@@ -60,6 +61,8 @@ class InputTopics:
             self._missed = set(missed)
         self._look_at = time.monotonic() + connection.timing.pattern_look
         # A list without any is one of a name server that has just started, or reading tells what is deleted.
-        if found and found.keys() != {topic.name for topic in self.now}:
+        if found and found.keys() != (before := {topic.name for topic in self.now}):
+            for name in sorted(before - found.keys() - denied - {each.name for each in self.patterns}):
+                _log.warning("topic %r is gone, and is read no longer", name)
             self.now = [found[name] for name in sorted(found)]
         return True

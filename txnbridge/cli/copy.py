@@ -65,6 +65,8 @@ def command(
         if source.cluster == other.cluster:
             raise txnbridge.InvalidOption(f"a copy needs two brokers, and {target} is the same as {source.url}")
         alike = _made_ready(cli, source, other, topics)
+        patterns = [each for each in topics if "*" in each]  # of a processor: their topics may come and go
+        fixed = [name for name in alike if not any(fnmatchcase(name, pattern) for pattern in patterns)]
         next_at = 0.0
 
         def move(messages: txnbridge.Batch, txn: txnbridge.Transaction) -> None:
@@ -73,6 +75,8 @@ def command(
                 time.sleep(max(0.0, next_at - time.monotonic()))
                 next_at = time.monotonic() + len(messages) / rate
             for message in messages:
+                if message.topic not in alike:  # it has come later
+                    alike.update(_made_ready(cli, source, other, [message.topic]))
                 txn.send(
                     message.topic,
                     message.value,
@@ -84,7 +88,8 @@ def command(
 
         batch = batch if rate is None else min(batch, max(1, rate // 2))  # a stop waits half a second
         settings: dict[str, Any] = {"max_messages": batch, "max_attempts": _ATTEMPTS, "dead_letter": dead_letter}
-        processor = source.processor(list(alike), group=group, batch=move, to=other, **settings)
+        processor = source.processor([*patterns, *fixed], group=group, batch=move, to=other, **settings)
+        processor._input_topics.with_retry_topics = True
         if until_idle:
             processor._is_over = _Looks(source, other)
         with _told(cli, processor):

@@ -157,10 +157,7 @@ class KafkaAdmin(Admin):
         return KafkaGroups(self._cluster, deadline).group(name)
 
     def describe_groups(self, names: Sequence[str], deadline: Deadline) -> dict[str, GroupInfo]:
-        try:
-            return KafkaGroups(self._cluster, deadline).describe(names)
-        except errors.NotFound:  # a topic was deleted meanwhile: only the groups that read it are left out
-            return super().describe_groups(names, deadline)
+        return KafkaGroups(self._cluster, deadline).describe(names)
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline

@@ -48,7 +48,10 @@ class KafkaGroups:
         """Return groups with members, offsets and lag, without those that have neither members nor offsets."""
         members = {name: _members(group) for name, group in self._described(names).items()}
         positions = self._positions(names)
-        lags = self._lags(positions)
+        try:
+            lags = self._lags(positions)
+        except NotFound:  # a topic was deleted meanwhile, and so were the positions in it
+            return self.describe(names)
         return {
             name: GroupInfo(name, members[name], {p: (at,) for p, at in positions[name].items()}, lags[name])
             for name in names
@@ -132,16 +135,10 @@ class KafkaGroups:
 
     def _positions(self, names: Sequence[str]) -> dict[str, dict[Partition, int]]:
         """Return groups' committed offsets in the partitions that still exist."""
-        answers = {
-            name: self._client.list_consumer_group_offsets(
-                [ConsumerGroupTopicPartitions(name)], request_timeout=seconds(self._deadline)
-            )[name]
-            for name in names
-        }
-        offsets = {
-            name: self._result(answer, f"reading the positions of group {name!r}").topic_partitions
-            for name, answer in answers.items()
-        }
+        ask, wait = self._client.list_consumer_group_offsets, seconds(self._deadline)
+        answers = {name: ask([ConsumerGroupTopicPartitions(name)], request_timeout=wait)[name] for name in names}
+        what = "reading the positions of group"
+        offsets = {name: self._result(each, f"{what} {name!r}").topic_partitions for name, each in answers.items()}
         topics = self._cluster.topics.all(self._deadline).items()
         there = {(name, number) for name, topic in topics for number in topic.partitions}
         return {

@@ -93,12 +93,10 @@ class Connections:
         return [broker.node_id for broker in self.metadata().brokers]
 
     def coordinator(self, id: str) -> int:
-        (node,) = self.coordinators([id])
-        return node
+        return next(iter(self.coordinators([id])))
 
     def group_coordinator(self, group: str) -> int:
-        (node,) = self.coordinators([group], _GROUP)
-        return node
+        return next(iter(self.coordinators([group], _GROUP)))
 
     def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
         """Return transactional ids, or groups (by `kind`), by their coordinator's node. A cache keeps the answers."""
@@ -119,8 +117,7 @@ class Connections:
     def _find_coordinators(self, ids: Sequence[str], kind: int) -> list[Any]:
         asked = self.connect(self.bootstrap_node)
         if asked.versions(wire.FIND_COORDINATOR):
-            answer = asked.ask(wire.FIND_COORDINATOR(key_type=kind, coordinator_keys=ids), self.until)
-            return list(answer.coordinators)
+            return list(asked.ask(wire.FIND_COORDINATOR(key_type=kind, coordinator_keys=ids), self.until).coordinators)
         found = [asked.ask(wire.FIND_ONE_COORDINATOR(key=id, key_type=kind), self.until) for id in ids]
         for id, each in zip(ids, found, strict=True):
             each.key = id

@@ -169,8 +169,10 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Add offsets of a member's group to a transaction; return the final answer, or raise `DeadlineExceeded`."""
+        """Add a group's offsets to a transaction; return the final answer. Raise `NotFound` if a topic is gone."""
         added, out, lost = False, False, False
+        add = wire.ADD_OFFSETS_TO_TXN(transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=member.group)
+        commit = messages.txn_offset_commit_request(id, pid, epoch, member, offsets, topic_ids or {})
 
         def send(connections: Connections, node: int, request: Any) -> Any:
             nonlocal out, lost
@@ -183,23 +185,18 @@ class Requests:
         def attempt(connections: Connections) -> int:
             nonlocal added
             if not added:
-                node = connections.coordinator(id)
-                request = wire.ADD_OFFSETS_TO_TXN(
-                    transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=member.group
-                )
-                answer = send(connections, node, request)
+                answer = send(connections, connections.coordinator(id), add)
                 if answer.error_code in COORDINATOR_RETRY_CODES:
                     raise RetryLaterError(f"the coordinator of {id!r} answered {error_name(answer.error_code)}")
                 if answer.error_code != DONE:
                     return int(answer.error_code)
                 added = True
-            node = connections.group_coordinator(member.group)
-            answer = send(
-                connections, node, messages.txn_offset_commit_request(id, pid, epoch, member, offsets, topic_ids or {})
-            )
+            answer = send(connections, connections.group_coordinator(member.group), commit)
             refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
             if final := refusals - ACK_RETRY_CODES:
                 return int(min(final))
+            if UNKNOWN_TOPIC in refusals:
+                connections.counts({topic for topic, _ in offsets})
             if refusals:
                 raise RetryLaterError(f"the coordinator of group {member.group!r} answered {error_name(min(refusals))}")
             return DONE
@@ -302,9 +299,8 @@ class Requests:
 
     def counts(self, topics: Collection[str], deadline: Deadline) -> dict[str, int]:
         """Return how many partitions each topic has. Raise `NotFound` if a topic does not exist."""
-        if not topics:
-            return {}
-        return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", lambda at: at.counts(topics))
+        what = f"looking up topic {', '.join(topics)!r}"
+        return self._runner.repeat(deadline, what, lambda at: at.counts(topics)) if topics else {}
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
         """Return the id of each existing topic; each id is "" if the Kafka version has no topic ids.
@@ -334,8 +330,7 @@ class Requests:
         def attempt(connections: Connections) -> list[TransactionListing]:
             listed: dict[str, TransactionListing] = {}
             for node in connections.nodes():
-                request = wire.LIST_TRANSACTIONS(state_filters=states, producer_id_filters=pids)
-                answer = connections.send(node, request)
+                answer = connections.send(node, wire.LIST_TRANSACTIONS(state_filters=states, producer_id_filters=pids))
                 check(answer.error_code, what)
                 for each in answer.transaction_states:
                     id = each.transactional_id
@@ -429,14 +424,9 @@ class Requests:
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
     ) -> RequestResult:
-        topic = {
-            "name": name,
-            "num_partitions": partitions,
-            "replication_factor": replicas,
-            "assignments": [],
-            "configs": [{"name": key, "value": value} for key, value in config.items()],
-        }
-        request = partial(wire.CREATE_TOPICS, topics=[topic], validate_only=False)
+        configs = [{"name": key, "value": value} for key, value in config.items()]
+        topic = {"name": name, "num_partitions": partitions, "replication_factor": replicas, "assignments": []}
+        request = partial(wire.CREATE_TOPICS, topics=[{**topic, "configs": configs}], validate_only=False)
         return self._ask_controller(request, "topics", deadline, f"creating topic {name!r}")
 
     def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:

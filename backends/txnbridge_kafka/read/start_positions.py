@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge.errors import AccessDenied, StorageFailed, TxnBridgeError
+from txnbridge.errors import AccessDenied, NotFound, StorageFailed, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequests
@@ -260,13 +260,20 @@ class KafkaGroupStartPositions(KafkaStartPositions):
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
         """Record in the decision log at which offset the group has begun to read each partition of these topics.
 
-        So a committed offset that the broker has dropped is not taken for a first start.
+        So a committed offset that the broker has dropped is not taken for a first start. Raise `NotFound`, after the
+        other topics are recorded, if a topic was deleted.
         """
+        gone: NotFound | None = None
         for topic in topics:
-            if not self._denied:
-                self._complete_record(topic, deadline)
-            self.unchecked.discard(topic)
-            self.unrecorded.discard(topic)
+            try:
+                if not self._denied:
+                    self._complete_record(topic, deadline)
+                self.unchecked.discard(topic)
+                self.unrecorded.discard(topic)
+            except NotFound as error:
+                gone = error
+        if gone is not None:
+            raise gone
 
     def _complete_record(self, topic: str, deadline: Deadline) -> None:
         count = self._client.counts([topic], deadline)[topic]

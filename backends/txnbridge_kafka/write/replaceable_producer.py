@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from confluent_kafka import KafkaError
 
-from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, Fenced, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import AccessDenied, BrokerUnavailable, Fenced, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.librdkafka import membership_of
 from txnbridge_kafka.client.marker_proof import CoordinatorSession
@@ -161,7 +161,7 @@ class ProducerSession:
         lost = "the answer to an acknowledgement was lost"  # a copy of the request may still arrive (hazard H4)
         try:
             told = self._cluster.requests.acknowledge(self.id, pid, epoch, member, offsets, deadline, context.topic_ids)
-        except DeadlineExceeded:
+        except TxnBridgeError:
             self.stale = self.stale or lost
             raise
         if told.answer_lost:

@@ -287,12 +287,16 @@ class KafkaWriter(Writer):
             if group not in self._checked_groups:
                 self._check_group(group, deadline)
             check_topics(self._cluster.requests, context, offsets, deadline)
-            with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
-                self._acknowledged = True
-                error = self.session.acknowledge(context, offsets, deadline)
+            what = f"acknowledging for group {group}"
+            try:
+                with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
+                    self._acknowledged = True
+                    error = self.session.acknowledge(context, offsets, deadline)
+            except errors.NotFound as gone:
+                # If the offsets were left out, perhaps nothing told that another member has processed the messages.
+                raise errors.Conflict(f"{what}: {gone} any more") from gone
             if error is None:
                 continue
-            what = f"acknowledging for group {group}"
             refusal = translate(error, what)
             if not isinstance(refusal, errors.StorageFailed):
                 refusal = self._failed(error, what, deadline)
