@@ -842,7 +842,7 @@ class Processor(ConnectionUser):
         try:
             txn._store()
         except errors.DeliveryFailed as error:
-            if not refuses_message(error) or items.marked:  # it may be what was set aside that is refused
+            if not refuses_message(error):
                 raise
             if len(items) > 1:
                 raise _Hidden from error  # the others are committed without the message that the broker refuses
@@ -862,7 +862,7 @@ class Processor(ConnectionUser):
         good = items.good()
         self._failed = items.originals[good[0]] if len(good) == 1 else None
         if not good:
-            raise error  # the database refuses what is set aside
+            raise error  # what is set aside is refused
         self._policy.raise_unless_set_aside(error, txn, [items.delivered[index] for index in good])
         culprit = items.index_named_by(error)
         if culprit is None:

@@ -813,6 +813,19 @@ def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"large"])
 
 
+@pytest.mark.parametrize("values", [(b"0", b"large", b"bad"), (b"bad", b"0", b"large")], ids=["before", "behind"])
+def test_an_output_that_the_broker_refuses_late_is_found_beside_poison(room, values):
+    def handle(message: Message, txn: Transaction) -> None:
+        if message.value == b"bad":
+            raise errors.Poison("a test says so")
+        copy(message, txn)
+
+    room.feed(*values)
+    room.run(each=handle, max_attempts=2, dead_letter="dead")
+    assert room.broker.sent == [b"0"]
+    assert room.broker.dead == [value for value in values if value != b"0"]
+
+
 @pytest.mark.parametrize("settings", [{}, {"dead_letter": "dead", "poison": Exception, "max_attempts": 1}])
 def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
     room.feed(b"0", b"bad")
