@@ -441,6 +441,16 @@ def test_an_undeliverable_row_is_parked_after_three_attempts_but_a_missing_right
     assert values(bridge) == ([] if parked else [b"1"])
 
 
+def test_no_row_is_parked_for_a_wrong_setting_by_which_no_transaction_begins(engine, bridge, monkeypatch):
+    wrong = InvalidOption("the topic of the decision log would lose decisions; let an administrator change it")
+    failed = fail_call(monkeypatch, type(connection_of(bridge).broker), "prepare_writer", wrong, range(3))
+    send(engine, b"1", b"2")
+    with bridge.relay(outbox(), engine) as relay:
+        settled(relay)
+        assert (len(failed), relay.stats.parked) == (3, 0)
+    assert sorted(values(bridge)) == [b"1", b"2"]
+
+
 WALKED = [
     pytest.param("embedded", "sqlite"),
     *(pytest.param("embedded", name, marks=pytest.mark.live) for name in ("postgresql", "mariadb")),

@@ -479,8 +479,9 @@ class Relay(Service):
 
     def _publish(self, version: int, rows: list[OutboxRow]) -> None:
         """Prepare a transaction with these rows, store it as the batch, and commit it."""
+        txn = self._bridge.transaction(prepare=True, hold=self._hold)  # an error of this call refuses no row
         try:
-            with self._bridge.transaction(prepare=True, hold=self._hold) as txn:
+            with txn:
                 for row in rows:
                     txn.send(
                         row.topic,
