@@ -591,6 +591,19 @@ def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way
 
 
 @pytest.mark.offline
+@pytest.mark.parametrize("url", ["embedded"], indirect=True)
+@pytest.mark.parametrize(("vary", "rows"), [("true", [[5, 6, 7], [8, 9]]), ("false", FIRST)], ids=["vary", "same"])
+def test_a_new_checkpoint_that_counts_from_the_last_ones_number_loses_no_batch_silently(url, vary, rows):
+    job = f"job-{new_run()}"
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, nondeterministic=vary)
+    run_batch(sink, BatchId(job, "sink", 0, new_run(), checkpoint="one"), FIRST)
+    with pytest.raises(errors.InvalidOption, match="txnVersion=1"):
+        run_batch(sink, BatchId(job, "sink", 0, new_run(), checkpoint="two"), rows)
+    run_batch(replace(sink, version=1), BatchId(job, "sink", 1, new_run(), checkpoint="two"), rows)
+    assert published(sink) == sorted([0, 1, 2, 3, 4, *(row for part in rows for row in part)])
+
+
+@pytest.mark.offline
 def test_an_error_that_no_waiting_mends_is_raised_at_once_without_a_hint_at_a_wrong_option(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is tried again"))
     (tmp_path / "text.db").write_text("this is no database " * 100)

@@ -184,8 +184,7 @@ def _commit(session: SinkSession, identity: BatchId, written: list[Written]) -> 
     check_log(session, identity)
     check_number(session, identity)
     if is_done(session, identity):
-        published = _check_repetition(session, identity)
-        decided_at = began
+        published, decided_at = _check_repetition(session, identity), began
     else:
         # Batches are published in order: first those that an older run decided and did not finish.
         for older in unfinished(session, identity.path):
@@ -412,15 +411,16 @@ def _check_rows(session: SinkSession, identity: BatchId, written: list[Written],
     """Raise `BatchInDoubt` if a repeated batch has other rows than those that were published (None: nothing was).
 
     With the option `txnAppId`, by which the program numbers its batches itself, raise `InvalidOption` instead, unless
-    this checkpoint has published the batch.
+    this checkpoint has published the batch; also for the same rows, if another checkpoint has (hazard H127).
     """
     if published is None:
         return
-    count = total(written)
-    same = count.rows == published["rows"]
-    if same and (session.options.nondeterministic or count.fingerprint == published["fingerprint"]):
+    count, options = total(written), session.options
+    same = options.nondeterministic or count.fingerprint == published["fingerprint"]
+    ours = options.app_id is None or (not identity.job and first_number(session, identity) is not None)
+    if same and count.rows == published["rows"] and (ours or identity.job or not identity.checkpoint):
         return
-    if session.options.app_id is None or (not identity.job and first_number(session, identity) is not None):
+    if ours:
         raise other_rows(session, identity, published["rows"], count.rows)
     raise InvalidOption(
         f"{identity} is done, with {published['rows']} rows; now it has {count.rows}, or other rows, which were not"
