@@ -277,16 +277,20 @@ def test_a_message_that_the_broker_has_stored_already_counts_as_stored(world: Wo
 
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
 @pytest.mark.parametrize(
-    ("code", "raised"),
-    [(K.INVALID_PRODUCER_EPOCH, TransactionAborted), (K.TOPIC_AUTHORIZATION_FAILED, AccessDenied)],
+    ("code", "raised", "says"),
+    [
+        (K.INVALID_PRODUCER_EPOCH, TransactionAborted, AGAIN),
+        (K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "needs Write"),
+        (K.MSG_SIZE_TOO_LARGE, DeliveryFailed, "larger than its topic's"),
+    ],
     ids=title,
 )
-def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(world, code, raised, many):
+def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(world, code, raised, says, many):
     """The error says more than that the client is in the wrong state, or full."""
     bridge = world.connect(**{"queue.buffering.max.messages": 10})
     send(bridge)
     world.cluster.fail("Produce", code)
-    with told(raised, AGAIN if raised is TransactionAborted else "needs Write"):
+    with told(raised, says):
         with bridge.transaction() as txn:
             world.coordinator.becomes("Ongoing")
             if many:

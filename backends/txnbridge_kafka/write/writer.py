@@ -257,12 +257,12 @@ class KafkaWriter(Writer):
             raise self._not_stored(error, self._begun.deadline) from KafkaException(error)
 
     def _refused(self, error: KafkaException, topic: str) -> errors.TxnBridgeError:
-        cause = self._producer().cause(error.args[0])
-        if cause.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+        own, what = error.args[0], f"sending messages, the last one to {topic}"  # an earlier one may be the cause
+        if own.code() == KafkaError.MSG_SIZE_TOO_LARGE:
             return too_large(topic)
-        if cause.code() in (KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION):
-            return errors.NotFound(f"{topic} or the partition does not exist: {cause.str()}")
-        return self._failed(cause, f"sending a message to {topic}", self._begun.deadline, errors.DeliveryFailed)
+        if own.code() in (KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION):
+            return errors.NotFound(f"{topic} or the partition does not exist: {own.str()}")
+        return self._failed(self._producer().cause(own), what, self._begun.deadline, errors.DeliveryFailed)
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until every message sent so far is stored. Raise `DeliveryFailed` if one cannot be stored."""
