@@ -711,8 +711,8 @@ class Processor(ConnectionUser):
                 txn._lent = False
                 self._check_after_handler(txn)
                 if txn.state is State.OPEN:  # otherwise the end of the block raises the transaction's error
-                    in_a_row = self._send_set_aside(done, txn)
                     self._store(done, txn)
+                    in_a_row = self._send_set_aside(done, txn)
                     txn.ack(done.delivered)
                     self._commit(done, txn)
         finally:
@@ -835,9 +835,9 @@ class Processor(ConnectionUser):
             self._find_culprit(failure, items, txn)
 
     def _store(self, items: PolledBatch, txn: PassTransaction) -> None:
-        """Wait until the broker has taken what was sent. If it refuses one (too large, say), find whose output it is.
+        """Wait until the broker has taken the handler's output. If it refuses one (too large, say), find whose it is.
 
-        This comes before the messages are acknowledged, which an abort would give back to the broker.
+        This comes before the messages are set aside, whose sends would be told of the refusal, or acknowledged.
         """
         try:
             txn._store()

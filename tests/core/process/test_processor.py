@@ -21,7 +21,7 @@ import pytest
 import txnbridge
 from tests.core.processor_kit import send, thread_of, url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
-from tests.failing import raising
+from tests.failing import on_call, raising
 from tests.in_time import wait_until, within
 from txnbridge import Batch, Message, Processor, Status, TokenState, Topic, Transaction, codecs, connect, errors, spi
 from txnbridge._base.service_stop import Shutdown
@@ -813,8 +813,12 @@ def test_an_output_that_the_broker_refuses_late_is_a_failure_of_its_message(room
     assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"large"])
 
 
+@pytest.mark.parametrize("told_by", ["store", "send"])
 @pytest.mark.parametrize("values", [(b"0", b"large", b"bad"), (b"bad", b"0", b"large")], ids=["before", "behind"])
-def test_an_output_that_the_broker_refuses_late_is_found_beside_poison(room, values):
+def test_an_output_that_the_broker_refuses_late_is_found_beside_poison(room, values, told_by, monkeypatch):
+    if told_by == "send":  # the next call tells of a message that was taken before
+        on_call(monkeypatch, MemoryWriter, "send", lambda writer, *_: writer.store(spi.Deadline(1)))
+
     def handle(message: Message, txn: Transaction) -> None:
         if message.value == b"bad":
             raise errors.Poison("a test says so")
