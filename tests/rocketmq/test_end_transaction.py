@@ -1021,3 +1021,23 @@ def findings(broker: HalfBroker) -> list[str]:
         if published not in ([], sorted(parts)):
             found.append(f"of {transaction!r} came {published}, of {sorted(parts)}")
     return found
+
+
+def test_a_writer_goes_on_after_a_transaction_whose_evidence_is_lost(owner, broker):
+    writer = written(owner)
+
+    def lost(request: RpcRequest[Any]) -> str | None:
+        if request.code != RequestCode.END_TRANSACTION or broker.first:
+            return None
+        broker.age()
+        return "lose request"
+
+    broker.fault = lost
+    with pytest.raises(errors.EvidenceLost):
+        writer.commit(Deadline(60))
+    for number in (2, 3):
+        writer.reopen(Deadline(60))
+        writer.begin(Begin(f"{owner.id}/x/{number}", Deadline(60), False, None))
+        send(writer, "a", b"%d" % number)
+        writer.commit(Deadline(60))
+    assert broker.seen("a") == [b"2", b"3"]
