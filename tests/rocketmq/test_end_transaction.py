@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from txnbridge_rocketmq import half_store
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, PendingHalf, end_open
 from txnbridge_rocketmq.client.protocol.codes import Property, RequestCode, ResponseCode
@@ -19,6 +20,7 @@ from txnbridge_rocketmq.outcome import end_transaction, outcome
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 
+import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.failing import answer_calls, note_calls
 from tests.interrupts import interrupted_everywhere
@@ -475,6 +477,17 @@ def test_a_token_commits_the_newest_copies_once(owner, other, broker):
     assert [finish(other, token), finish(owner, token), finish(other, token, Decision.ABORT)] == [Outcome.COMMITTED] * 3
     assert broker.seen("a") == [b"10", b"11", b"12"]
     assert not broker.open
+
+
+def test_a_token_commits_a_part_of_a_span_with_a_database(owner, other, broker, tmp_path):
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/shop.db")
+    with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge, txnbridge.spanning(bridge, db=engine) as span:
+        number: Any = "1" + "".join(span.on(bridge).id.partition(".span.")[1:])
+    engine.dispose()
+    writer = written(owner, number=number, hold=60)
+    writer.prepare(Deadline(60))
+    assert finish(other, token_of(owner, number, writer)) is Outcome.COMMITTED
+    assert broker.seen("a") == VALUES
 
 
 def test_the_lock_of_a_dead_process_holds_no_process_up_for_long(owner, broker, log):
@@ -1008,3 +1021,23 @@ def findings(broker: HalfBroker) -> list[str]:
         if published not in ([], sorted(parts)):
             found.append(f"of {transaction!r} came {published}, of {sorted(parts)}")
     return found
+
+
+def test_a_writer_goes_on_after_a_transaction_whose_evidence_is_lost(owner, broker):
+    writer = written(owner)
+
+    def lost(request: RpcRequest[Any]) -> str | None:
+        if request.code != RequestCode.END_TRANSACTION or broker.first:
+            return None
+        broker.age()
+        return "lose request"
+
+    broker.fault = lost
+    with pytest.raises(errors.EvidenceLost):
+        writer.commit(Deadline(60))
+    for number in (2, 3):
+        writer.reopen(Deadline(60))
+        writer.begin(Begin(f"{owner.id}/x/{number}", Deadline(60), False, None))
+        send(writer, "a", b"%d" % number)
+        writer.commit(Deadline(60))
+    assert broker.seen("a") == [b"2", b"3"]

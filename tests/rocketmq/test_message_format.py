@@ -149,6 +149,12 @@ def test_headers_that_brokers_have_no_room_for_are_refused_without_showing_them(
     sent(headers=[("note", b"x" * 29_900)])
 
 
+def test_a_large_tag_is_refused_because_no_check_back_could_be_sent_for_its_half():
+    # The broker stores up to 32,767 bytes, and adds some to the half at each check-back.
+    with pytest.raises(InvalidOption, match="at most 30000"):
+        sent(headers=[("TAGS", b"t" * 32_400)])
+
+
 def test_a_message_of_another_client_has_its_properties_as_headers_and_its_keys_as_key():
     text = pairs(
         KEYS="k1 k2", TAGS="new", UNIQ_KEY="AB", WAIT="true", CLUSTER="c", TRAN_MSG="true", PGROUP="g", own="ä"

@@ -81,6 +81,14 @@ def test_rows_and_messages_are_committed_together_or_not_at_all(pair, engine):
     assert [each for bridge in pair for each in bridge.admin.transactions()] == []
 
 
+def test_the_ids_of_the_parts_begin_with_their_owner_as_other_ids_do(pair, engine):
+    with spanning(*pair, db=engine) as span:
+        parts = [span.on(bridge).id for bridge in pair]
+    for bridge, part in zip(pair, parts, strict=True):
+        with bridge.transaction() as txn:
+            assert part.rsplit("/", 2)[0] == txn.id.rsplit("/", 2)[0]
+
+
 def test_an_exception_of_a_signal_handler_at_the_end_of_a_span_leaves_no_database_transaction_open(pair, engine):
     spans = list[txnbridge.Span]()
 

@@ -134,7 +134,7 @@ class Writers:
                     " end them sooner or connect(…, writers=…) with more"
                 )
 
-    def _give_back(self, taken: TakenWriter, sound: bool) -> None:
+    def _give_back(self, taken: TakenWriter, sound: bool, began: bool) -> None:
         """Return a writer to the pool, or close it if it was for preparing or the pool is closed; release the place."""
         writer = taken.writer
         if writer is not None:
@@ -143,8 +143,9 @@ class Writers:
                 if idle is not None:
                     if not sound:
                         self._doubtful.add(writer)
+                    at = len(idle) if began else 0  # while this one can begin nothing, the other writers go on
                     taken.writer = None  # directly before, so that no signal handler's exception comes between
-                    idle.append(writer)
+                    idle.insert(at, writer)
             if idle is None:  # the writer was made for this transaction alone, or the bridge is closed
                 close_logging_errors(writer.close)
                 taken.writer = None
@@ -167,7 +168,6 @@ class Writers:
 
     def clear_abandoned(self, deadline: Deadline) -> None:
         """Abort transactions whose objects were garbage-collected; the collector could not, as it must take no lock."""
-        connection = self._connection
         while True:
             try:
                 taken = self._abandoned.popleft()
@@ -177,7 +177,7 @@ class Writers:
             sound = False
             try:
                 if taken.open and taken.writer is not None:
-                    with connection.events.step("abort", transaction, abandoned=True):
+                    with self._connection.events.step("abort", transaction, abandoned=True):
                         taken.writer.abort(deadline)
                     sound = True
             except TxnBridgeError as error:
@@ -207,7 +207,8 @@ class TakenWriter:
         self.parameters: Begin = parameters
         self.place: Place | None = place
         self.writer: Writer | None = None
-        self.open: bool = False  # True from the transaction's begin until a request to end it is sent
+        # True from the transaction's begin until a request to end it is sent, None before.
+        self.open: bool | None = None
         self.token: Token | None = None  # that of the shared transaction, if the outcome of a group commit is unknown
 
     @property
@@ -218,8 +219,7 @@ class TakenWriter:
 
     def start(self) -> None:
         """Begin the transaction on its writer."""
-        assert self.writer is not None
-        self.writer.begin(self.parameters)
+        self.interface.begin(self.parameters)
         self.open = True
 
     def keep(self, message: KeptMessage) -> bool:
@@ -253,8 +253,8 @@ class TakenWriter:
 
         `sound` is True if the transaction's outcome is known; otherwise the writer is reopened before its next use.
         """
-        self.open = False
-        self._writers._give_back(self, sound)
+        began, self.open = self.open is not None, False
+        self._writers._give_back(self, sound, began)
         self._writers.open_transactions.discard(self.parameters.transaction)
 
     def __del__(self) -> None:

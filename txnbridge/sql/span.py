@@ -51,7 +51,7 @@ class SpanBarriers(Barriers):
 
         Return UNDECIDED if this process does not know the row's database, or a database transaction has locked the row.
         """
-        database, _, name = row.partition("-")
+        database, _, name = row.replace(":", "/").partition("-")
         for (group, _), resolver in list(self._resolvers.items()):
             if digest(group) == database:  # the group has the names of the application and the database
                 return resolver.barrier.settle(f"half-{group}-{name}", until * 1000, Deadline(LOOK_SECONDS))
@@ -86,8 +86,8 @@ class SpanTransaction(BarrierTransaction):
 
     @property
     def row(self) -> str:
-        """The name of the database's row that decides; the ids of the transactions on the brokers contain it."""
-        return f"{digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}"
+        """The name of the database's row that decides. It has no slash, because ids of the parts end with it."""
+        return f"{digest(self._group)}-{self._id.removeprefix(f'half-{self._group}-')}".replace("/", ":")
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
         if half is None:

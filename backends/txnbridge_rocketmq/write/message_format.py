@@ -72,7 +72,7 @@ def to_wire(
     if timestamp is not None:
         properties[_TIMESTAMP] = str(timestamp)
     tags = _put_headers(properties, headers or ())
-    _check_size(properties, own or {})
+    _check_size({**properties, Property.TAGS: tags or ""}, own or {})
     return WireMessage(topic, body, {**properties, **(own or {})}, keys, tags, unique_key)
 
 

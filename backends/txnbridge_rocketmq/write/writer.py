@@ -81,7 +81,10 @@ class RocketMQWriter(Writer):
 
     def begin(self, begin: Begin) -> None:
         if self._unpublished is not None:  # now, because a next owner publishes only the last commit of each writer
-            publish_exclusively(self._owner.ender, *self._unpublished, begin.deadline)
+            try:
+                publish_exclusively(self._owner.ender, *self._unpublished, begin.deadline)
+            except errors.EvidenceLost as error:  # no later attempt can succeed
+                _log.warning("transaction %s is committed, and cannot be published: %s", self._unpublished[0], error)
             self._unpublished = None
         self._forget()
         self._begun = begin
@@ -262,9 +265,8 @@ class RocketMQWriter(Writer):
 
         Raise `OutcomeUnknown` if that fails, or `EvidenceLost` if halves are gone.
         """
-        transaction = self._begun.transaction
         try:
-            publish_exclusively(self._owner.ender, transaction, self._halves.topics, deadline)
+            publish_exclusively(self._owner.ender, self._begun.transaction, self._halves.topics, deadline)
         except errors.EvidenceLost:
             raise
         except errors.TxnBridgeError as error:
@@ -303,8 +305,7 @@ class RocketMQWriter(Writer):
         if deadline.left() < _LEAST_ABORT_SECONDS:
             deadline = Deadline(_LEAST_ABORT_SECONDS)
         with self._cluster.context.events.step("step:drop", self._begun.transaction):
-            stored = self._halves.stored()
-            self._owner.ender.drop([(q.broker, half) for q, halves in stored for half in halves], deadline)
+            self._owner.ender.drop([(q.broker, half) for q, each in self._halves.stored() for half in each], deadline)
 
     # --- reopening and closing ----------------------------------------------------------------------------------------
 

@@ -163,6 +163,25 @@ def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(brid
         pass
 
 
+@pytest.mark.parametrize("refused", ["begin", "reopen"])
+def test_while_one_writer_can_begin_nothing_the_others_go_on(refused):
+    bridge, broker = connect_toy(writers=2, timeout=0.5)
+    with bridge:
+        bridge.transaction().abort()
+        first = next(writer for writer in broker.writers if writer.calls)
+        first.raises = {"commit": [OutcomeUnknown("no answer")], refused: [BrokerUnavailable("gone")]}
+        with pytest.raises(OutcomeUnknown if refused == "reopen" else BrokerUnavailable), bridge.transaction():
+            pass
+        if refused == "reopen":
+            with pytest.raises(BrokerUnavailable):
+                bridge.transaction()
+        calls = len(first.calls)
+        for _ in range(3):
+            with bridge.transaction():
+                pass
+        assert len(first.calls) == calls
+
+
 @pytest.mark.parametrize("error", [errors.Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
 def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(bridge: Bridge, broker: ToyBroker, error: Exception):
     txn = bridge.transaction(prepare=True)
