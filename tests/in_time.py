@@ -25,9 +25,9 @@ def within(seconds: float) -> Iterator[None]:
     assert time.monotonic() - started < seconds + GRACE
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 2 * GRACE) -> None:
     """Wait for what comes at once where the machine is not busy."""
-    until, pause = time.monotonic() + 2 * GRACE, 0.0005
+    until, pause = time.monotonic() + seconds, 0.0005
     while not condition():
         assert time.monotonic() < until
         time.sleep(pause := min(2 * pause, 0.02))  # some conditions read topics and databases

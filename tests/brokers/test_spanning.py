@@ -7,15 +7,18 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 import txnbridge
 from tests.core.half.span_programs import Pair, copy_all, send_and_wait
 from tests.in_time import wait_until
+from tests.sql.span_programs import Shop, rows, sell_all
 from txnbridge.testing.child_processes import Child
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 STEPS = {"prepare/after", "half.store/after", "resolve/before", "resolve/after", "half.end/before"}
+SALE_STEPS = {"prepare/after", "half.store/after", "database.commit/before", "database.commit/after", "resolve/before"}
 # Each pair takes minutes: a dead member of a group has to be missed, and the time of a span to be over.
 SOON = [("embedded", "kafka"), ("kafka", "pulsar"), ("pulsar", "rocketmq"), ("rocketmq", "kafka")]
 PAIRS = [
@@ -35,6 +38,10 @@ def url_of(request: pytest.FixtureRequest, name: str) -> str:
     return f"{broker.url}?{options[name]}"
 
 
+def reads(bridge: txnbridge.Bridge, topic: str, values: list[bytes]) -> bool:
+    return sorted(message.value or b"" for message in bridge.read(topic, 100)) == values
+
+
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_everything_is_copied_once_wherever_its_process_dies(request, tmp_path, kill_walk, source, target):
     urls = [f"embedded:{tmp_path}/a.db" if name == "embedded" else url_of(request, name) for name in (source, target)]
@@ -50,14 +57,36 @@ def test_everything_is_copied_once_wherever_its_process_dies(request, tmp_path, 
                 txn.send_many(made.source, everything)
             return made
 
-        def has_all(bridge: txnbridge.Bridge, topic: str) -> bool:
-            return sorted(message.value or b"" for message in bridge.read(topic, 100)) == everything
-
         def check(made: Pair) -> None:
             for bridge in (first, second):
-                wait_until(partial(has_all, bridge, made.target))
+                wait_until(partial(reads, bridge, made.target, everything))
 
         kill_walk(copy_all, check, fresh, STEPS, at_once=4, timeout=180)
+
+
+@pytest.mark.parametrize(("one", "other"), [("kafka", "rocketmq"), ("rocketmq", "pulsar")])
+def test_a_database_decides_about_everything_wherever_its_process_dies(request, tmp_path, kill_walk, one, other):
+    urls = url_of(request, one), url_of(request, other)
+    with txnbridge.connect(urls[0]) as first, txnbridge.connect(urls[1]) as second:
+
+        def fresh() -> Shop:
+            name = uuid.uuid4().hex[:8]
+            engine = sa.create_engine(f"sqlite:///{tmp_path}/{name}.db")
+            with engine.begin() as connection:
+                connection.exec_driver_sql("CREATE TABLE sales (number INTEGER)")
+            engine.dispose()
+            for bridge in (first, second):
+                bridge.ensure_topics(name)
+            return Shop(*urls, str(engine.url), topic=name)
+
+        def check(shop: Shop) -> None:
+            engine = sa.create_engine(shop.database)
+            assert rows(engine) == [0, 1]
+            engine.dispose()
+            for bridge in (first, second):
+                wait_until(partial(reads, bridge, shop.topic, [b"0", b"1"]))
+
+        kill_walk(sell_all, check, fresh, SALE_STEPS, at_once=4, timeout=180)
 
 
 def test_a_dead_process_s_open_part_on_kafka_is_aborted_before_its_hold(request: pytest.FixtureRequest, tmp_path: Path):

@@ -11,12 +11,13 @@ from txnbridge import OutcomeUnknown, TransactionAborted
 
 
 class Shop(NamedTuple):
-    """The addresses of two brokers and a database, and the `hold` of a span of `sell_one`."""
+    """The addresses of two brokers and a database, the `hold` of a span of `sell_one`, and the topic of `sell_all`."""
 
     first: str
     second: str
     database: str
     hold: float | None = None
+    topic: str = "sales"
 
 
 def rows(engine: sa.Engine) -> list[int]:
@@ -34,10 +35,10 @@ def sell_all(shop: Shop) -> None:
                     with txnbridge.spanning(first, second, db=engine, timeout=3) as span:
                         span.db.exec_driver_sql(f"INSERT INTO sales VALUES ({number})")
                         for bridge in (first, second):
-                            span.on(bridge).send("sales", b"%d" % number)
+                            span.on(bridge).send(shop.topic, b"%d" % number)
         with txnbridge.spanning(first, second, db=engine):
             pass  # its resolver ends what an earlier run has left
-        wait_until(lambda: all(len(bridge.read("sales", 9)) >= 2 for bridge in (first, second)))
+        wait_until(lambda: all(len(bridge.read(shop.topic, 9)) >= 2 for bridge in (first, second)), 160)
     engine.dispose()
 
 
