@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -32,9 +31,7 @@ class ReceivedMessage:
     def id(self) -> MessageId:
         """Return the message's id, with its index in a batch."""
         whole = self.entry.id
-        if self.index < 0:
-            return whole
-        return MessageId(whole.ledger, whole.entry, whole.partition, self.index, self.entry.count)
+        return whole if self.index < 0 else whole._replace(batch_index=self.index, batch_size=self.entry.count)
 
     @property
     def value(self) -> bytes | None:
@@ -278,12 +275,11 @@ class Chunks:
     messages together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk
     of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
-    Chunks that arrive without those before them are left out: `take` returns their ids, too. One thread calls `add`;
-    any thread may call the other methods.
+    Chunks that arrive without those before them are left out: `take` returns their ids, too. Only one thread may call
+    the methods.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._begun: dict[str, list[ReceivedEntry]] = {}
         self._sizes: dict[str, int] = {}
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
@@ -294,10 +290,6 @@ class Chunks:
 
         Return a faulty entry if the message cannot be completed. A chunk out of order is dropped.
         """
-        with self._lock:
-            return self._add(entry, chunk, max_bytes)
-
-    def _add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         uuid, number, of = chunk
         if number == 0:  # a new message, or one that is redelivered from its first chunk on
             self._begin(uuid)
@@ -349,20 +341,12 @@ class Chunks:
 
     def take(self) -> list[MessageId]:
         """Forget all incomplete messages, and return the ids of their chunks, to be delivered again."""
-        with self._lock:
-            ids = [*self._strays, *(entry.id for chunks in self._begun.values() for entry in chunks)]
-            self._begun.clear()
-            self._sizes.clear()
-            self._strays.clear()
-            return ids
+        ids = [*self._strays, *(entry.id for chunks in self._begun.values() for entry in chunks)]
+        self._begun.clear()
+        self._sizes.clear()
+        self._strays.clear()
+        return ids
 
     @property
     def incomplete(self) -> bool:
         return bool(self._begun)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._begun.clear()
-            self._sizes.clear()
-            self._dropped.clear()
-            self._strays.clear()
