@@ -9,6 +9,7 @@ deliveries are recognized.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ _SIZE_DECAY = 0.99
 # With this limit a command stays far below the size of a frame, even with the bits of large batches.
 MAX_IDS_PER_COMMAND = 5000
 MAX_GRANT = (1 << 31) - 1
+# Seconds, at least, between two looks for messages in chunks that do not continue.
+_ROUND_SECONDS = 30.0
 _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
@@ -120,6 +123,7 @@ class PulsarConsumer:
         self._held = False
         self._answers: weakref.WeakSet[Response] = weakref.WeakSet()  # of acknowledgements
         self._chunks = Chunks()
+        self._round_ends = 0.0  # the time of the next look for chunks to give back
 
     # ------------------------------------------------------------------------------------------ opening
 
@@ -251,12 +255,15 @@ class PulsarConsumer:
         the consumer was opened with 0 `permits`, it gets permits only by this call.
 
         If `again`, have a shared subscription's broker go on that has stopped (hazard H159): give back the chunks of
-        messages that did not arrive whole, and grant a permit more.
+        messages that did not arrive whole, and grant a permit more. A key-shared one also gets back the chunks of
+        messages that do not continue: it holds their key back if the key has moved to another consumer.
         """
         if again:
             messages = min(self._outstanding, 2 * messages) + 1
+        if again or (self.by_key and time.monotonic() >= self._round_ends):
+            self._round_ends = time.monotonic() + _ROUND_SECONDS
             with suppress(BrokerConnectionLost):
-                self.redeliver(self._chunks.take())
+                self.redeliver(self._chunks.take(self._taken, every=again))
         self._grant_up_to(messages, 1 if again else messages / 2)
 
     def _grant(self) -> None:
