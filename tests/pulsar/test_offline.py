@@ -47,6 +47,7 @@ from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
+from tests.core.reading_kit import by_partition
 from tests.failing import EACH, answer_calls, fail_call, raising
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_everywhere
@@ -922,6 +923,28 @@ def test_a_busy_member_gives_chunks_back_until_their_message_is_whole(monkeypatc
             found += [message for message in member.take(1) if message.position[1] < 3]
     assert [message.value for message in found] == [b"12"]
     assert set(given_back) == ({1, 2} if is_late else {1})
+
+
+@pytest.mark.parametrize("sharing", ["message", "key"])
+def test_entries_whose_acknowledgement_is_not_answered_in_time_come_again_with_the_abort(sharing: str) -> None:
+    """The broker no longer counts them as the member's, and refuses all of them because of one that another has."""
+    pending = set[int]()
+
+    def acknowledge(peer: Peer, fields: dict[str, Any]) -> None:
+        entries = {each["entry_id"] for each in fields["message_id"]}
+        pending.update(entries if 1 not in entries else ())  # the answer, a refusal or not, comes too late
+
+    with member_of([1], set(), "group", sharing=sharing) as (member, broker, ((peer, id),)):
+        broker.handlers["ack"] = acknowledge
+        member.has(1)
+        deliver(peer, id, (1, 2, 3))
+        found = member.take(3)
+        sent = member.reader.ack_context().acknowledge(TXN, by_partition(found), Deadline(0.2))
+        with pytest.raises(errors.DeadlineExceeded):
+            sent.settle(Deadline(0.2))
+        wait_until(lambda: pending == {2, 3})
+        deliver(peer, id, sorted(pending))  # by the abort
+        assert [message.value for message in member.take(2)] == [b"2", b"3"]
 
 
 @pytest.mark.parametrize("call", ["append", "end"])
