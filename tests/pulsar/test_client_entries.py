@@ -391,6 +391,51 @@ def test_a_message_that_was_dropped_for_others_and_goes_on_is_told_once():
     assert found[3] is not None and len(found[3].messages()) == 1
 
 
+def arrive(chunks: Chunks, number: int, arrival: int, redeliveries: int = 0, of: int = 3) -> wire.ReceivedEntry | None:
+    """Add a chunk of 1,000 bytes that is the entry with this number since the consumer was opened."""
+    chunk = chunk_of("a", number, of, bytes(1000), number, 1000 * of)
+    chunk.arrival, chunk.redeliveries = arrival, redeliveries
+    return add(chunks, chunk, max_bytes=18_000)
+
+
+def test_chunks_wait_for_the_next_one_twice_as_long_each_time_they_come_again():
+    chunks, waited = Chunks(), []
+    for redeliveries in range(6):
+        arrive(chunks, 0, 2 * redeliveries, redeliveries)
+        arrive(chunks, 1, 2 * redeliveries + 1)  # it starts the wait anew, but does not shorten it
+        waited.append(next(number for number in range(20) if chunks.take(2 * redeliveries + 1, every=False)))
+        assert not chunks.incomplete and held(chunks) == 0
+    assert waited == [1, 2, 4, 8, 8, 8]
+
+
+def test_only_chunks_whose_message_does_not_continue_are_given_back():
+    chunks, other = Chunks(), chunk_of("other", 0, 2, b"x", 9, 2)
+    arrive(chunks, 0, 1)
+    other.arrival = 2
+    add(chunks, other)
+    assert chunks.take(2, every=False) == []
+    arrive(chunks, 1, 3)
+    assert chunks.take(3, every=False) == [other.id]
+    whole = arrive(chunks, 2, 4)
+    assert whole is not None and [len(message.payload) for message in whole.messages()] == [3000]
+    assert [chunks.take(4, every) for every in (False, False, True)] == [[], [], []]
+
+
+def test_chunks_that_were_given_back_are_not_read_in_part_or_counted():
+    """A chunk that was under way when the ones before it were given back goes back, too."""
+    chunks, parts = Chunks(), [wire.MessageId(7, number) for number in range(8)]
+    for number in range(7):
+        arrive(chunks, number, number + 1, of=8)
+    assert [chunks.take(7, every=False) for _ in range(2)] == [[], parts[:7]]
+    assert arrive(chunks, 7, 8, of=8) is None
+    for number in range(7):
+        assert arrive(chunks, number, 9 + number, redeliveries=1, of=8) is None
+    assert [chunks.take(15, every=False) for _ in range(2)] == [[], parts[7:]]
+    whole = arrive(chunks, 7, 16, redeliveries=1, of=8)
+    assert whole is not None and whole.parts == tuple(parts) and len(whole.messages()[0].payload) == 8000
+    assert held(chunks) == 0 and chunks.take(16, every=True) == []
+
+
 @pytest.mark.parametrize("numbers", [(1,), (0, -5)], ids=["its first one was not seen", "below zero"])
 def test_a_chunk_that_cannot_come_now_starts_no_message(numbers):
     chunks = Chunks()

@@ -17,6 +17,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.admin.rest import RestRefused
+from txnbridge_pulsar.client import consumer as consumer_module
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
@@ -46,6 +47,7 @@ from txnbridge_pulsar.write.owner import PulsarOwner
 from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
+from tests.core.reading_kit import by_partition
 from tests.failing import EACH, answer_calls, fail_call, raising
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_everywhere
@@ -864,9 +866,12 @@ def test_a_partition_whose_broker_stands_still_keeps_no_other_one_from_being_ass
         member.until(lambda: "assigned" in [what for what, _ in member.listener.told], SOON / 4)
 
 
-def deliver(peer: Peer, consumer: int, numbers: Iterable[int], **more: Any) -> None:
+def deliver(peer: Peer, consumer: int, numbers: Iterable[int], chunk: int | None = None, **more: Any) -> None:
+    """Deliver entries with their numbers as values. As a `chunk` an entry is one of the two of a message."""
+    chunked = {} if chunk is None else {"uuid": "one", "chunk_id": chunk, "num_chunks_from_msg": 2}
     for number in numbers:
-        metadata = encode("MessageMetadata", {"producer_name": "p", "sequence_id": number, "publish_time": 1})
+        fields = {"producer_name": "p", "sequence_id": number, "publish_time": 1, **chunked}
+        metadata = encode("MessageMetadata", fields)
         tail = parse(send_command({"producer_id": 1, "sequence_id": number}, metadata, b"%d" % number)[4:]).tail
         message = command("message", consumer_id=consumer, message_id={"ledger_id": 1, "entry_id": number}, **more)
         peer.raw((len(message) - 4 + len(tail)).to_bytes(4, "big") + message[4:] + tail)
@@ -892,6 +897,54 @@ def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_
         member.seek({("t", 0): found[0].position})
         again = member.take(3, SOON / 4)
         assert [message.position for message in again] == [message.position for message in found]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["in order", "the second chunk comes before the first again"])
+def test_a_busy_member_gives_chunks_back_until_their_message_is_whole(monkeypatch, is_late: bool) -> None:
+    """Their key may have moved to another member, to which the broker then sends nothing of it (hazard H159)."""
+    monkeypatch.setattr(consumer_module, "_ROUND_SECONDS", 0)
+    given_back: list[int] = []
+
+    def redeliver(peer: Peer, fields: dict[str, Any]) -> None:
+        numbers = [each["entry_id"] for each in fields["message_ids"]]
+        second = [2] if given_back.count(1) == 3 else []
+        given_back.extend(numbers)
+        for number in (*second, *numbers) if is_late else (*numbers, *second):
+            deliver(peer, fields["consumer_id"], [number], number - 1, redelivery_count=given_back.count(number))
+
+    with member_of([1], set(), "group", sharing="key") as (member, broker, ((peer, id),)):
+        broker.handlers["redeliver"] = redeliver
+        member.has(1)
+        deliver(peer, id, [1], chunk=0)
+        found: list[Any] = []
+        others = iter(range(3, 1000))
+        while not found:
+            deliver(peer, id, [next(others)])
+            found += [message for message in member.take(1) if message.position[1] < 3]
+    assert [message.value for message in found] == [b"12"]
+    assert set(given_back) == ({1, 2} if is_late else {1})
+
+
+@pytest.mark.parametrize("sharing", ["message", "key"])
+def test_entries_whose_acknowledgement_is_not_answered_in_time_come_again_with_the_abort(sharing: str) -> None:
+    """The broker no longer counts them as the member's, and refuses all of them because of one that another has."""
+    pending = set[int]()
+
+    def acknowledge(peer: Peer, fields: dict[str, Any]) -> None:
+        entries = {each["entry_id"] for each in fields["message_id"]}
+        pending.update(entries if 1 not in entries else ())  # the answer, a refusal or not, comes too late
+
+    with member_of([1], set(), "group", sharing=sharing) as (member, broker, ((peer, id),)):
+        broker.handlers["ack"] = acknowledge
+        member.has(1)
+        deliver(peer, id, (1, 2, 3))
+        found = member.take(3)
+        sent = member.reader.ack_context().acknowledge(TXN, by_partition(found), Deadline(0.2))
+        with pytest.raises(errors.DeadlineExceeded):
+            sent.settle(Deadline(0.2))
+        wait_until(lambda: pending == {2, 3})
+        deliver(peer, id, sorted(pending))  # by the abort
+        assert [message.value for message in member.take(2)] == [b"2", b"3"]
 
 
 @pytest.mark.parametrize("call", ["append", "end"])

@@ -9,6 +9,8 @@ deliveries are recognized.
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -41,6 +43,8 @@ _SIZE_DECAY = 0.99
 # With this limit a command stays far below the size of a frame, even with the bits of large batches.
 MAX_IDS_PER_COMMAND = 5000
 MAX_GRANT = (1 << 31) - 1
+# Seconds, at least, between two looks for messages in chunks that do not continue.
+_ROUND_SECONDS = 30.0
 _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
@@ -117,8 +121,9 @@ class PulsarConsumer:
         self._outstanding = 0
         self._largest = 0.0
         self._held = False
-        self._answers: list[Response] = []  # of acknowledgements
+        self._answers: weakref.WeakSet[Response] = weakref.WeakSet()  # of acknowledgements
         self._chunks = Chunks()
+        self._round_ends = 0.0  # the time of the next look for chunks to give back
 
     # ------------------------------------------------------------------------------------------ opening
 
@@ -151,7 +156,7 @@ class PulsarConsumer:
                 self._connection, self._id = connection, self._next_id()
                 self.generation += 1
                 self._outstanding = self.arrived = self._taken = 0
-                self._chunks.clear()
+                self._chunks = Chunks()
                 self.active = self._lost = None
                 self._subscribed = False
             connection.add("consumer", self._id, self._callbacks(self.generation))
@@ -208,7 +213,7 @@ class PulsarConsumer:
                 return None
             self._outstanding -= entry.permits
             self._taken += 1
-            entry.arrival = self._taken
+            entry.arrival, chunks = self._taken, self._chunks
             self._largest = max(entry.size / entry.permits, self._largest * _SIZE_DECAY)
         self._grant()
         if entry.is_marker or fields.get("consumer_epoch", self._epoch) < self._epoch:
@@ -220,8 +225,8 @@ class PulsarConsumer:
                 self._acknowledge_extra_index(entry.id, entry.count)
         id, chunk = entry.id, entry.chunk
         # The limit for a message in chunks does not depend on the number of consumers that share the inbox.
-        whole = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
-        if not self._chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
+        whole = entry if chunk is None else chunks.add(entry, chunk, self.inbox.max_bytes)
+        if not chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
             self._start = id
         return whole
 
@@ -250,12 +255,15 @@ class PulsarConsumer:
         the consumer was opened with 0 `permits`, it gets permits only by this call.
 
         If `again`, have a shared subscription's broker go on that has stopped (hazard H159): give back the chunks of
-        messages that did not arrive whole, and grant a permit more.
+        messages that did not arrive whole, and grant a permit more. A key-shared one also gets back the chunks of
+        messages that do not continue: it holds their key back if the key has moved to another consumer.
         """
         if again:
             messages = min(self._outstanding, 2 * messages) + 1
+        if again or (self.by_key and time.monotonic() >= self._round_ends):
+            self._round_ends = time.monotonic() + _ROUND_SECONDS
             with suppress(BrokerConnectionLost):
-                self.redeliver(self._chunks.take())
+                self.redeliver(self._chunks.take(self._taken, every=again))
         self._grant_up_to(messages, 1 if again else messages / 2)
 
     def _grant(self) -> None:
@@ -275,9 +283,7 @@ class PulsarConsumer:
             # A broker closes the connection at more than an int32. An invalid entry may claim to use up as many.
             grant = min(wanted - self._outstanding, MAX_GRANT)
             # A broker drops flow permits that arrive before it has created the consumer.
-            if self._connection is None or self._lost is not None or not self._subscribed:
-                return
-            if grant < max(1, least):
+            if self._connection is None or self._lost is not None or not self._subscribed or grant < max(1, least):
                 return
             self._outstanding += grant
             flow = command("flow", consumer_id=self._id, message_permits=grant)
@@ -349,10 +355,9 @@ class PulsarConsumer:
             "ack", deadline, consumer_id=self._id, ack_type=kind, message_id=ids, **txn_fields
         )
         with self._state:
-            self._answers = [each for each in self._answers if not each.done]
             reason = self._lost
             if reason is None and generation == self.generation:
-                self._answers.append(answer)
+                self._answers.add(answer)
                 return answer
         answer.resolve(_unanswered(reason or "it was reopened"))
         return answer
@@ -366,9 +371,8 @@ class PulsarConsumer:
         to read on, and if it is then asked to go back, that read may make it skip entries (hazard H94). Return the
         ids of the dropped entries, without chunks of messages. Raise `BrokerConnectionLost` if the consumer is lost.
         """
-        dropped: list[MessageId] = []
         connection = self._open_connection()
-        fields: list[Fields] = []
+        dropped, fields = list[MessageId](), list[Fields]()
         if self._options.ordered:
             with self._state:
                 self._epoch += 1
@@ -385,9 +389,8 @@ class PulsarConsumer:
         return dropped
 
     def _drop_waiting(self) -> list[MessageId]:
-        dropped = self.inbox.drop(self)
-        ids: list[MessageId] = []
-        self._chunks.clear()
+        dropped, ids = self.inbox.drop(self), list[MessageId]()
+        self._chunks = Chunks()
         with self._state:
             for generation, fields, tail in dropped:
                 if generation == self.generation:
@@ -472,7 +475,7 @@ class PulsarConsumer:
             if generation != self.generation or self._lost is not None:
                 return
             self._lost = reason
-            unanswered, self._answers = self._answers, []
+            unanswered, self._answers = self._answers, weakref.WeakSet()
         for answer in unanswered:
             answer.resolve(_unanswered(reason))
         self.inbox.wake()

@@ -122,9 +122,8 @@ class ServerError(PulsarError):
 
     @property
     def name(self) -> str:
-        return (
-            ServerErrorCode(self.code).name if self.code in ServerErrorCode._value2member_map_ else f"code {self.code}"
-        )
+        known = ServerErrorCode._value2member_map_.get(self.code)
+        return f"code {self.code}" if known is None else known.name
 
     @property
     def retriable(self) -> bool:  # type: ignore[override]

@@ -356,13 +356,11 @@ class PulsarPartition:
         self.next = max(self.next, position_after(entry.id) if is_last else (*entry_id, last[2] + 1))
         if not self._grouped:
             return
-        bits = 0
         first = messages[0].position[2]
         if last[2] - first + 1 == len(messages):
             bits = (1 << last[2] + 1) - (1 << first)
         else:
-            for message in messages:
-                bits |= 1 << message.position[2]
+            bits = sum(1 << message.position[2] for message in messages)
         self._outstanding[entry_id] = self._outstanding.get(entry_id, 0) | bits
         if entry.is_batch:
             self._sizes[entry_id] = entry.count

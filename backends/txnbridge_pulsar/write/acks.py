@@ -202,23 +202,24 @@ class SentAcks:
             try:
                 answer.result(deadline.left())
             except wire.PulsarError as error:
-                refused = refused or isinstance(error, wire.TransactionConflict)
+                refused = refused or isinstance(error, wire.TransactionConflict | wire.RequestTimedOut)
                 yield error
         if refused and self._shared:
             self._acknowledge_one_by_one(sent, deadline)
 
     def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """Acknowledge each message by itself after the broker has refused to acknowledge them together.
+        """Acknowledge each message by itself after the broker has refused them together, or has not answered in time.
 
-        Otherwise a shared subscription would never redeliver them. The transaction can only abort. Its abort then makes
-        the broker redeliver all of these messages, except those that another transaction has acknowledged.
+        Otherwise a shared subscription would never redeliver them: it no longer counts them as this member's. The
+        transaction can only abort. Its abort then makes the broker redeliver all of these messages, except those that
+        another transaction has acknowledged.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
             for id in sent.ids:
                 answers += sent.partition.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
             for id, answer in zip(sent.ids, answers, strict=True):
-                with suppress(wire.TransactionConflict):
+                with suppress(wire.TransactionConflict, wire.RequestTimedOut):
                     answer.result(deadline.left())
                     sent.pending.add(id[:2])
 

@@ -93,10 +93,6 @@ class Response:
         self._forget = forget
         self._what = what
 
-    @property
-    def done(self) -> bool:
-        return self._future.done()
-
     def result(self, timeout: float) -> Fields:
         """Wait for the answer, and return its fields. Raise `ServerError` if the broker refused the request,
         `BrokerConnectionLost`, or `RequestTimedOut`.

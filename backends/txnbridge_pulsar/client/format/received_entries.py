@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -32,9 +31,7 @@ class ReceivedMessage:
     def id(self) -> MessageId:
         """Return the message's id, with its index in a batch."""
         whole = self.entry.id
-        if self.index < 0:
-            return whole
-        return MessageId(whole.ledger, whole.entry, whole.partition, self.index, self.entry.count)
+        return whole if self.index < 0 else whole._replace(batch_index=self.index, batch_size=self.entry.count)
 
     @property
     def value(self) -> bytes | None:
@@ -278,26 +275,22 @@ class Chunks:
     messages together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk
     of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
-    Chunks that arrive without those before them are left out: `take` returns their ids, too. One thread calls `add`;
-    any thread may call the other methods.
+    Chunks that arrive without those before them are left out: `take` returns their ids, too. Only one thread may call
+    the methods.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._begun: dict[str, list[ReceivedEntry]] = {}
         self._sizes: dict[str, int] = {}
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
-        self._strays: deque[MessageId] = deque(maxlen=_MAX_STRAYS)
+        self._strays: deque[tuple[MessageId, int, int]] = deque(maxlen=_MAX_STRAYS)  # with arrivals and redeliveries
+        self._rounds = deque([0] * 8, 8)  # how many entries were taken before the last calls of `take`
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         """Add an entry, which is a `chunk` of a message. Return the whole message after its last chunk, else None.
 
         Return a faulty entry if the message cannot be completed. A chunk out of order is dropped.
         """
-        with self._lock:
-            return self._add(entry, chunk, max_bytes)
-
-    def _add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         uuid, number, of = chunk
         if number == 0:  # a new message, or one that is redelivered from its first chunk on
             self._begin(uuid)
@@ -305,7 +298,7 @@ class Chunks:
         if earlier is None or len(earlier) != number:
             repeated = earlier is not None and 0 <= number < len(earlier) and earlier[number].id == entry.id
             if not repeated:
-                self._strays.extend(each.id for each in (*(earlier or ()), entry))
+                self._strays += [(each.id, entry.arrival, each.redeliveries) for each in (*(earlier or ()), entry)]
                 self._forget(uuid)
             return entry if self._is_of_dropped_message(uuid, entry) else None
         size = self._sizes[uuid] + entry.size + CHUNK_OVERHEAD_BYTES
@@ -347,22 +340,26 @@ class Chunks:
         entry.refuse("the first chunks of a message were dropped, because too many others were incomplete as well")
         return True
 
-    def take(self) -> list[MessageId]:
-        """Forget all incomplete messages, and return the ids of their chunks, to be delivered again."""
-        with self._lock:
-            ids = [*self._strays, *(entry.id for chunks in self._begun.values() for entry in chunks)]
-            self._begun.clear()
-            self._sizes.clear()
-            self._strays.clear()
-            return ids
+    def take(self, taken: int, every: bool) -> list[MessageId]:
+        """Forget incomplete messages, and return the ids of their chunks, to be delivered again.
+
+        `taken` is how many entries of the consumer were taken. Unless `every` message is meant, one is kept if a chunk
+        of it was taken since the last call, or since the last 2, 4 or 8 calls, the more often it was delivered again:
+        so its chunks are kept for long enough in the end, however slowly they arrive.
+        """
+        self._rounds.extend([taken] * (8 if every else 0))
+        ids = [id for id, *known in self._strays if self._is_idle(*known)]
+        self._strays = deque((each for each in self._strays if not self._is_idle(*each[1:])), _MAX_STRAYS)
+        for uuid, chunks in list(self._begun.items()):
+            if self._is_idle(chunks[-1].arrival, chunks[0].redeliveries):
+                ids += [entry.id for entry in chunks]
+                self._forget(uuid)
+        self._rounds.append(taken)
+        return ids
+
+    def _is_idle(self, arrival: int, redeliveries: int) -> bool:
+        return arrival <= self._rounds[-1 << min(redeliveries, 3)]
 
     @property
     def incomplete(self) -> bool:
         return bool(self._begun)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._begun.clear()
-            self._sizes.clear()
-            self._dropped.clear()
-            self._strays.clear()
