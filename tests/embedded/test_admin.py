@@ -5,10 +5,22 @@ from txnbridge_embedded.client.schema import MAX_PARTITION_ID
 from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import retention
 
-from tests.embedded.kit import NO_LEDGER, begin, busy, commit, execute, offsets, open_writer, prepare, rows, values
+from tests.embedded.kit import (
+    NO_LEDGER,
+    begin,
+    busy,
+    commit,
+    execute,
+    offsets,
+    open_preparing,
+    open_writer,
+    prepare,
+    rows,
+    values,
+)
 from tests.embedded.test_writer import failing
-from txnbridge.errors import DeadlineExceeded, InvalidOption, NotFound, TransactionTimedOut
-from txnbridge.spi import Begin, Deadline, Decision
+from txnbridge.errors import DeadlineExceeded, EvidenceLost, InvalidOption, NotFound, TransactionTimedOut
+from txnbridge.spi import Begin, Deadline, Decision, Outcome, Writer
 
 
 def create(broker, name="orders", partitions=1, **kept):
@@ -43,6 +55,29 @@ def test_a_file_that_has_given_all_its_partition_ids_makes_no_more_topics(broker
 def test_a_transaction_that_is_not_there_cannot_be_ended(broker):
     with pytest.raises(NotFound, match="nobody"):
         broker.admin.end("nobody", Decision.ABORT, Deadline(5))
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_transaction_that_leaves_its_open_state_just_before_its_abort_is_not_called_aborted(opened, prepares):
+    """A large transaction keeps the lock while it is stored, and an administrator's abort waits for that long."""
+    ending: list[Writer] = []
+
+    def end(event):
+        if event.name == "step:decide" and event.phase == "before" and ending:
+            getattr(ending.pop(), "prepare" if prepares else "commit")(Deadline(5))
+
+    broker = opened(spill_bytes=100, listener=end)
+    writer = open_preparing(broker) if prepares else open_writer(broker)
+    transaction = begin(writer, "orders", bytes(200), prepare=prepares)
+    ending.append(writer)
+    if prepares:
+        assert broker.admin.end(transaction, Decision.ABORT, Deadline(5)) is Outcome.ABORTED
+    else:
+        with pytest.raises(EvidenceLost):
+            broker.admin.end(transaction, Decision.ABORT, Deadline(5))
+    assert not ending
+    assert values(broker, "orders") == ([] if prepares else [bytes(200)])
+    assert broker.admin.transactions(Deadline(5)) == []
 
 
 def test_internal_topics_are_told_apart(broker):

@@ -204,8 +204,8 @@ class EmbeddedAdmin(Admin):
                 row = connection.execute("SELECT state FROM transactions WHERE id = ?", (transaction,)).fetchone()
             if row is None:
                 raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never began here")
-            if row[0] == "open" and decision is Decision.ABORT:
-                ending.abort_open(self._store, connection, transaction, reason, deadline)
+            abort = row[0] == "open" and decision is Decision.ABORT
+            if abort and ending.abort_open(self._store, connection, transaction, reason, deadline):
                 return Outcome.ABORTED
             return ending.decide(self._store, connection, transaction, decision, deadline, reason)
 

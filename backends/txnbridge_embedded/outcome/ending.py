@@ -85,8 +85,8 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
     return "aborting"
 
 
-def abort_open(store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline) -> None:
-    """Abort an unprepared transaction of which a part is stored in the file, and remove that part."""
+def abort_open(store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline) -> bool:
+    """Abort an open transaction of which a part is stored, and remove that part; return False if it is not open."""
     with (
         store.events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
@@ -97,6 +97,7 @@ def abort_open(store: Store, connection: FileConnection, transaction: str, reaso
         if row is not None:
             mark_aborted(connection, row[0], reason)
     remove_aborted_messages(store, connection, deadline)
+    return row is not None
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline) -> int:
