@@ -395,6 +395,19 @@ def failing(store, *, happens: bool, error: BaseException | None = None, number:
     store._commit = commit
 
 
+def test_a_topic_whose_creation_failed_gives_no_message_to_the_next_topic(opened):
+    """The ids of a topic that was not stored are given to the next one, perhaps within a second."""
+    broker, other = opened(), opened()
+    writer = open_writer(broker)
+    failing(broker.store, happens=False, error=errors.StorageFailed("the disk is full"))
+    with pytest.raises(errors.StorageFailed):
+        begin(writer, "orders", b"1")
+    writer.abort(Deadline(5))
+    commit(open_writer(other), "letters", b"2")
+    commit(writer, "orders", b"1")
+    assert (values(other, "orders"), values(other, "letters")) == ([b"1"], [b"2"])
+
+
 @contextmanager
 def failing_and_gone(store, happens):
     """Let the next commit of a store fail, behind which its file is away until the block ends."""

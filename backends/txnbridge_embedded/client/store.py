@@ -386,6 +386,7 @@ class Store:
                 raise
         with self.writing(connection, deadline, f"creating topic {name!r}"):
             add_topic(connection, name, self._create_topics, deadline)
+        with self.reading(connection, deadline):  # only now: if the commit fails, other topics get these ids
             return self.topic(connection, name)
 
     def forget_topic(self, name: str) -> None:
