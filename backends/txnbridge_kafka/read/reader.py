@@ -186,7 +186,9 @@ class KafkaReader(Reader):
         topics = {message.topic for message in messages}
         try:
             topic_ids = self._requests.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
-        except errors.BrokerUnavailable as error:
+        except errors.TxnBridgeError as error:
+            if not isinstance(error, errors.BrokerUnavailable):
+                self._assignment.errors.append(error)  # for the next poll: these messages are not returned again
             _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
             return messages
         self._check_at = time.monotonic() + _TOPIC_ID_CHECK_SECONDS

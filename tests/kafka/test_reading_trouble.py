@@ -1,0 +1,60 @@
+"""A reader whose client or broker fails while there are messages: it skips none. The client's messages are made up."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from confluent_kafka import KafkaError
+from confluent_kafka import Message as Raw
+from txnbridge_kafka.read import reader
+from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState
+from txnbridge_kafka.read.reader import KafkaReader
+from txnbridge_kafka.settings import Timing
+
+from tests.failing import answer_calls, raising
+from txnbridge.errors import AccessDenied
+from txnbridge.spi import Deadline, Subscription
+
+pytestmark = pytest.mark.offline
+
+PLACE = ("orders", 0)
+
+
+def message(offset: int, error: KafkaError | None = None) -> Raw:
+    make: Any = Raw
+    return make(topic="orders", partition=0, offset=offset, value=b"v", error=error)
+
+
+@pytest.fixture
+def reader_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KafkaReader]:
+    """Open a reader in a group whose client returns these batches, one for each call."""
+
+    def open_reader(*batches: list[Raw], topic_ids: Callable[..., Any] = lambda *_: {}) -> KafkaReader:
+        partition, left = KafkaPartition(PLACE), deque(batches)
+        partition.state, partition.next = PartitionReadState.READING, 0
+        state = {"partitions": {PLACE: partition}, "paused": set(), "errors": deque(), "prefetched": []}
+        assignment = Mock(**state, revocations=0, fetch=lambda *_: left.popleft() if left else [])
+        lookup = Mock(busy=False, **{"starts.owner.return_value": "the position of group 'billing'"})
+        answer_calls(monkeypatch, reader, "KafkaAssignment", assignment)
+        answer_calls(monkeypatch, reader, "KafkaGroupStartPositions")
+        answer_calls(monkeypatch, reader, "StartLookup", lookup)
+        answer_calls(monkeypatch, reader, "GroupRebalance", Mock(joins=False))
+        cluster: Any = Mock(**{"settings.timing": Timing(), "requests.topic_ids": topic_ids})
+        return KafkaReader(Subscription(("orders",), "billing"), Mock(), Mock(), cluster, Deadline(5))
+
+    return open_reader
+
+
+def test_a_poll_skips_no_message_while_the_broker_refuses_to_say_whether_the_topic_is_the_same(reader_of) -> None:
+    """The login of that question is refused, because its password was changed; the client is logged in."""
+    refuses = raising(AccessDenied("the login is refused"))
+    reader = reader_of([message(0), message(1)], [message(2)], topic_ids=refuses)
+    found, refused = list[int](), 0
+    for _ in range(9):
+        try:
+            found += [each.position[0] for each in reader.poll(2, Deadline(0))]
+        except AccessDenied:
+            refused += 1
+    assert found == [0, 1, 2] and refused
