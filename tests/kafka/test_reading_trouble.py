@@ -14,12 +14,13 @@ from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Timing
 
 from tests.failing import answer_calls, raising
-from txnbridge.errors import AccessDenied
+from txnbridge.errors import AccessDenied, PositionLost
 from txnbridge.spi import Deadline, Subscription
 
 pytestmark = pytest.mark.offline
 
 PLACE = ("orders", 0)
+NO_OFFSET = -1001  # what the client calls an invalid one
 
 
 def message(offset: int, error: KafkaError | None = None) -> Raw:
@@ -58,3 +59,16 @@ def test_a_poll_skips_no_message_while_the_broker_refuses_to_say_whether_the_top
         except AccessDenied:
             refused += 1
     assert found == [0, 1, 2] and refused
+
+
+def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_also_if_it_has_grown_again(
+    reader_of,
+) -> None:
+    """The client compares the leaders' epochs, and names no offset."""
+    truncated: Any = KafkaError(KafkaError._AUTO_OFFSET_RESET, "log truncation detected: broker end offset is 1")
+    reader = reader_of([message(0), message(1)], [message(NO_OFFSET, truncated)])
+    assert [each.position for each in reader.poll(2, Deadline(0))] == [(0,), (1,)]
+    for _ in range(2):
+        with pytest.raises(PositionLost, match=r"position of group 'billing' is 2 in orders\[0\].*truncat.*seek"):
+            reader.poll(2, Deadline(5))
+    assert reader.positions() == {PLACE: (2,)}

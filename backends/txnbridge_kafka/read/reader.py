@@ -239,10 +239,12 @@ class KafkaReader(Reader):
         if error.code() == KafkaError._PARTITION_EOF:
             if assigned is not None and reading and assigned.reached is not None:
                 assigned.reached = message.offset()
-        elif error.code() in _OUT_OF_RANGE:
-            # An error from before a seek is ignored.
-            if assigned is not None and reading and message.offset() >= (assigned.next or 0):
-                assigned.seek(SeekRequest(refused=assigned.next, topic_id=assigned.topic_id))
+        elif error.code() in _OUT_OF_RANGE and assigned is not None and reading:
+            at = assigned.next or 0
+            if message.offset() is None:  # by the leaders' epochs the client knows that the log was truncated
+                assigned.lose(out_of_range_text(self._lookup.starts.owner(), partition, at, 0, None), at)
+            elif message.offset() >= at:  # otherwise the error is from before a seek
+                assigned.seek(SeekRequest(refused=at, topic_id=assigned.topic_id))
         elif error.code() == KafkaError._FATAL:
             self._fatal_error = translate(error, f"reading in group {self._assignment.context.group!r}")
             self._fatal_error.__cause__ = KafkaException(error)

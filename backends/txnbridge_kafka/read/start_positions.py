@@ -328,8 +328,8 @@ def recreated_text(name: str, partition: Partition, at: int) -> str:
     )
 
 
-def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """Return the error text for the offset `at` of `owner`, which is not between a partition's `begin` and `end`."""
+def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int | None) -> str:
+    """Return the error text for an offset of `owner` that is before a partition's `begin` or behind its (old) `end`."""
     topic, number = partition
     if at < begin:
         return (
@@ -337,9 +337,10 @@ def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end
             f" Nothing was skipped. To continue without the removed messages: seek({{({topic!r}, {number}):"
             f" ({begin},)}})"
         )
+    ended = "ended before" if end is None else f"ends at {end}"
     return (
-        f"{owner} is {at} in {topic}[{number}], but the log ends at {end}: it was truncated, or the topic was deleted"
-        f" and created again. Nothing was skipped. Choose where to continue: seek({{({topic!r}, {number}): (offset,)}})"
+        f"{owner} is {at} in {topic}[{number}], but the log {ended}: it was truncated, or the topic was deleted and"
+        f" created again. Nothing was skipped. Choose where to continue: seek({{({topic!r}, {number}): (offset,)}})"
     )
 
 
