@@ -201,6 +201,7 @@ class KafkaDecisionLog(DecisionLog):
                 # A duplicate record is harmless, because the first one counts. An idempotent producer would first need
                 # a producer id, which may take half a second at the start and after each lost answer.
                 "enable.idempotence": False,
+                "retries": 0,  # the last error says nothing of earlier copies; who appends repeats it
                 "linger.ms": 0,
                 "message.max.bytes": 1_000_000,  # a record has 900,000 bytes at most; the user's limit is for messages
             }

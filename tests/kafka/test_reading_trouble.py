@@ -20,10 +20,10 @@ from txnbridge.spi import Deadline, Subscription
 pytestmark = pytest.mark.offline
 
 PLACE = ("orders", 0)
-NO_OFFSET = -1001  # what the client calls an invalid one
+NO_OFFSET, AUTO_OFFSET_RESET = -1001, -140  # librdkafka's numbers
 
 
-def message(offset: int, error: KafkaError | None = None) -> Raw:
+def message(offset: int, error: KafkaError | None = None) -> Any:
     make: Any = Raw
     return make(topic="orders", partition=0, offset=offset, value=b"v", error=error)
 
@@ -65,7 +65,7 @@ def test_a_log_that_was_truncated_below_the_next_message_raises_position_lost_al
     reader_of,
 ) -> None:
     """The client compares the leaders' epochs, and names no offset."""
-    truncated: Any = KafkaError(KafkaError._AUTO_OFFSET_RESET, "log truncation detected: broker end offset is 1")
+    truncated: Any = KafkaError(AUTO_OFFSET_RESET, "log truncation detected: broker end offset is 1")
     reader = reader_of([message(0), message(1)], [message(NO_OFFSET, truncated)])
     assert [each.position for each in reader.poll(2, Deadline(0))] == [(0,), (1,)]
     for _ in range(2):

@@ -5,8 +5,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
@@ -14,12 +16,19 @@ from txnbridge_kafka import decision_log
 from txnbridge_kafka.decision_log import SharedProducer
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.security import Access
+from txnbridge_kafka.topics import KafkaTopics
 
 from tests.failing import answer_calls
 from tests.interrupts import interrupted_everywhere
+from tests.kafka.mock_kit import HANG_UP, MockCluster
+from tests.kafka.test_settings import read
+from txnbridge._base.url import parse_url
+from txnbridge.errors import AccessDenied, OutcomeUnknown
 from txnbridge.spi import Deadline, Emitter
 
 pytestmark = pytest.mark.offline
+
+NOT_ENOUGH_REPLICAS_AFTER_APPEND, TOPIC_AUTHORIZATION_FAILED = 20, 29
 
 
 class Delivered:
@@ -156,3 +165,18 @@ def test_a_consumer_that_gets_no_answer_is_replaced(monkeypatch: pytest.MonkeyPa
     log = decision_log.KafkaDecisionLog(settings, "app", Deadline(5), Emitter("test", ()), topics)
     assert log.end(Deadline(60)) == (5,) == log.end(Deadline(60))
     assert (consumers.made, consumers.closed) == (2, [0])
+
+
+@pytest.mark.parametrize("first", [NOT_ENOUGH_REPLICAS_AFTER_APPEND, HANG_UP])
+def test_a_record_that_may_be_stored_is_not_called_refused_when_a_later_copy_is(first: int) -> None:
+    """Its first copy was stored on too few replicas, or nobody knows; then this user lost the right to write."""
+    with closing(MockCluster("_txnbridge-log-app")) as cluster:
+        topics: Any = Mock(spec=KafkaTopics)
+        settings = read(url=parse_url(cluster.url)[0])
+        with closing(decision_log.KafkaDecisionLog(settings, "app", Deadline(5), Emitter("test", ()), topics)) as log:
+            assert log.append(b"1", Deadline(20)) == (0,)
+            cluster.fail("Produce", first, TOPIC_AUTHORIZATION_FAILED)
+            with pytest.raises(OutcomeUnknown):
+                log.append(b"2", Deadline(20))
+            with pytest.raises(AccessDenied):
+                log.append(b"3", Deadline(20))
