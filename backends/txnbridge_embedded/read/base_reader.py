@@ -247,13 +247,12 @@ class PollingReader(Reader):
             self._cursor(partition).paused = False
 
     def _cursor(self, partition: Partition) -> Cursor:
-        try:
-            return self._cursors[partition]
-        except KeyError:
+        if partition not in self._cursors:
             topic, number = partition
             raise errors.InvalidState(
                 f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
-            ) from None
+            )
+        return self._cursors[partition]
 
     def _reading(self, deadline: Deadline) -> AbstractContextManager[FileConnection]:
         """Return a context manager with a snapshot of the file."""

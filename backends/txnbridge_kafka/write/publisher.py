@@ -124,10 +124,7 @@ class KafkaPublisher(Publisher):
         """Take delivery reports for `wait` seconds; return how many are missing. Raise `DeliveryFailed` if refused."""
         self._unserved = 0
         try:
-            if flush:
-                producer.flush(wait)
-            else:
-                producer.poll(wait)
+            (producer.flush if flush else producer.poll)(wait)
         except (KafkaException, SystemError) as error:
             cause = kafka_error(error)
             if cause is None:
