@@ -187,6 +187,30 @@ def test_retention_stops_before_the_first_undecided_message(broker, clock):
     assert values(broker, "orders") == []
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_group_that_has_read_every_message_lost_none_behind_an_aborted_transaction(broker, clock, join, stopped):
+    """Retention goes beyond the offsets of the aborted transaction; no message of the group is there."""
+    create(broker, retention_seconds=3600)
+    commit(open_writer(broker), "orders", b"read")
+    member = join("orders")
+    member.ack(*member.take(1))
+    broker.abort(prepare(broker, "orders", b"aborted", b"aborted"), NO_LEDGER, Deadline(5))
+    if stopped:
+        member.close()
+    else:
+        assert member.poll() == []
+    clock.ahead += 2 * 3_600_000
+    trim(broker)
+    commit(open_writer(broker), "orders", b"new")
+    if stopped:
+        member = join("orders")
+    (new,) = member.take(1)
+    member.ack(new)
+    member.close()
+    commit(open_writer(broker), "orders", b"last")
+    assert (new.value, [each.value for each in join("orders").take(1)]) == (b"new", [b"last"])
+
+
 def test_much_is_removed_in_pieces(opened, clock):
     broker = opened(timing=Timing(removed_rows=3))
     create(broker, retention_seconds=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 from txnbridge.spi import Deadline
+from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.client.store import FileConnection, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome.ending import remove_messages
 from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
@@ -41,7 +42,7 @@ def _trim_batch(store: Store, connection: sqlite3.Connection, topic: StoredTopic
 
 
 def _removable(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> tuple[int, int] | None:
-    """Return a partition's oldest offset, and the first offset that retention keeps; None if it keeps all."""
+    """Return a partition's oldest offset, and the one behind the last message to be removed; None if there is none."""
     row = connection.execute("SELECT first, next, bytes FROM partitions WHERE id = ?", (partition,)).fetchone()
     if row is None:
         return None
@@ -53,8 +54,12 @@ def _removable(connection: sqlite3.Connection, topic: StoredTopic, partition: in
     (undecided,) = connection.execute(
         "SELECT min(first) FROM undecided WHERE partition_id = ?", (partition,)
     ).fetchone()
-    end = min(end, following if undecided is None else undecided)
-    return (first, end) if end > first else None
+    end, base = min(end, following if undecided is None else undecided), partition << OFFSET_BITS
+    # An aborted transaction may follow that message: a group that has read all messages has its position between them.
+    (last,) = connection.execute(
+        "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + first, base + end)
+    ).fetchone()
+    return None if last is None else (first, last - base + 1)
 
 
 def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
