@@ -359,8 +359,7 @@ class Store:
 
     def topic(self, connection: FileConnection, name: str) -> StoredTopic:
         """Return a topic, from the cache if it was read within the last second. Raise `NotFound` if it is missing."""
-        known = self._cached_topic(name)
-        if known is not None:
+        if (known := self._cached_topic(name)) is not None:
             return known
         topic = read_topic(connection, name)
         if topic is None:
@@ -375,8 +374,7 @@ class Store:
 
     def ensure_topic(self, connection: FileConnection, name: str, deadline: Deadline) -> StoredTopic:
         """Return a topic; create a missing one unless `create_topics` is 0. Not for use in `writing` or `reading`."""
-        known = self._cached_topic(name)
-        if known is not None:
+        if (known := self._cached_topic(name)) is not None:
             return known
         try:
             with self.reading(connection, deadline):

@@ -70,10 +70,8 @@ def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partiti
     if kept_ms is None:
         return 0
     oldest_kept = now_ms() - kept_ms
-    (offset,) = connection.execute(
-        "SELECT max(offset) FROM marks WHERE partition_id = ? AND at <= ?", (partition, oldest_kept)
-    ).fetchone()
-    (newest,) = connection.execute("SELECT max(at) FROM marks WHERE partition_id = ?", (partition,)).fetchone()
+    query = "SELECT max(CASE WHEN at <= ? THEN offset END), max(at) FROM marks WHERE partition_id = ?"
+    offset, newest = connection.execute(query, (oldest_kept, partition)).fetchone()
     # A message gets a mark if the last mark is older than MARK_EVERY_MS. So no message is newer than this sum.
     if newest is not None and newest + MARK_EVERY_MS <= oldest_kept:
         return following
