@@ -18,6 +18,7 @@ from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.client import consumer as consumer_module
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
@@ -48,7 +49,7 @@ from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.core.reading_kit import by_partition
-from tests.failing import EACH, answer_calls, fail_call, raising
+from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_everywhere
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
@@ -447,6 +448,40 @@ def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:
     with pytest.raises(KeyboardInterrupt):
         TransactionProducer(cluster_with(client=client), "t", "").send(wire.Single(b""), TXN, receipts, Deadline(SOON))
     assert not receipts.settled
+
+
+def test_an_entry_that_is_refused_before_the_connection_is_lost_once_more_is_not_taken_for_stored(monkeypatch) -> None:
+    """Two entries are sent again after a loss; the broker refuses the first, and is gone before the second."""
+    written: list[bytes] = []
+
+    def take(peer: Peer, fields: dict[str, Any]) -> None:
+        answer = {"producer_id": fields["producer_id"], "sequence_id": fields["sequence_id"]}
+        if len(broker.peers) == 1 and fields["sequence_id"] == 1:
+            peer.hang_up()
+        elif len(broker.peers) == 2 and fields["sequence_id"] == 0:
+            peer.say("send_error", **answer, error=22, message="no")
+            peer.say("ping")
+        elif len(broker.peers) == 2:
+            peer.say("send_receipt", **answer, message_id={"ledger_id": 1, "entry_id": 0})
+
+    def write(call: Any, connection: Any, frame: bytes, deadline: Any) -> None:
+        written.append(frame)
+        if len(written) == 4:
+            broker.wait_for("pong")
+            raise wire.BrokerConnectionLost("it broke")
+        call(connection, frame, deadline)
+
+    replace_method(monkeypatch, BrokerConnection, "write", write)
+    with fake_broker(send=take) as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        topics = SimpleNamespace(deduplicates=lambda *_: True)
+        producer, receipts = TransactionProducer(cluster_with(client=client, topics=topics), "t", ""), PendingReceipts()
+        for value in b"0", b"1":
+            producer.send(wire.Single(value), TXN, receipts, Deadline(SOON))
+        assert receipts.wait(Deadline(SOON)) and producer in receipts.lost
+        assert producer.recover(receipts, Deadline(SOON)) and receipts.wait(Deadline(SOON))
+    assert written[1] == written[3] == written[4] and receipts.settled
+    assert isinstance(receipts.failure, wire.NotAllowed)
 
 
 def test_messages_whose_acknowledgement_was_interrupted_come_again_after_the_abort() -> None:
