@@ -633,6 +633,20 @@ def test_unconfirmed_sends_keep_their_order_also_when_they_are_lost_while_they_a
         assert written == [send.frame for send in sends[:after]]
 
 
+def test_an_interrupt_behind_any_call_of_a_resending_drops_no_send(broker, client):
+    number, where = 1, "the start"
+    while where:
+        producer = client.create_producer("t", timeout=SOON)
+        sends = [producer.send(wire.Single(b"%d" % value), timeout=SOON) for value in range(3)]
+        cut(producer)
+        producer.reopen(SOON)
+        where = interrupted_at(lambda producer=producer: producer.resend(SOON), number, ("client/producer.py",))
+        cut(producer)
+        assert producer.unconfirmed == sends, f"sends are missing after an interrupt at {where}"
+        number += 1
+    assert number > 20
+
+
 def test_sequence_ids_of_forgotten_sends_are_not_used_again(broker, client, producer):
     producer.send(wire.Single(b"0"), timeout=SOON)
     broker.wait_for("send")

@@ -222,15 +222,14 @@ class PulsarProducer:
         deadline = ClientDeadline(timeout)
         with self._send_order(deadline):
             connection = self._open_connection()
-            with self._state:
-                sends, self._unconfirmed = self._unconfirmed, []
-            for at, send in enumerate(sends):
+            sends = self.unconfirmed
+            for send in sends:
                 send.begin_again()
                 send.when_done(when_done)
                 try:
                     self._write(connection, send, deadline)
-                except BrokerConnectionLost:
-                    self._keep_unconfirmed(sends[at:])
+                except BaseException:  # also an interrupt, after which the entry may be under way or not
+                    self._keep_unconfirmed([send])
                     raise
         return sends
 
@@ -278,6 +277,8 @@ class PulsarProducer:
             if self._lost is not None:
                 raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
             self._pending[send.sequence_id] = send
+            if send in self._unconfirmed:
+                self._unconfirmed.remove(send)
         connection.write(send.frame, deadline)
 
     def _cancel_send(self, send: Send) -> None:
