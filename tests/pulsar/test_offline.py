@@ -38,6 +38,7 @@ from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.topics import PulsarTopics
+from txnbridge_pulsar.write import fence as fence_module
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
 from txnbridge_pulsar.write.acks import PulsarAckContext
@@ -440,6 +441,45 @@ def test_a_fence_topic_that_cannot_be_taken_leaves_no_connection() -> None:
         fence.take(Deadline(SOON))
     fence.close(Deadline(SOON))
     assert hung_up == ["fence opening"]
+
+
+def test_an_owner_whose_lost_connection_a_broker_still_counts_as_open_is_not_fenced(monkeypatch) -> None:
+    """Only the broker's end of the first connection is missing: its exclusive producer is the owner's own."""
+    holder: list[str] = []
+    stored: list[int] = []
+
+    def open_producer(peer: Peer, fields: dict[str, Any]) -> None:
+        name = fields.get("producer_name") or f"given-{len(broker.wait_for('producer'))}"
+        if holder and fields["producer_access_mode"] == wire.AccessMode.EXCLUSIVE:
+            text = f"Topic has an existing exclusive producer: {holder[0]}"
+            peer.answer(fields, "error", error=25, message=text)
+            return
+        holder[:] = [name]
+        peer.answer(fields, "producer_success", producer_name=name, last_sequence_id=-1, topic_epoch=1)
+
+    def close_producer(peer: Peer, fields: dict[str, Any]) -> None:
+        holder.clear()
+        peer.answer(fields, "success")
+
+    def store(peer: Peer, fields: dict[str, Any]) -> None:
+        stored.append(fields["sequence_id"])
+        id = {"ledger_id": 1, "entry_id": len(stored)}
+        peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=stored[-1], message_id=id)
+
+    with fake_broker() as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        broker.handlers.update(producer=open_producer, close_producer=close_producer, send=store)
+        topics = SimpleNamespace(internal=lambda *_: "t", trim=lambda *_: None)
+        fence = Fence(cluster_with(topics=topics, client=client), "id", "opening")
+        record = FenceRecord("opening", "host", 1)
+        answer_calls(monkeypatch, fence_module, "last_fence_record", (wire.MessageId(1, 0), record))
+        fence.take(Deadline(SOON))
+        fence.write(lambda: record, Deadline(SOON))
+        client.hang_up("fence opening")
+        fence.write(lambda: record, Deadline(SOON))
+        modes = [frame.fields["producer_access_mode"] for frame in broker.wait_for("producer")]
+        fence.close(Deadline(SOON))
+    assert modes == [3, 1, 1, 3] and len(stored) == 2
 
 
 def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:

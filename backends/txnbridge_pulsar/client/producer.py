@@ -145,14 +145,14 @@ class PulsarProducer:
         So fencing is requested only if the existing producer is our own, on an older connection whose end the broker
         has not noticed.
         """
-        access = self._options.access
-        if access is AccessMode.EXCLUSIVE_WITH_FENCING and self.topic_epoch is not None:
-            try:
-                return self._request_producer(connection, AccessMode.EXCLUSIVE, deadline)
-            except ProducerFenced as error:
-                if not error.text.endswith(f" existing exclusive producer: {self.name}"):
-                    raise
-        return self._request_producer(connection, access, deadline)
+        if self.topic_epoch is None:
+            return self._request_producer(connection, self._options.access, deadline)
+        try:
+            return self._request_producer(connection, AccessMode.EXCLUSIVE, deadline)
+        except ProducerFenced as error:
+            if not error.text.endswith(f" existing exclusive producer: {self.name}"):
+                raise
+        return self._request_producer(connection, AccessMode.EXCLUSIVE_WITH_FENCING, deadline)
 
     def _request_producer(self, connection: BrokerConnection, access: AccessMode, deadline: ClientDeadline) -> Fields:
         options = self._options
