@@ -422,6 +422,23 @@ def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner
     owner.end_delivery.close(Deadline(0))
 
 
+@pytest.mark.parametrize("refusal", [None, "it is still away", "not a superuser"])
+def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_has_missed(monkeypatch, refusal) -> None:
+    """By it a waiting reader frees the topic, or an administrator, before another transaction drops the messages."""
+    away, denied = wire.BrokerConnectionLost("it is still away"), wire.NotAuthorized(4, "not a superuser")
+    end = Mock(side_effect={None: None, "it is still away": away, "not a superuser": denied}[refusal])
+    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end)))
+    owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
+    removed = answer_calls(monkeypatch, owner_module, "remove", note=lambda _, topic, __: topic)
+    (used,) = owner.open_writers(1, Deadline(SOON))
+    assert isinstance(used, PulsarWriter)
+    used.proof = PROOF_LOCATION
+    moved = Participant("t", None, Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0), 0)
+    owner.end_delivery.ended(TXN, True, [moved], Deadline(SOON), over(1, "t"))
+    owner.close(Deadline(0.1))
+    assert removed == ([] if refusal else [PROOF_LOCATION.topic])
+
+
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing()
     answer_calls(monkeypatch, TransactionProducer, "ready")

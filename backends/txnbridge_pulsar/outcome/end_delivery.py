@@ -158,6 +158,7 @@ class EndDelivery:
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
         self._delivering: dict[Participant, None] = {}  # those to which a call sends ends again
         self._last_at = self._moved_at = 0.0
+        self.has_given_up = False  # whether a topic or group may have missed an end for good
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -225,6 +226,7 @@ class EndDelivery:
         return True
 
     def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: object) -> None:
+        self.has_given_up = True
         if committed := [str(each.txn) for each in ended if each.commit]:
             _log.error(
                 "%s was unloaded while these transactions were committed: %s. The commits may not have reached the"
