@@ -270,6 +270,28 @@ def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read
     assert end.call_count == 2
 
 
+def test_a_group_that_has_missed_a_commit_is_told_of_it_although_its_member_is_closed_meanwhile(monkeypatch) -> None:
+    monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
+    end = Mock(side_effect=[wire.BrokerConnectionLost("it is still away"), None])
+    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_subscription=end)))
+    end_delivery = EndDelivery(cluster)
+    with fake_broker() as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        consumer = client.subscribe("t", "s", timeout=SOON)
+        used = Participant("t", "s", consumer, consumer.generation)
+        (opened,) = broker.wait_for("subscribe")
+        broker.peers[0].say("close_consumer", consumer_id=opened.fields["consumer_id"], request_id=2**64 - 1)
+        wait_until(lambda: consumer.lost)
+        end_delivery.ended(TXN, True, [used], Deadline(SOON))
+        for _ in range(2):
+            consumer.close(SOON)
+        never_lost = client.subscribe("u", "s", timeout=SOON)
+        never_lost.close(SOON)
+        end_delivery.ended(TXN, True, [Participant("u", "s", never_lost, never_lost.generation)], Deadline(SOON))
+        end_delivery.close(Deadline(SOON))
+    assert [given.args[1] for given in end.call_args_list] == ["t", "t"]
+
+
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]

@@ -53,10 +53,12 @@ class Participant(NamedTuple):
 
     @property
     def has_moved(self) -> bool:
-        lost = self.user.lost
+        lost: BaseException | None = self.user.lost
+        while isinstance(lost, wire.Closed):  # its cause is an earlier loss
+            lost = lost.__cause__
         # An unload does not reach a producer or consumer that this process has closed; see `wait_for_unload_notices`.
-        ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
-        return self.user.generation != self.generation or (lost is not None and not ours)
+        ours = lost is None or isinstance(lost.__cause__, wire.Closed)
+        return self.user.generation != self.generation or not ours
 
 
 @dataclass(frozen=True)
