@@ -445,7 +445,9 @@ def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner
 
 
 @pytest.mark.parametrize("refusal", [None, "it is still away", "not a superuser"])
-def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_has_missed(monkeypatch, refusal) -> None:
+def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_has_missed(
+    monkeypatch, refusal
+) -> None:
     """By it a waiting reader frees the topic, or an administrator, before another transaction drops the messages."""
     away, denied = wire.BrokerConnectionLost("it is still away"), wire.NotAuthorized(4, "not a superuser")
     end = Mock(side_effect={None: None, "it is still away": away, "not a superuser": denied}[refusal])
@@ -1059,6 +1061,28 @@ def test_entries_whose_acknowledgement_is_not_answered_in_time_come_again_with_t
         wait_until(lambda: pending == {2, 3})
         deliver(peer, id, sorted(pending))  # by the abort
         assert [message.value for message in member.take(2)] == [b"2", b"3"]
+
+
+@pytest.mark.parametrize("polled", ["before", "after"])
+def test_entries_whose_transaction_times_out_before_it_waits_for_the_answers_come_again(polled: str) -> None:
+    """The broker confirms the acknowledgements, and redelivers the entries before the writer looks at its answers."""
+
+    def acknowledge(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.answer(fields, "ack_response", consumer_id=id)
+        deliver(peer, id, [each["entry_id"] for each in fields["message_id"]])
+
+    with member_of([1], set(), "group", sharing="message") as (member, broker, ((peer, id),)):
+        broker.handlers["ack"] = acknowledge
+        member.has(1)
+        deliver(peer, id, (1, 2))
+        found = member.take(2)
+        sent = member.reader.ack_context().acknowledge(TXN, by_partition(found), Deadline(SOON))
+        consumer = member.partition("t").consumer
+        wait_until(lambda: consumer.arrived == 4)
+        again = member.take(2, SOON / 4) if polled == "before" else []
+        sent.settle(Deadline(SOON))
+        again += member.take(2 - len(again), SOON / 4)
+        assert [message.position for message in again] == [message.position for message in found]
 
 
 @pytest.mark.parametrize("call", ["append", "end"])
