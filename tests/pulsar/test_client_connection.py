@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -640,7 +641,7 @@ def test_an_interrupt_behind_any_call_of_a_resending_drops_no_send(broker, clien
         sends = [producer.send(wire.Single(b"%d" % value), timeout=SOON) for value in range(3)]
         cut(producer)
         producer.reopen(SOON)
-        where = interrupted_at(lambda producer=producer: producer.resend(SOON), number, ("client/producer.py",))
+        where = interrupted_at(partial(producer.resend, SOON), number, ("client/producer.py",))
         cut(producer)
         assert producer.unconfirmed == sends, f"sends are missing after an interrupt at {where}"
         number += 1

@@ -1068,8 +1068,8 @@ def test_entries_whose_transaction_times_out_before_it_waits_for_the_answers_com
     """The broker confirms the acknowledgements, and redelivers the entries before the writer looks at its answers."""
 
     def acknowledge(peer: Peer, fields: dict[str, Any]) -> None:
-        peer.answer(fields, "ack_response", consumer_id=id)
-        deliver(peer, id, [each["entry_id"] for each in fields["message_id"]])
+        peer.answer(fields, "ack_response", consumer_id=fields["consumer_id"])
+        deliver(peer, fields["consumer_id"], [each["entry_id"] for each in fields["message_id"]])
 
     with member_of([1], set(), "group", sharing="message") as (member, broker, ((peer, id),)):
         broker.handlers["ack"] = acknowledge
