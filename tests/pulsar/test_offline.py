@@ -1015,6 +1015,38 @@ def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_
         assert [message.position for message in again] == [message.position for message in found]
 
 
+def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_checked() -> None:
+    """The broker skips the entries of the other one as above."""
+    broken: set[int] = set()
+    bounds = {"last_message_id": (1, 3), "consumer_mark_delete_position": (1, 0)}
+    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+
+    def go_back(peer: Peer, fields: dict[str, Any]) -> None:
+        if len(broker.wait_for("redeliver")) > 1 and fields["consumer_id"] == ids["0"]:
+            deliver(peer, ids["0"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
+
+    def subscribe(peer: Peer, fields: dict[str, Any]) -> None:
+        if broken:
+            peer.answer(fields, "error", error=5, message="the subscription is of another type")
+        else:
+            open_one(peer, fields)
+
+    with member_of([2], set(), "group", timing=Timing(idle_check_seconds=0.5)) as (member, broker, ((peer, _), _)):
+        open_one = broker.handlers["subscribe"]
+        answer = replies("get_last_message_id_response", **told)
+        broker.handlers.update(get_last_message_id=answer, redeliver=go_back, subscribe=subscribe)
+        ids = {each.fields["topic"][-1]: each.fields["consumer_id"] for each in broker.wait_for("subscribe", 2)}
+        member.has(2)
+        broken.add(1)
+        peer.say("close_consumer", consumer_id=ids["1"], request_id=0)
+        member.until(lambda: ("lost", ("t", 1)) in member.listener.told)
+        deliver(peer, ids["0"], (1, 2, 3))
+        found = member.take(3)
+        member.seek({("t", 0): found[0].position})
+        again = member.take(3, SOON / 4)
+        assert [message.position for message in again] == [message.position for message in found]
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["in order", "the second chunk comes before the first again"])
 def test_a_busy_member_gives_chunks_back_until_their_message_is_whole(monkeypatch, is_late: bool) -> None:
     """Their key may have moved to another member, to which the broker then sends nothing of it (hazard H159)."""
