@@ -93,9 +93,8 @@ class Fence:
                         raise
                 # Another process opens the same id at this moment. Random pauses let one of the two succeed.
                 time.sleep(random.uniform(0, _BUSY_PAUSE_SECONDS))
-        last = last_fence_record(self._cluster, self.topic, deadline)
-        self._last = None if last is None else last[0]
-        return None if last is None else last[1]
+        self._last, record = last_fence_record(self._cluster, self.topic, deadline) or (None, None)
+        return record
 
     def _fence_older_producer(self, deadline: Deadline) -> None:
         """Fence the topic's producer by opening an exclusive producer with fencing, and close the new producer.
