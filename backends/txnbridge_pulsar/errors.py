@@ -57,9 +57,8 @@ def _refusal(error: wire.ServerError, text: str) -> errors.TxnBridgeError:
         return errors.NotSupported(
             f"{text}; messages of a bridge have no schema: switch isSchemaValidationEnforced off there"
         )
-    if error.code == wire.ServerErrorCode.PERSISTENCE or error.code in _QUOTA:
-        return errors.StorageFailed(text)
-    return errors.BrokerUnavailable(text)
+    is_full_or_broken = error.code == wire.ServerErrorCode.PERSISTENCE or error.code in _QUOTA
+    return (errors.StorageFailed if is_full_or_broken else errors.BrokerUnavailable)(text)
 
 
 @contextmanager

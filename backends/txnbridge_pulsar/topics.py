@@ -272,9 +272,6 @@ class PulsarTopics:
 
 
 def _refusal(refused: RestRefused, what: str) -> TxnBridgeError:
-    text = f"{what}: {refused}"
-    if refused.status == 404:
-        return NotFound(text)
-    if refused.status == 409:
-        return InvalidState(text)
-    return InvalidOption(text) if refused.status in (400, 406, 412) else unavailable(refused, what)
+    invalid: dict[int, type[TxnBridgeError]] = dict.fromkeys((400, 406, 412), InvalidOption)
+    kind = {**invalid, 404: NotFound, 409: InvalidState}.get(refused.status)
+    return unavailable(refused, what) if kind is None else kind(f"{what}: {refused}")

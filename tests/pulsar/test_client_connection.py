@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -631,6 +632,20 @@ def test_unconfirmed_sends_keep_their_order_also_when_they_are_lost_while_they_a
         client.hang_up("")  # the loss is told to the producer only now
         assert producer.unconfirmed == sends
         assert written == [send.frame for send in sends[:after]]
+
+
+def test_an_interrupt_behind_any_call_of_a_resending_drops_no_send(broker, client):
+    number, where = 1, "the start"
+    while where:
+        producer = client.create_producer("t", timeout=SOON)
+        sends = [producer.send(wire.Single(b"%d" % value), timeout=SOON) for value in range(3)]
+        cut(producer)
+        producer.reopen(SOON)
+        where = interrupted_at(partial(producer.resend, SOON), number, ("client/producer.py",))
+        cut(producer)
+        assert producer.unconfirmed == sends, f"sends are missing after an interrupt at {where}"
+        number += 1
+    assert number > 20
 
 
 def test_sequence_ids_of_forgotten_sends_are_not_used_again(broker, client, producer):

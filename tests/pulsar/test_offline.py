@@ -18,6 +18,7 @@ from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.client import consumer as consumer_module
+from txnbridge_pulsar.client.connecting.connection import BrokerConnection
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.client.format.codec import encode
 from txnbridge_pulsar.client.format.frames import command, parse, send_command
@@ -37,6 +38,7 @@ from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.settings import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.topics import PulsarTopics
+from txnbridge_pulsar.write import fence as fence_module
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
 from txnbridge_pulsar.write.acks import PulsarAckContext
@@ -48,7 +50,7 @@ from txnbridge_pulsar.write.publisher import PulsarPublisher
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.core.reading_kit import by_partition
-from tests.failing import EACH, answer_calls, fail_call, raising
+from tests.failing import EACH, answer_calls, fail_call, raising, replace_method
 from tests.in_time import Hold, wait_until
 from tests.interrupts import Interrupted, interrupted_everywhere
 from tests.pulsar.fake import FakeBroker, Peer, fake_broker, owns_everything, replies
@@ -268,6 +270,28 @@ def test_an_end_is_sent_again_to_a_moved_topic_until_the_credentials_can_be_read
     assert end.call_count == 2
 
 
+def test_a_group_that_has_missed_a_commit_is_told_of_it_although_its_member_is_closed_meanwhile(monkeypatch) -> None:
+    monkeypatch.setattr(EndDelivery, "watch", lambda _: None)
+    end = Mock(side_effect=[wire.BrokerConnectionLost("it is still away"), None])
+    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_subscription=end)))
+    end_delivery = EndDelivery(cluster)
+    with fake_broker() as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        consumer = client.subscribe("t", "s", timeout=SOON)
+        used = Participant("t", "s", consumer, consumer.generation)
+        (opened,) = broker.wait_for("subscribe")
+        broker.peers[0].say("close_consumer", consumer_id=opened.fields["consumer_id"], request_id=2**64 - 1)
+        wait_until(lambda: consumer.lost)
+        end_delivery.ended(TXN, True, [used], Deadline(SOON))
+        for _ in range(2):
+            consumer.close(SOON)
+        never_lost = client.subscribe("u", "s", timeout=SOON)
+        never_lost.close(SOON)
+        end_delivery.ended(TXN, True, [Participant("u", "s", never_lost, never_lost.generation)], Deadline(SOON))
+        end_delivery.close(Deadline(SOON))
+    assert [given.args[1] for given in end.call_args_list] == ["t", "t"]
+
+
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_end(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_call(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     end_delivery, used = EndDelivery(cluster_with()), [Participant("t", None, Mock(lost=None, generation=0), 0)]
@@ -420,6 +444,25 @@ def test_a_fence_record_names_commits_that_topics_have_missed_for_the_next_owner
     owner.end_delivery.close(Deadline(0))
 
 
+@pytest.mark.parametrize("refusal", [None, "it is still away", "not a superuser"])
+def test_closing_a_bridge_without_an_id_keeps_the_proof_of_a_commit_that_a_topic_has_missed(
+    monkeypatch, refusal
+) -> None:
+    """By it a waiting reader frees the topic, or an administrator, before another transaction drops the messages."""
+    away, denied = wire.BrokerConnectionLost("it is still away"), wire.NotAuthorized(4, "not a superuser")
+    end = Mock(side_effect={None: None, "it is still away": away, "not a superuser": denied}[refusal])
+    cluster = cluster_with(client=SimpleNamespace(transactions=SimpleNamespace(end_on_partition=end)))
+    owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), NO_LEDGER)
+    removed = answer_calls(monkeypatch, owner_module, "remove", note=lambda _, topic, __: topic)
+    (used,) = owner.open_writers(1, Deadline(SOON))
+    assert isinstance(used, PulsarWriter)
+    used.proof = PROOF_LOCATION
+    moved = Participant("t", None, Mock(lost=wire.BrokerConnectionLost("it has moved"), generation=0), 0)
+    owner.end_delivery.ended(TXN, True, [moved], Deadline(SOON), over(1, "t"))
+    owner.close(Deadline(0.1))
+    assert removed == ([] if refusal else [PROOF_LOCATION.topic])
+
+
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing()
     answer_calls(monkeypatch, TransactionProducer, "ready")
@@ -441,12 +484,85 @@ def test_a_fence_topic_that_cannot_be_taken_leaves_no_connection() -> None:
     assert hung_up == ["fence opening"]
 
 
+def test_an_owner_whose_lost_connection_a_broker_still_counts_as_open_is_not_fenced(monkeypatch) -> None:
+    """Only the broker's end of the first connection is missing: its exclusive producer is the owner's own."""
+    holder: list[str] = []
+    stored: list[int] = []
+
+    def open_producer(peer: Peer, fields: dict[str, Any]) -> None:
+        name = fields.get("producer_name") or f"given-{len(broker.wait_for('producer'))}"
+        if holder and fields["producer_access_mode"] == wire.AccessMode.EXCLUSIVE:
+            text = f"Topic has an existing exclusive producer: {holder[0]}"
+            peer.answer(fields, "error", error=25, message=text)
+            return
+        holder[:] = [name]
+        peer.answer(fields, "producer_success", producer_name=name, last_sequence_id=-1, topic_epoch=1)
+
+    def close_producer(peer: Peer, fields: dict[str, Any]) -> None:
+        holder.clear()
+        peer.answer(fields, "success")
+
+    def store(peer: Peer, fields: dict[str, Any]) -> None:
+        stored.append(fields["sequence_id"])
+        id = {"ledger_id": 1, "entry_id": len(stored)}
+        peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=stored[-1], message_id=id)
+
+    with fake_broker() as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        broker.handlers.update(producer=open_producer, close_producer=close_producer, send=store)
+        topics = SimpleNamespace(internal=lambda *_: "t", trim=lambda *_: None)
+        fence = Fence(cluster_with(topics=topics, client=client), "id", "opening")
+        record = FenceRecord("opening", "host", 1)
+        answer_calls(monkeypatch, fence_module, "last_fence_record", (wire.MessageId(1, 0), record))
+        fence.take(Deadline(SOON))
+        fence.write(lambda: record, Deadline(SOON))
+        client.hang_up("fence opening")
+        fence.write(lambda: record, Deadline(SOON))
+        modes = [frame.fields["producer_access_mode"] for frame in broker.wait_for("producer")]
+        fence.close(Deadline(SOON))
+    assert modes == [3, 1, 1, 3] and len(stored) == 2
+
+
 def test_an_entry_whose_sending_was_interrupted_counts_as_under_way() -> None:
     client = SimpleNamespace(create_producer=lambda *_, **__: SimpleNamespace(send=raising(KeyboardInterrupt)))
     receipts = PendingReceipts()
     with pytest.raises(KeyboardInterrupt):
         TransactionProducer(cluster_with(client=client), "t", "").send(wire.Single(b""), TXN, receipts, Deadline(SOON))
     assert not receipts.settled
+
+
+def test_an_entry_that_is_refused_before_the_connection_is_lost_once_more_is_not_taken_for_stored(monkeypatch) -> None:
+    """Two entries are sent again after a loss; the broker refuses the first, and is gone before the second."""
+    written: list[bytes] = []
+
+    def take(peer: Peer, fields: dict[str, Any]) -> None:
+        answer = {"producer_id": fields["producer_id"], "sequence_id": fields["sequence_id"]}
+        if len(broker.peers) == 1 and fields["sequence_id"] == 1:
+            peer.hang_up()
+        elif len(broker.peers) == 2 and fields["sequence_id"] == 0:
+            peer.say("send_error", **answer, error=22, message="no")
+            peer.say("ping")
+        elif len(broker.peers) == 2:
+            peer.say("send_receipt", **answer, message_id={"ledger_id": 1, "entry_id": 0})
+
+    def write(call: Any, connection: Any, frame: bytes, deadline: Any) -> None:
+        written.append(frame)
+        if len(written) == 4:
+            broker.wait_for("pong")
+            raise wire.BrokerConnectionLost("it broke")
+        call(connection, frame, deadline)
+
+    replace_method(monkeypatch, BrokerConnection, "write", write)
+    with fake_broker(send=take) as broker, wire.PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        topics = SimpleNamespace(deduplicates=lambda *_: True)
+        producer, receipts = TransactionProducer(cluster_with(client=client, topics=topics), "t", ""), PendingReceipts()
+        for value in b"0", b"1":
+            producer.send(wire.Single(value), TXN, receipts, Deadline(SOON))
+        assert receipts.wait(Deadline(SOON)) and producer in receipts.lost
+        assert producer.recover(receipts, Deadline(SOON)) and receipts.wait(Deadline(SOON))
+    assert written[1] == written[3] == written[4] and receipts.settled
+    assert isinstance(receipts.failure, wire.NotAllowed)
 
 
 def test_messages_whose_acknowledgement_was_interrupted_come_again_after_the_abort() -> None:
@@ -899,6 +1015,38 @@ def test_the_last_entries_of_a_topic_come_again_if_a_broker_skips_them_after_an_
         assert [message.position for message in again] == [message.position for message in found]
 
 
+def test_a_partition_that_cannot_be_reopened_keeps_no_other_one_from_being_checked() -> None:
+    """The broker skips the entries of the other one as above."""
+    broken: set[int] = set()
+    bounds = {"last_message_id": (1, 3), "consumer_mark_delete_position": (1, 0)}
+    told = {name: {"ledger_id": ledger, "entry_id": entry} for name, (ledger, entry) in bounds.items()}
+
+    def go_back(peer: Peer, fields: dict[str, Any]) -> None:
+        if len(broker.wait_for("redeliver")) > 1 and fields["consumer_id"] == ids["0"]:
+            deliver(peer, ids["0"], (1, 2, 3), consumer_epoch=fields["consumer_epoch"])
+
+    def subscribe(peer: Peer, fields: dict[str, Any]) -> None:
+        if broken:
+            peer.answer(fields, "error", error=5, message="the subscription is of another type")
+        else:
+            open_one(peer, fields)
+
+    with member_of([2], set(), "group", timing=Timing(idle_check_seconds=0.5)) as (member, broker, ((peer, _), _)):
+        open_one = broker.handlers["subscribe"]
+        answer = replies("get_last_message_id_response", **told)
+        broker.handlers.update(get_last_message_id=answer, redeliver=go_back, subscribe=subscribe)
+        ids = {each.fields["topic"][-1]: each.fields["consumer_id"] for each in broker.wait_for("subscribe", 2)}
+        member.has(2)
+        broken.add(1)
+        peer.say("close_consumer", consumer_id=ids["1"], request_id=0)
+        member.until(lambda: ("lost", ("t", 1)) in member.listener.told)
+        deliver(peer, ids["0"], (1, 2, 3))
+        found = member.take(3)
+        member.seek({("t", 0): found[0].position})
+        again = member.take(3, SOON / 4)
+        assert [message.position for message in again] == [message.position for message in found]
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["in order", "the second chunk comes before the first again"])
 def test_a_busy_member_gives_chunks_back_until_their_message_is_whole(monkeypatch, is_late: bool) -> None:
     """Their key may have moved to another member, to which the broker then sends nothing of it (hazard H159)."""
@@ -945,6 +1093,28 @@ def test_entries_whose_acknowledgement_is_not_answered_in_time_come_again_with_t
         wait_until(lambda: pending == {2, 3})
         deliver(peer, id, sorted(pending))  # by the abort
         assert [message.value for message in member.take(2)] == [b"2", b"3"]
+
+
+@pytest.mark.parametrize("polled", ["before", "after"])
+def test_entries_whose_transaction_times_out_before_it_waits_for_the_answers_come_again(polled: str) -> None:
+    """The broker confirms the acknowledgements, and redelivers the entries before the writer looks at its answers."""
+
+    def acknowledge(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.answer(fields, "ack_response", consumer_id=fields["consumer_id"])
+        deliver(peer, fields["consumer_id"], [each["entry_id"] for each in fields["message_id"]])
+
+    with member_of([1], set(), "group", sharing="message") as (member, broker, ((peer, id),)):
+        broker.handlers["ack"] = acknowledge
+        member.has(1)
+        deliver(peer, id, (1, 2))
+        found = member.take(2)
+        sent = member.reader.ack_context().acknowledge(TXN, by_partition(found), Deadline(SOON))
+        consumer = member.partition("t").consumer
+        wait_until(lambda: consumer.arrived == 4)
+        again = member.take(2, SOON / 4) if polled == "before" else []
+        sent.settle(Deadline(SOON))
+        again += member.take(2 - len(again), SOON / 4)
+        assert [message.position for message in again] == [message.position for message in found]
 
 
 @pytest.mark.parametrize("call", ["append", "end"])

@@ -491,7 +491,8 @@ class PulsarConsumer:
         if self._connection is not None:
             self._connection.remove("consumer", self._id)
         with self._state:
-            self._lost = Closed("the consumer is closed")
+            lost, self._lost = self._lost, Closed("the consumer is closed")
+            self._lost.__cause__ = lost
         self.inbox.leave(self)
         self.inbox.wake()
 

@@ -145,14 +145,14 @@ class PulsarProducer:
         So fencing is requested only if the existing producer is our own, on an older connection whose end the broker
         has not noticed.
         """
-        access = self._options.access
-        if access is AccessMode.EXCLUSIVE_WITH_FENCING and self.topic_epoch is not None:
-            try:
-                return self._request_producer(connection, AccessMode.EXCLUSIVE, deadline)
-            except ProducerFenced as error:
-                if not error.text.endswith(f" existing exclusive producer: {self.name}"):
-                    raise
-        return self._request_producer(connection, access, deadline)
+        if self.topic_epoch is None:
+            return self._request_producer(connection, self._options.access, deadline)
+        try:
+            return self._request_producer(connection, AccessMode.EXCLUSIVE, deadline)
+        except ProducerFenced as error:
+            if not error.text.endswith(f" existing exclusive producer: {self.name}"):
+                raise
+        return self._request_producer(connection, AccessMode.EXCLUSIVE_WITH_FENCING, deadline)
 
     def _request_producer(self, connection: BrokerConnection, access: AccessMode, deadline: ClientDeadline) -> Fields:
         options = self._options
@@ -222,15 +222,14 @@ class PulsarProducer:
         deadline = ClientDeadline(timeout)
         with self._send_order(deadline):
             connection = self._open_connection()
-            with self._state:
-                sends, self._unconfirmed = self._unconfirmed, []
-            for at, send in enumerate(sends):
+            sends = self.unconfirmed
+            for send in sends:
                 send.begin_again()
                 send.when_done(when_done)
                 try:
                     self._write(connection, send, deadline)
-                except BrokerConnectionLost:
-                    self._keep_unconfirmed(sends[at:])
+                except BaseException:  # also an interrupt, after which the entry may be under way or not
+                    self._keep_unconfirmed([send])
                     raise
         return sends
 
@@ -278,6 +277,8 @@ class PulsarProducer:
             if self._lost is not None:
                 raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
             self._pending[send.sequence_id] = send
+            if send in self._unconfirmed:
+                self._unconfirmed.remove(send)
         connection.write(send.frame, deadline)
 
     def _cancel_send(self, send: Send) -> None:

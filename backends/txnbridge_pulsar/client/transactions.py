@@ -111,13 +111,12 @@ class Transactions:
         coordinator carries out what was stored. Raise `BrokerConnectionLost` or `RequestTimedOut` without an answer;
         their `may_have_had_effect` is True unless nothing was sent.
         """
-        deadline = ClientDeadline(timeout)
-        fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
+        deadline, action = ClientDeadline(timeout), _COMMIT if commit else _ABORT
         for pause in backoff_pauses():
             connection = retry(deadline, lambda: self._coordinator(txn.most, deadline))
             try:
                 with self._forgetting_lost_coordinator(txn.most):
-                    connection.ask("end_txn", deadline, **fields)
+                    connection.ask("end_txn", deadline, **txn.fields, txn_action=action)
                 return
             except BrokerConnectionLost as error:
                 if error.may_have_had_effect or isinstance(error, RequestTimedOut) or deadline.left <= pause:
@@ -127,8 +126,7 @@ class Transactions:
     def send_abort(self, txn: TxnId, timeout: float) -> None:
         """Request an abort, and wait for no answer. Raise `PulsarError` if the request cannot be sent."""
         deadline = ClientDeadline(timeout)
-        fields = {**txn.fields, "txn_action": _ABORT}
-        self._coordinator(txn.most, deadline).request("end_txn", deadline, **fields)
+        self._coordinator(txn.most, deadline).request("end_txn", deadline, **txn.fields, txn_action=_ABORT)
 
     def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
         """End a transaction on one topic, for repair if no coordinator knows it. Only a superuser may do this."""

@@ -53,10 +53,12 @@ class Participant(NamedTuple):
 
     @property
     def has_moved(self) -> bool:
-        lost = self.user.lost
+        lost: BaseException | None = self.user.lost
+        while isinstance(lost, wire.Closed):  # its cause is an earlier loss
+            lost = lost.__cause__
         # An unload does not reach a producer or consumer that this process has closed; see `wait_for_unload_notices`.
-        ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
-        return self.user.generation != self.generation or (lost is not None and not ours)
+        ours = lost is None or isinstance(lost.__cause__, wire.Closed)
+        return self.user.generation != self.generation or not ours
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class EndDelivery:
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
         self._delivering: dict[Participant, None] = {}  # those to which a call sends ends again
         self._last_at = self._moved_at = 0.0
+        self.has_given_up = False  # whether a topic or group may have missed an end for good
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -225,6 +228,7 @@ class EndDelivery:
         return True
 
     def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: object) -> None:
+        self.has_given_up = True
         if committed := [str(each.txn) for each in ended if each.commit]:
             _log.error(
                 "%s was unloaded while these transactions were committed: %s. The commits may not have reached the"

@@ -175,12 +175,8 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, deadline: D
         topics = tuple(dict.fromkeys((evidence.proof.topic, *evidence.participants.topics)))
         ended = end(cluster, evidence.txn, commit, topics, deadline)
         event["ended"] = ended.name
-    if ended is EndResult.COMMITTED:
-        outcome = Outcome.COMMITTED
-    elif ended is EndResult.ABORTED:
-        outcome = Outcome.ABORTED
-    else:
-        outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
+    known = {EndResult.COMMITTED: Outcome.COMMITTED, EndResult.ABORTED: Outcome.ABORTED}.get(ended)
+    outcome = known or outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
         # The proof topic is told even if there was no room for others: the slot's next transaction ends on it.
         participants = Participants(topics, evidence.participants.subscriptions)

@@ -426,7 +426,6 @@ class PulsarPartition:
 
     def acknowledged(self, acked: AckedMessages) -> None:
         """Note that the broker has confirmed these acknowledgements as pending acks of their transaction."""
-        acked.until = self.consumer.arrived
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)
 

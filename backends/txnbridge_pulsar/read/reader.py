@@ -106,7 +106,7 @@ class PulsarReader(Reader):
         self._work: BackgroundTask[_BackgroundResult] | None = None
         self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
         self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
-        self._finish_at = self._together_until = 0.0
+        self._finish_at, self._together_until = time.monotonic(), 0.0
         self._may_release = True  # whether the user may end forgotten transactions, as far as it is known
         self._closed = False
         topics = self._concrete_topics(deadline)
@@ -255,7 +255,10 @@ class PulsarReader(Reader):
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
         check_topics = time.monotonic() >= self._check_partitions_at
-        if lost or due or check_topics:
+        # A partition that stays lost must not keep the others from being checked.
+        next_check = self._check_idle_at if self._mode.in_order else min(self._check_idle_at, self._finish_at)
+        is_overdue = time.monotonic() >= next_check + self._timing.idle_check_seconds
+        if (lost or due or check_topics) and not is_overdue:
             deadline = Deadline(self._timeout)
             self._work = BackgroundTask(
                 lambda: self._run_work(lost, due, check_topics, deadline), self._apply_work, self._inbox.wake

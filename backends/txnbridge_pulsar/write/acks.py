@@ -54,6 +54,10 @@ class _PartitionAcks:
     given_up: list[wire.MessageId] = field(default_factory=list)
     pending: set[tuple[int, int]] = field(default_factory=set)  # entries acknowledged after a first refusal
 
+    def note_answered(self) -> None:
+        """Note that the last answer has come. Deliveries that arrive later, such as after a timeout, count."""
+        self.acked.until = self.partition.consumer.arrived
+
 
 @dataclass(eq=False, repr=False)
 class PulsarAckContext:
@@ -113,6 +117,8 @@ class SentAcks:
         for each in sent:
             try:
                 each.answers = each.partition.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
+                for last in each.answers[-1:]:
+                    last.when_done(each.note_answered)
             except wire.PulsarError as error:
                 self._error = self._error or error
             except BaseException:  # an interrupt: no writer has these acknowledgements, so their messages come again

@@ -195,7 +195,8 @@ class TransactionProducer:
             if not self._drops_duplicates(producer, deadline):
                 return False
             try:
-                again = producer.resend(deadline.left())
+                # Each result counts, also if the connection is lost before all entries are sent.
+                again = producer.resend(deadline.left(), lambda send: self._track(send, receipts, again=True))
             except wire.RequestTimedOut:
                 return False
             except wire.BrokerConnectionLost:

@@ -93,9 +93,8 @@ class Fence:
                         raise
                 # Another process opens the same id at this moment. Random pauses let one of the two succeed.
                 time.sleep(random.uniform(0, _BUSY_PAUSE_SECONDS))
-        last = last_fence_record(self._cluster, self.topic, deadline)
-        self._last = None if last is None else last[0]
-        return None if last is None else last[1]
+        self._last, record = last_fence_record(self._cluster, self.topic, deadline) or (None, None)
+        return record
 
     def _fence_older_producer(self, deadline: Deadline) -> None:
         """Fence the topic's producer by opening an exclusive producer with fencing, and close the new producer.
@@ -200,11 +199,9 @@ class Fence:
                     time.sleep(_BUSY_PAUSE_SECONDS)
         self._producer.forget()
         self._gap = (-1, 0)
-        last = last_fence_record(self._cluster, self.topic, deadline)
-        if last is None or last[1].opening != self._opening:
-            # The topic was deleted and created again, so its epochs have started again and the broker accepted ours.
-            # Only the records show who the owner is.
-            raise self._fenced_by_newer(deadline)
+        # If the topic was deleted and created again, its epochs have started again, and the broker has accepted ours.
+        # Only the records show who the owner is.
+        self.check(deadline)
 
     def check(self, deadline: Deadline) -> None:
         """Raise `Fenced` if a newer owner has written a record, or the fence topic has no records any more."""

@@ -330,8 +330,8 @@ class PulsarOwner:
         try:
             if self._fence is None:
                 for writer in self._writers:
-                    # Nobody needs the proof topic of a bridge without an id, unless a token may need it for an outcome.
-                    if writer.proof is not None and not writer.unknown:
+                    # Nobody needs the proof topic of a bridge without an id, unless a token or a missed end needs it.
+                    if writer.proof is not None and not (writer.unknown or self.end_delivery.has_given_up):
                         remove(self._cluster, writer.proof.topic, deadline)
             elif self._has_announced:
                 with self._lock:
