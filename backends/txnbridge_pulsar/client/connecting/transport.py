@@ -99,10 +99,12 @@ class Transport:
         while self._unsent:
             try:
                 with self._tls_lock:
-                    sent = self._sock.send(self._unsent)
+                    self._unsent = self._unsent[self._sock.send(self._unsent) :]
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 return False
-            self._unsent = self._unsent[sent:]
+            except BaseException:  # an interrupt: how much was sent is not known
+                self.interrupt()
+                raise
         return True
 
     def read_into(self, space: memoryview, seconds: float) -> int | None:
