@@ -4,6 +4,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.failing import fail_call, note_calls
 from txnbridge import Batch, Bridge, Message, Processor, Transaction
 from txnbridge._base.deadline import Deadline
 from txnbridge._process.origin import origin_headers
+from txnbridge._process.redrive import Redrive
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
 from txnbridge._process.waiting_keys import WaitingKeys
 from txnbridge._read.consumer import RawConsumer
@@ -276,3 +278,33 @@ def test_a_delay_that_is_taken_out_of_the_list_holds_no_key_back(bridge):
     with in_order(bridge, handler, retry=DELAYS[:1]) as running:
         eventually(lambda: values(bridge, "out") == [b"a1", b"a2"], "a2 comes out")
     assert running.stats.delayed == 0
+
+
+def test_in_a_topic_that_was_made_anew_the_order_of_each_key_is_kept(bridge):
+    """The retry topics have notes about messages of the topic before, which stood at the same places."""
+    for first, second in ("a1", "a2"), ("a3", "a4"):
+        feed(bridge, first, second)
+        in_order(bridge, FailingFirst(**{first: 1}), retry=[0.3], max_messages=1).run(until_idle=True)
+        with in_order(bridge, FailingFirst(), retry=[0.3], max_messages=1):
+            eventually(lambda second=second: second.encode() in values(bridge, "out"), "both come out")
+        bridge.admin.delete_topic("in")
+        bridge.ensure_topics("in")
+    eventually(lambda: len(values(bridge, "out")) == 4, "all come out")
+    assert values(bridge, "out") == [b"a1", b"a2", b"a3", b"a4"]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_messages_wait_behind_a_redriven_dead_letter_that_fails_again(bridge, restarts):
+    handler = FailingFirst(a1=3)
+    feed(bridge, "a1")
+    with ExitStack() as stack:
+        running = stack.enter_context(in_order(bridge, handler, retry=[0.5], dead_letter="dead"))
+        eventually(lambda: running.stats.dead_letters, "it has no attempt left")
+        Redrive(bridge, "dead", group="g").run()
+        eventually(lambda: running.stats.delayed == 2, "it waits again")
+        if restarts:
+            stack.close()
+            stack.enter_context(in_order(bridge, handler, retry=[0.5], dead_letter="dead"))
+        feed(bridge, "a2")
+        eventually(lambda: len(values(bridge, "out")) == 2, "both come out")
+    assert values(bridge, "out") == [b"a1", b"a2"]
