@@ -141,7 +141,7 @@ class WaitingKeys:
         if deadline.expired:
             raise DeadlineExceeded(f"opening {', '.join(self._topics)} took longer than {deadline.seconds:g} s")
         markers = {f"{uuid.uuid4().hex}/{topic}/{number}": (topic, number) for topic, number in self._partitions}
-        with self._begin(timeout=deadline.left()) as txn:
+        with self._begin(timeout=max(0.001, deadline.left())) as txn:
             source: Any = getattr(txn, "of_source", txn)
             for marker, (topic, number) in markers.items():
                 source.send(topic, b"", key=None, headers=[(MARKER, marker.encode())], partition=number)

@@ -2,6 +2,7 @@
 
 import random
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, send, url_of, 
 from tests.failing import fail_call, note_calls
 from txnbridge import Batch, Bridge, Message, Processor, Transaction
 from txnbridge._base.deadline import Deadline
+from txnbridge._process import waiting_keys
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.redrive import Redrive
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
@@ -308,3 +310,17 @@ def test_messages_wait_behind_a_redriven_dead_letter_that_fails_again(bridge, re
         feed(bridge, "a2")
         eventually(lambda: len(values(bridge, "out")) == 2, "both come out")
     assert values(bridge, "out") == [b"a1", b"a2"]
+
+
+def test_a_time_that_ends_right_before_the_marker_is_sent_does_not_stop_the_loop(bridge, monkeypatch):
+    slow = [1.0]
+
+    def make_slowly() -> uuid.UUID:
+        time.sleep(slow.pop() if slow else 0)
+        return uuid.UUID(int=random.getrandbits(128))
+
+    monkeypatch.setattr(waiting_keys.uuid, "uuid4", make_slowly)
+    feed(bridge, "a1")
+    with in_order(bridge, FailingFirst(), timeout=0.8):
+        eventually(lambda: values(bridge, "out") == [b"a1"], "the next pass has enough time")
+    assert not slow
