@@ -700,7 +700,7 @@ def test_a_prepared_transaction_of_acknowledgements_alone_is_listed_and_its_toke
     assert admin.transactions(Deadline(60), "bill") == [found] and admin.transactions(Deadline(60), "o") == []
     with pytest.raises(errors.NotFound, match="token"):
         admin.end(found.transaction, Decision.ABORT, Deadline(60))
-    assert finish(other, found.token, Decision.ABORT) is Outcome.ABORTED
+    assert found.token is not None and finish(other, found.token, Decision.ABORT) is Outcome.ABORTED
     assert admin.transactions(Deadline(60)) == []
 
 

@@ -6,6 +6,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, send, url_of, 
 from tests.failing import fail_call, note_calls
 from txnbridge import Batch, Bridge, Message, Processor, Transaction
 from txnbridge._base.deadline import Deadline
-from txnbridge._process import waiting_keys
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.redrive import Redrive
 from txnbridge._process.retries import DONE, KEPT, PREFIX, place_of, waiting_headers
@@ -282,13 +282,17 @@ def test_a_delay_that_is_taken_out_of_the_list_holds_no_key_back(bridge):
     assert running.stats.delayed == 0
 
 
+def comes_out(bridge: Bridge, value: str) -> bool:
+    return value.encode() in values(bridge, "out")
+
+
 def test_in_a_topic_that_was_made_anew_the_order_of_each_key_is_kept(bridge):
     """The retry topics have notes about messages of the topic before, which stood at the same places."""
     for first, second in ("a1", "a2"), ("a3", "a4"):
         feed(bridge, first, second)
         in_order(bridge, FailingFirst(**{first: 1}), retry=[0.3], max_messages=1).run(until_idle=True)
         with in_order(bridge, FailingFirst(), retry=[0.3], max_messages=1):
-            eventually(lambda second=second: second.encode() in values(bridge, "out"), "both come out")
+            eventually(partial(comes_out, bridge, second), "both come out")
         bridge.admin.delete_topic("in")
         bridge.ensure_topics("in")
     eventually(lambda: len(values(bridge, "out")) == 4, "all come out")
@@ -319,7 +323,7 @@ def test_a_time_that_ends_right_before_the_marker_is_sent_does_not_stop_the_loop
         time.sleep(slow.pop() if slow else 0)
         return uuid.UUID(int=random.getrandbits(128))
 
-    monkeypatch.setattr(waiting_keys.uuid, "uuid4", make_slowly)
+    monkeypatch.setattr(uuid, "uuid4", make_slowly)
     feed(bridge, "a1")
     with in_order(bridge, FailingFirst(), timeout=0.8):
         eventually(lambda: values(bridge, "out") == [b"a1"], "the next pass has enough time")
